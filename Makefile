@@ -1,0 +1,64 @@
+# Every target makes its own .venv from $(PYTHON), with the versions of constraints.txt; only
+# gpu-report runs on the Python it is given, with no network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-gpu test-compile test-cpu test-slow bench gpu-report lint clean
+
+demo: $(VENV)/.base
+	$(BIN)/fastplm demo
+
+# The lanes run one after another, the CPU lane last, and each closes with its own count.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory test-gpu
+	@$(MAKE) --no-print-directory test-compile
+	@$(MAKE) --no-print-directory test-cpu
+
+# $(1) name, $(2) environment and pytest arguments
+define lane
+	@echo "== $(1) lane =="
+	@start=$$(date +%s); $(2); code=$$?; echo "== $(1) lane: $$(($$(date +%s) - start)) s =="; exit $$code
+endef
+
+# pytest exits with 5 when it finds nothing to run, which is no failure in this lane.
+test-gpu: $(VENV)/.test
+	@$(BIN)/python -c "import torch; torch.cuda.is_available() or print('no CUDA device: the gpu lane is skipped')"
+	$(call lane,gpu,$(PYTEST) -m gpu || test $$? -eq 5)
+
+test-compile: $(VENV)/.test
+	$(call lane,compile,$(PYTEST) tests/compile)
+
+test-cpu: $(VENV)/.test
+	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" --ignore=tests/compile)
+
+test-slow: $(VENV)/.test
+	$(call lane,slow,$(PYTEST) -m slow)
+
+bench: $(VENV)/.test
+	$(PYTEST) benchmarks/ --benchmark-only
+
+gpu-report:
+	$(PYTHON) benchmarks/gpu_report.py
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache
+
+# The build uses the torch installed here: an isolated build environment would fetch another one.
+$(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools wheel ninja torch
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+# fastplm is installed already, so this adds what the extra asks for and builds nothing again.
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
+	$(PIP) 'fastplm[$*]'
+	touch $@

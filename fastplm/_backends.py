@@ -1,0 +1,229 @@
+"""Which backend runs an op, and why the others do not.
+
+A backend is one implementation of an op:
+
+====== ============================================================================
+eager  the reference in plain PyTorch: the specification, on any device
+torch  fast stock PyTorch (SDPA, chunked GEMMs): the default for CPU tensors
+cpp    ``csrc/`` on the CPU
+triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
+cuda   ``csrc/`` on CUDA tensors
+====== ============================================================================
+
+The choice is made in the op's public function, once per call, and travels with the call as an
+argument: a traced or captured graph keeps the backend it was made with, and a backward always runs
+on the backend of its forward, even after ``use_backend`` was left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastplm._checks import BackendError, check_choice
+
+#: In the order of preference of "auto"; "eager" can run anything, so it is last.
+BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")
+_CHOICES = ("auto", *BACKENDS)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op.
+
+    Args:
+        name: one of ``BACKENDS``.
+        rejects: called with the op's own arguments and ``forced``; returns why this backend cannot
+            run them, or None if it can.
+        forward: the implementation behind ``fastplm::<op>_fwd`` (None for "eager", which is not an
+            opaque op but plain PyTorch).
+        backward: the implementation behind ``fastplm::<op>_bwd``.
+    """
+
+    name: str
+    rejects: Callable[..., str | None]
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One resolved call: the op, the backend that runs it, and why each other one does not."""
+
+    op: str
+    backend: str
+    arguments: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}({self.arguments}) -> {self.backend}"]
+        lines += [f"    not {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
+
+
+class _State:
+    """Process-wide, not a ContextVar: torch.compile cannot trace ``ContextVar.get``, and plain
+    attributes are guarded, so a compiled function is retraced when the choice changes."""
+
+    def __init__(self) -> None:
+        self.default = os.environ.get("FASTPLM_BACKEND", "auto")
+        self.per_op: dict[str, str] = {}
+        self.record: list[Decision] | None = None
+
+
+_state = _State()
+
+
+def requested(op: str) -> str:
+    """What the user asked for ``op``: "auto" or the name of a backend."""
+    return _state.per_op.get(op, _state.default)
+
+
+@contextlib.contextmanager
+def use_backend(backend: str, *ops: str) -> Iterator[None]:
+    """Force a backend for all ops, or for the ops named, inside a ``with`` block.
+
+    Args:
+        backend: "auto" | "eager" | "torch" | "cpp" | "triton" | "cuda".
+        ops: names of ops, e.g. ``"attention"``; none means all.
+
+    Raises:
+        ArgumentValueError: for an unknown backend or op.
+        BackendError: raised later, by the call of an op that the forced backend cannot run; the
+            message holds the reason of every backend.
+
+    The setting is process-wide, as PyTorch's own backend switches are. The environment variable
+    ``FASTPLM_BACKEND`` sets the initial value.
+    """
+    from fastplm._registry import OPS
+
+    check_choice("use_backend", "backend", backend, _CHOICES)
+    for op in ops:
+        check_choice("use_backend", "ops", op, tuple(OPS))
+    previous = _state.default, dict(_state.per_op)
+    if ops:
+        _state.per_op.update(dict.fromkeys(ops, backend))
+    else:
+        _state.default, _state.per_op = backend, {}
+    try:
+        yield
+    finally:
+        _state.default, _state.per_op = previous
+
+
+@contextlib.contextmanager
+def record_decisions() -> Iterator[list[Decision]]:
+    """Collect a ``Decision`` for every op called inside the block."""
+    previous, _state.record = _state.record, []
+    try:
+        yield _state.record
+    finally:
+        _state.record = previous
+
+
+def resolve(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...]) -> str:
+    """The name of the backend that runs this call.
+
+    Raises:
+        BackendError: the requested backend cannot run it.
+    """
+    wanted = requested(op)
+    if _state.record is not None:
+        _state.record.append(_decide(op, backends, arguments, wanted))
+    if wanted == "auto":
+        for backend in backends.values():
+            if backend.rejects(*arguments, forced=False) is None:
+                return backend.name
+    elif wanted in backends and backends[wanted].rejects(*arguments, forced=True) is None:
+        return wanted
+    raise BackendError(_refusal(op, backends, arguments, wanted))
+
+
+def _reasons(
+    backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
+) -> dict[str, str | None]:
+    return {
+        name: backends[name].rejects(*arguments, forced=name == wanted)
+        if name in backends
+        else "no implementation of this op"
+        for name in BACKENDS
+    }
+
+
+def _decide(
+    op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
+) -> Decision:
+    reasons = _reasons(backends, arguments, wanted)
+    able = [name for name in BACKENDS if reasons[name] is None]
+    chosen = wanted if wanted != "auto" else able[0]
+    rejected = []
+    for name in BACKENDS:
+        if name == chosen:
+            continue
+        reason = reasons[name]
+        if reason is None:
+            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+        rejected.append((name, reason))
+    return Decision(op, chosen, _describe(arguments), tuple(rejected))
+
+
+def _refusal(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str) -> str:
+    reasons = _reasons(backends, arguments, wanted)
+    lines = [
+        f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
+        f"{op}({_describe(arguments)}): {reasons.get(wanted) or 'unknown backend'}."
+    ]
+    for name, reason in reasons.items():
+        if name != wanted:
+            lines.append(f"  {name}: {reason or 'can run it'}")
+    lines.append("Choose a backend that can run it, or 'auto'.")
+    return "\n".join(lines)
+
+
+def _describe(arguments: tuple[Any, ...]) -> str:
+    parts = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{dtype}{list(value.shape)}@{value.device}")
+        else:
+            parts.append(repr(value))
+    return ", ".join(parts)
+
+
+# --- reasons that several ops share --------------------------------------------------------------
+
+
+def accepts_all(*arguments: Any, forced: bool) -> str | None:
+    """The ``rejects`` of a backend that runs everything: the reference."""
+    return None
+
+
+def needs_cpu(tensor: torch.Tensor) -> str | None:
+    """Reason of a CPU implementation."""
+    return None if tensor.device.type == "cpu" else f"it runs on CPU tensors, not {tensor.device}"
+
+
+def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
+    """Reason of a Triton implementation: CUDA tensors, or the interpreter when forced."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        return f"Triton runs on CUDA tensors, not {tensor.device}"
+    if tensor.device.type == "cpu":
+        if not forced:
+            return "CPU tensors: Triton's interpreter is for tests and runs only when forced"
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "CPU tensors: set TRITON_INTERPRET=1 before Python starts to interpret kernels"
+    if not triton_installed():
+        return "triton is not installed (pip install triton)"
+    return None
+
+
+def triton_installed() -> bool:
+    """Whether ``import triton`` can work; nothing is imported and no device is asked."""
+    return importlib.util.find_spec("triton") is not None

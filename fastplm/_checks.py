@@ -1,0 +1,148 @@
+"""Argument checks: every error names the argument, what it got, what was expected and the fix.
+
+The public function of an op and its fake kernel call the same ``check_*`` helpers, so a wrong call
+fails with the same words in eager mode, under ``torch.compile`` and on a meta tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class FastplmError(Exception):
+    """Base class of every error that fastplm raises on purpose."""
+
+
+class ArgumentValueError(FastplmError, ValueError):
+    """An argument has a wrong shape, size, device or value."""
+
+
+class ArgumentTypeError(FastplmError, TypeError):
+    """An argument has a wrong type or dtype."""
+
+
+class BackendError(FastplmError, RuntimeError):
+    """A backend was forced that cannot run this call; the message holds every reason."""
+
+
+class UnsupportedError(FastplmError, NotImplementedError):
+    """A documented argument that no backend implements yet; the message says what to use instead."""
+
+
+class DataError(FastplmError, ValueError):
+    """A corpus, tokenizer, checkpoint or file on disk is missing, empty or of the wrong kind."""
+
+
+def message(where: str, argument: str, got: object, expected: str, fix: str) -> str:
+    """The one form every error takes: ``where: `argument` got …; expected …; fix.``"""
+    return f"{where}: `{argument}` got {got}; expected {expected}. {fix}"
+
+
+def check(
+    condition: bool,
+    where: str,
+    argument: str,
+    got: object,
+    expected: str,
+    fix: str,
+    error: type[FastplmError] = ArgumentValueError,
+) -> None:
+    """Raise ``error`` with the house message unless ``condition`` holds."""
+    if not condition:
+        raise error(message(where, argument, got, expected, fix))
+
+
+def check_tensor(where: str, argument: str, value: object, *, ndim: int | None = None) -> None:
+    """``value`` is a tensor, of ``ndim`` dimensions where that is given."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(
+            message(where, argument, f"a {type(value).__name__}", "a torch.Tensor", "Pass a tensor.")
+        )
+    if ndim is not None and value.dim() != ndim:
+        raise ArgumentValueError(
+            message(
+                where,
+                argument,
+                f"{value.dim()} dimensions {tuple(value.shape)}",
+                f"{ndim} dimensions",
+                "Reshape it first.",
+            )
+        )
+
+
+def check_shape(
+    where: str, argument: str, value: torch.Tensor, shape: Sequence[int], names: str, fix: str = ""
+) -> None:
+    """``value.shape == shape``; ``names`` spells the dimensions, e.g. ``"[batch, key length]"``."""
+    if tuple(value.shape) != tuple(shape):
+        raise ArgumentValueError(
+            message(
+                where,
+                argument,
+                f"shape {tuple(value.shape)}",
+                f"{names} = {tuple(shape)}",
+                fix or "Check the layout of the tensors of this call.",
+            )
+        )
+
+
+def check_dtype(
+    where: str,
+    argument: str,
+    value: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    fix: str = "Convert it with .to(dtype).",
+) -> None:
+    """``value.dtype`` is one of ``dtypes``."""
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ArgumentTypeError(message(where, argument, value.dtype, expected, fix))
+
+
+def check_same(where: str, **tensors: torch.Tensor | None) -> None:
+    """All tensors given share the dtype and device of the first one."""
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = given[0]
+    for name, tensor in given[1:]:
+        if tensor.dtype != first.dtype:
+            raise ArgumentTypeError(
+                message(
+                    where,
+                    name,
+                    tensor.dtype,
+                    f"{first.dtype}, the dtype of `{first_name}`",
+                    f"Convert one of the two, e.g. {name}.to({first_name}.dtype).",
+                )
+            )
+    check_same_device(where, **tensors)
+
+
+def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:
+    """All tensors given lie on the device of the first one."""
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = given[0]
+    for name, tensor in given[1:]:
+        if tensor.device != first.device:
+            raise ArgumentValueError(
+                message(
+                    where,
+                    name,
+                    f"device {tensor.device}",
+                    f"{first.device}, the device of `{first_name}`",
+                    f"Move it with {name}.to({first_name}.device).",
+                )
+            )
+
+
+def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    """``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ArgumentValueError(
+            message(where, argument, repr(value), " | ".join(choices), "Choose one of these.")
+        )
+
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGER = (torch.int64, torch.int32)

@@ -1,0 +1,102 @@
+"""The one place that calls ``torch.library``: schema, fake kernel, autograd and backends of each op.
+
+An op ``<op>`` has a public function ``ops.<op>`` and, for its fused backends, the opaque operators
+``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd`` (one operator ``fastplm::<op>`` if it has no
+gradient). The last argument of their schemas is ``str backend``. The eager backend is not behind an
+operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differentiable PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastplm._backends import BACKENDS, Backend, accepts_all, resolve
+
+_LIBRARY = torch.library.Library("fastplm", "DEF")
+
+#: Every op by name, in the order of definition.
+OPS: dict[str, Op] = {}
+
+
+class Op:
+    """An op and its backends.
+
+    Args:
+        name: the op's stem; the same in every folder of the tree.
+        reference: the eager reference, ``<op>_ref``.
+        smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
+            ``fastplm info`` to say what works by trying it.
+    """
+
+    def __init__(
+        self, name: str, *, reference: Callable[..., Any], smoke: Callable[[torch.device], Any]
+    ) -> None:
+        if name in OPS:
+            raise ValueError(f"op {name!r} is defined twice")
+        self.name = name
+        self.reference = reference
+        self.smoke = smoke
+        self.backends: dict[str, Backend] = {"eager": Backend("eager", accepts_all)}
+        OPS[name] = self
+
+    def backend(
+        self,
+        name: str,
+        *,
+        forward: Callable[..., Any],
+        rejects: Callable[..., str | None],
+        backward: Callable[..., Any] | None = None,
+    ) -> None:
+        """Add an implementation; ``resolve`` tries them in the order of ``BACKENDS``."""
+        self.backends[name] = Backend(name, rejects, forward, backward)
+        self.backends = {known: self.backends[known] for known in BACKENDS if known in self.backends}
+
+    def resolve(self, *arguments: Any) -> str:
+        """The backend that runs a call with these arguments (see ``_backends.resolve``)."""
+        return resolve(self.name, self.backends, arguments)
+
+    def define(self, schema: str, *, fake: Callable[..., Any]) -> None:
+        """Register an op without gradient: ``fastplm::<op>`` + ``schema``."""
+        self._define(self.name, schema, "forward", fake)
+
+    def define_differentiable(
+        self,
+        forward_schema: str,
+        backward_schema: str,
+        *,
+        fake_forward: Callable[..., Any],
+        fake_backward: Callable[..., Any],
+        setup_context: Callable[..., None],
+        backward: Callable[..., Any],
+    ) -> None:
+        """Register ``fastplm::<op>_fwd``, ``fastplm::<op>_bwd`` and the formula that joins them."""
+        forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
+        self._define(forward_name, forward_schema, "forward", fake_forward)
+        self._define(backward_name, backward_schema, "backward", fake_backward)
+        torch.library.register_autograd(
+            f"fastplm::{forward_name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+
+    def _define(self, operator: str, schema: str, attribute: str, fake: Callable[..., Any]) -> None:
+        def run(*arguments: Any) -> Any:
+            implementation = getattr(self.backends[arguments[-1]], attribute)
+            return implementation(*arguments[:-1])
+
+        _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
+
+
+def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Floating tensors in the autocast dtype of their device, as ``nn.Linear`` would see them."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+        for tensor in tensors
+    )

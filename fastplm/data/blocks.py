@@ -1,0 +1,201 @@
+"""Token ids on disk, memory-mapped, and the fixed blocks cut from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from fastplm._checks import DataError, UnsupportedError, check
+from fastplm.data._cache import build_once
+from fastplm.data.corpus import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A sentence ends before the space after ".", "!" or "?", and at a line's end. Nothing is consumed:
+# the pieces joined are the text, so that a tokenizer that looks at spaces sees the same words.
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
+_DOCUMENTS_AT_ONCE = 256
+
+
+class TokenStore:
+    """The token ids of a corpus with the beginnings of its sentences and documents.
+
+    Args:
+        directory: what ``tokenize`` wrote.
+        first, last: the range of sentences seen, all by default.
+
+    Attributes:
+        tokens: ids of all documents one after the other, memory-mapped ``[tokens]``.
+        sentences: int64 ``[sentences + 1]``, sentence i is ``tokens[sentences[i]:sentences[i + 1]]``.
+        documents: int64 ``[documents + 1]``, document d has the sentences
+            ``documents[d]`` to ``documents[d + 1] - 1``.
+    """
+
+    def __init__(self, directory: str | Path, first: int = 0, last: int | None = None) -> None:
+        self._place = Path(directory), first, last
+        path = self._place[0]
+        dtype = json.loads((path / "meta.json").read_text())["dtype"]
+        tokens = np.memmap(path / "tokens.bin", dtype=dtype, mode="r")
+        sentences = np.memmap(path / "sentences.bin", dtype=np.int64, mode="r")
+        documents = np.memmap(path / "documents.bin", dtype=np.int64, mode="r")
+        last = len(sentences) - 1 if last is None else last
+        begin = sentences[first]
+        self.tokens = tokens[begin : sentences[last]]
+        self.sentences = sentences[first : last + 1] - begin
+        inside = documents[(documents > first) & (documents < last)]
+        self.documents = np.concatenate([[first], inside, [last]]) - first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers map the files again; pickling a memory map would copy the whole corpus.
+        return TokenStore, self._place
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    def split(self, fraction: float) -> tuple[TokenStore, TokenStore]:
+        """All but the last ``fraction`` of the tokens, and that tail, cut between two sentences."""
+        directory, first, last = self._place
+        cut = first + int(np.searchsorted(self.sentences, len(self) * (1 - fraction)))
+        return TokenStore(directory, first, cut), TokenStore(directory, cut, last)
+
+
+def tokenize(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, cache: str | Path
+) -> TokenStore:
+    """Turn documents into token ids, once for each pair of corpus and tokenizer.
+
+    Args:
+        documents: an iterable that can be iterated several times.
+        tokenizer: a fast Transformers tokenizer; no special tokens are added.
+        cache: a folder where the ids are kept under the hash of documents and tokenizer.
+
+    Raises:
+        DataError: the documents hold no token at all.
+        UnsupportedError: the tokenizer is not a fast one.
+    """
+    check(
+        tokenizer.is_fast,
+        "tokenize",
+        "tokenizer",
+        type(tokenizer).__name__,
+        "a fast tokenizer",
+        "Save it with a tokenizer.json first.",
+        UnsupportedError,
+    )
+    description = tokenizer.backend_tokenizer.to_str()
+    digest = hashlib.sha256((fingerprint(documents) + description).encode()).hexdigest()
+
+    def build(directory: Path) -> None:
+        _write_tokens(directory, documents, description)
+
+    return TokenStore(build_once(cache, f"tokens-{digest[:32]}", build))
+
+
+class BlockDataset(Dataset):
+    """Blocks ``[CLS] … [SEP]`` of one size: the corpus cut every ``block_size - 2`` tokens.
+
+    Only the last, partial block of the whole corpus is left out. Item i is
+    ``{"input_ids": int64 [block_size]}``.
+
+    Args:
+        store: the tokens.
+        block_size: tokens a block, the two special ones included.
+        cls_token_id, sep_token_id: the ids put around each block.
+
+    Raises:
+        DataError: fewer tokens than one block needs.
+    """
+
+    def __init__(
+        self, store: TokenStore, block_size: int, *, cls_token_id: int, sep_token_id: int
+    ) -> None:
+        check(block_size >= 3, "BlockDataset", "block_size", block_size, "3 or more", "Raise it.")
+        self.store, self.block_size = store, block_size
+        self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
+        check_enough_tokens("BlockDataset", store, block_size - 2)
+
+    def __len__(self) -> int:
+        return len(self.store) // (self.block_size - 2)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        size = self.block_size - 2
+        block = np.empty(self.block_size, dtype=np.int64)
+        block[0], block[-1] = self.cls_token_id, self.sep_token_id
+        block[1:-1] = self.store.tokens[index * size : (index + 1) * size]
+        return {"input_ids": torch.from_numpy(block)}
+
+
+def check_enough_tokens(where: str, store: TokenStore, needed: int) -> None:
+    """The one message for a corpus that is too small."""
+    check(
+        len(store) >= needed,
+        where,
+        "store",
+        f"{len(store)} tokens",
+        f"at least the {needed} tokens of one block",
+        "Give more text or a smaller block size.",
+        DataError,
+    )
+
+
+def split_sentences(document: str) -> list[str]:
+    """The pieces of a document that end with a sentence; joined they are the document."""
+    return [piece for piece in _SENTENCE_END.split(document) if piece]
+
+
+def _write_tokens(directory: Path, documents: Iterable[str], description: str) -> None:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(description)
+    backend.no_padding()
+    backend.no_truncation()
+    dtype = np.uint16 if backend.get_vocab_size() <= 1 << 16 else np.int32
+    ends, total, sentences = array("q", [0]), 0, 0
+    with (
+        (directory / "tokens.bin").open("wb") as token_file,
+        (directory / "sentences.bin").open("wb") as sentence_file,
+        (directory / "documents.bin").open("wb") as document_file,
+    ):
+        document_file.write(ends.tobytes())
+        for batch in _batches(documents, _DOCUMENTS_AT_ONCE):
+            split = [split_sentences(document) for document in batch]
+            pieces = [piece for document in split for piece in document]
+            encoded = iter(backend.encode_batch_fast(pieces, add_special_tokens=False))
+            for document in split:
+                lengths = []
+                for encoding in islice(encoded, len(document)):
+                    if encoding.ids:
+                        token_file.write(np.array(encoding.ids, dtype=dtype).tobytes())
+                        lengths.append(len(encoding.ids))
+                for length in lengths:
+                    total += length
+                    ends.append(total)
+                if lengths:
+                    sentences += len(lengths)
+                    document_file.write(array("q", [sentences]).tobytes())
+            sentence_file.write(ends.tobytes())
+            ends = array("q")
+    check(
+        total > 0, "tokenize", "documents", "no tokens", "text", "Give more text.", DataError
+    )
+    (directory / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+
+
+def _batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
+    iterator = iter(documents)
+    while batch := list(islice(iterator, size)):
+        yield batch

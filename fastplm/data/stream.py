@@ -1,0 +1,92 @@
+"""The endless training stream: every sample has one place in it, whoever asks for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastplm._checks import DataError, check
+from fastplm.reference.philox import Stream, draw
+
+# Each turn changes one half by a function of the other; four are pseudo-random, six have room.
+_TURNS = 6
+
+
+class PretrainingStream(Dataset):
+    """A map-style dataset over the endless, shuffled repetition of another one.
+
+    Item i is element ``permute(i mod n, n, epoch = i div n)`` of the dataset of n elements, with
+    ``sample_index = i`` added. Reading it in sequence is shuffled training: which worker or process
+    reads an item, and whether the run was resumed in between, cannot change it.
+
+    Args:
+        dataset: map-style, of dicts.
+        seed: of the permutations.
+        length: the number of samples of the whole run.
+
+    Raises:
+        DataError: the dataset is empty.
+    """
+
+    def __init__(self, dataset: Dataset, *, seed: int, length: int) -> None:
+        self.dataset, self.seed, self.length = dataset, seed, length
+        self.size = len(dataset)  # type: ignore[arg-type]
+        where, fix = "PretrainingStream", "Give more text or a smaller block size."
+        check(self.size > 0, where, "dataset", "no elements", "one or more", fix, DataError)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several items at once, as DataLoader asks for them."""
+        if not all(0 <= index < self.length for index in indices):
+            raise IndexError(indices)
+        samples = torch.tensor(indices)
+        elements = permute(samples % self.size, self.size, self.seed, samples // self.size)
+        return [
+            {**self.dataset[element], "sample_index": sample}
+            for element, sample in zip(elements.tolist(), samples.tolist(), strict=True)
+        ]
+
+
+def permute(index: Tensor, size: int, seed: int, epoch: Tensor) -> Tensor:
+    """Where a keyed permutation of ``range(size)`` sends each index.
+
+    A Feistel network (Luby and Rackoff 1988) over ``Z_a x Z_b``, the smallest such square grid that
+    holds ``size`` elements; an index that leaves the range is sent on until it is back in it. So it
+    needs no table, whatever the size.
+
+    Args:
+        index: int64, each in ``[0, size)``.
+        size: the number of elements.
+        seed: the key.
+        epoch: int64, broadcast with ``index``; each epoch has its own permutation.
+
+    Returns:
+        int64 of the shape of ``index``.
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+
+    def word(turn: int, half: Tensor) -> Tensor:
+        return draw(seed, Stream.SHUFFLE, sample_index=half, position=turn, step=epoch)[0]
+
+    def shuffle(x: Tensor) -> Tensor:
+        left, right = x // columns, x % columns
+        for turn in range(0, _TURNS, 2):
+            left = (left + word(turn, right)) % rows
+            right = (right + word(turn + 1, left)) % columns
+        return left * columns + right
+
+    result = shuffle(index)
+    while (result >= size).any():
+        result = torch.where(result >= size, shuffle(result), result)
+    return result

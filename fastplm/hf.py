@@ -1,0 +1,243 @@
+"""``attn_implementation="fastplm"``: fused attention for any live Hugging Face model.
+
+Importing this module registers the name with Transformers::
+
+    import fastplm.hf
+    model = AutoModel.from_pretrained(path, attn_implementation="fastplm")
+
+Two functions are registered. Transformers calls ``fastplm_mask`` once a forward to turn the user's
+padding mask into what the attention understands, a boolean key mask [B, Tk]; without it Transformers
+would pass no mask at all. It calls ``fastplm_attention_forward`` in every layer. Whatever
+``ops.attention`` does not do yet runs on Transformers' own SDPA function with an equivalent mask:
+dropout in training, T5's position bias, masks that are neither causal nor bidirectional (packed
+sequences, sliding windows, a 4-D mask of the user). What neither of them does raises.
+
+Neither function changes any Python state, or a compiled model would be compiled again each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from fastplm._checks import UnsupportedError, check
+from fastplm.ops import attention
+
+NAME = "fastplm"
+# Arguments of some models' attention that change its result and that no path here honours.
+_UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
+
+
+def fastplm_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask that ``fastplm_attention_forward`` gets, made without a host synchronisation.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the attention to come.
+        q_offset, kv_offset: position of its first query and key; a tensor with a static cache.
+        mask_function: what Transformers composed: plain causal, plain bidirectional, or more.
+        attention_mask: bool [B, S], True = attend, or None.
+        kwargs: what else ``transformers.masking_utils.sdpa_mask`` takes.
+
+    Returns:
+        None where there is nothing to mask but (maybe) the future, bool [B, Tk] for padding, which
+        leaves causality to the attention function, or bool [B, 1, Tq, Tk] for any other pattern,
+        complete in itself.
+    """
+    causal = mask_function is causal_mask_function
+    bottom_right = (
+        isinstance(q_offset, int)
+        and isinstance(kv_offset, int)
+        and q_offset + q_length == kv_offset + kv_length
+    )
+    two_dimensional = attention_mask is None or attention_mask.dim() == 2
+    if two_dimensional and (
+        mask_function is bidirectional_mask_function or causal and (bottom_right or q_length == 1)
+    ):
+        key_mask = _key_window(attention_mask, kv_length, kv_offset)
+        if causal and not bottom_right:
+            # One query in a static cache: the keys past it are padding, as far as it can see.
+            device = kwargs.get("device", "cpu")
+            seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
+            key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
+        return key_mask
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        **kwargs,
+    )
+
+
+def _key_window(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor
+) -> Tensor | None:
+    """Columns [kv_offset, kv_offset + kv_length) of the mask; those past its end are False."""
+    if attention_mask is None:
+        return None
+    if isinstance(kv_offset, Tensor):
+        columns = torch.arange(kv_length, device=attention_mask.device) + kv_offset
+        inside = columns < attention_mask.shape[1]
+        return attention_mask[:, columns.clamp(max=attention_mask.shape[1] - 1)] & inside
+    missing = kv_offset + kv_length - attention_mask.shape[1]
+    if missing > 0:
+        attention_mask = nn.functional.pad(attention_mask, (0, missing))
+    return attention_mask[:, kv_offset : kv_offset + kv_length]
+
+
+def fastplm_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of one layer, in the calling convention of Transformers.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where the argument is None.
+        query: [B, H, Tq, D].
+        key, value: [B, H, Tk, D], or with fewer heads.
+        attention_mask: None or bool [B, Tk] beside causality, else a complete 4-D mask, boolean
+            (True = attend) or additive.
+        dropout: probability of dropping an attention weight, 0 outside training.
+        scaling: factor on the scores.
+        is_causal: query i sees the keys j <= i + (Tk - Tq); a 4-D mask replaces it.
+        kwargs: ``position_bias`` and ``output_attentions`` are honoured.
+
+    Returns:
+        The output [B, Tq, H, D], and the weights [B, H, Tq, Tk] if ``output_attentions``, else
+        None.
+
+    Raises:
+        UnsupportedError: an argument that changes the result and that no path honours.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    complete = attention_mask is not None and attention_mask.dim() == 4
+    _check_supported(attention_mask, complete, kwargs)
+    with_weights = kwargs.get("output_attentions", False)
+    fused = (
+        not complete
+        and not with_weights
+        and dropout == 0.0
+        and kwargs.get("position_bias") is None
+        and key.shape == value.shape
+        and key.shape[:2] == query.shape[:2]
+    )
+    if fused:
+        out = attention(
+            query, key, value, key_mask=attention_mask, is_causal=causal, scale=scaling
+        )
+        return out.transpose(1, 2), None
+
+    mask, dead = attention_mask, None
+    if not complete:
+        mask, dead = _complete_mask(query, key, attention_mask, causal, always=with_weights)
+    weights = None
+    if with_weights:
+        out, weights = _attention_with_weights(
+            query, key, value, mask, dropout, scaling, kwargs.get("position_bias")
+        )
+    else:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scaling, is_causal=causal, **kwargs
+        )
+    if dead is not None:
+        out = out.masked_fill(dead.transpose(1, 2), 0.0)
+    return out, weights
+
+
+def _check_supported(mask: Tensor | None, complete: bool, kwargs: dict[str, Any]) -> None:
+    # Packed rows are told apart by a 4-D mask made from position_ids, or not at all.
+    packed = () if complete else ("cu_seq_lens_q", "cu_seq_lens_k")
+    for name in (*_UNSUPPORTED, *packed):
+        check(
+            kwargs.get(name) is None,
+            "attn_implementation='fastplm'",
+            name,
+            "a value",
+            "None in this version",
+            "Use attn_implementation='eager' or 'sdpa' for this call.",
+            UnsupportedError,
+        )
+    check(
+        mask is None or mask.dim() in (2, 4),
+        "attn_implementation='fastplm'",
+        "attention_mask",
+        f"{0 if mask is None else mask.dim()} dimensions",
+        "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
+        "Give the model a mask [B, T], True or 1 where there is a token.",
+    )
+
+
+def _complete_mask(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, always: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(bool [B|1, 1, Tq|1, Tk] or None, rows [B|1, 1, Tq|1, 1] that may attend to nothing or None).
+
+    None stands for no mask but what ``is_causal`` of Transformers' SDPA function does, which is
+    right for square attention alone: it aligns top-left.
+    """
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    if causal and seqlen_q > 1 and (always or mask is not None or seqlen_q != seqlen_k):
+        ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+        past = ones.tril(seqlen_k - seqlen_q)[None, None]
+        mask = past if mask is None else mask & past
+    if mask is None:
+        return None, None
+    dead = ~mask.any(-1, keepdim=True)
+    # Some SDPA kernels give NaN for a row of nothing; it attends to all and is set to 0 afterwards.
+    return mask | dead, dead
+
+
+def _attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    position_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale  # [B, H, Tq, Tk]
+    if position_bias is not None:
+        scores = scores + position_bias
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = nn.functional.dropout(scores.softmax(-1), dropout)
+    return torch.matmul(weights, value).transpose(1, 2), weights
+
+
+AttentionInterface.register(NAME, fastplm_attention_forward)
+AttentionMaskInterface.register(NAME, fastplm_mask)

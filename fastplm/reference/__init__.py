@@ -1,0 +1,1 @@
+"""Eager references: each op's specification in plain, readable, differentiable PyTorch."""

@@ -1,0 +1,104 @@
+"""Reference of ``ops.mask_tokens``: the specification, in plain PyTorch without host syncs."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fastplm.reference.philox import Stream, draw, fixed_point
+
+
+class MaskedTokens(NamedTuple):
+    """What ``ops.mask_tokens`` returns; see there."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    count: torch.Tensor
+
+
+def quota_scale(mlm_probability: float) -> int:
+    """``mlm_probability * 2^32``, rounded up: then ``(n * scale + 2^31) >> 32`` is the share of n
+    with halves rounded up, even where the float lies just below its decimal, as 0.15 does."""
+    return math.ceil(mlm_probability * 2**32)
+
+
+def row_capacity(length: int, mlm_probability: float, max_predictions: int | None) -> int:
+    """The most tokens that can be chosen in a row: ``P = B * capacity``, fixed by the shapes."""
+    if max_predictions is not None:
+        return max_predictions
+    return max(1, (length * quota_scale(mlm_probability) + 2**31) >> 32)
+
+
+def mask_tokens_ref(
+    input_ids: torch.Tensor,
+    *,
+    vocab_size: int,
+    mask_token_id: int,
+    maskable: torch.Tensor | None = None,
+    mlm_probability: float = 0.15,
+    mask_replace_prob: float = 0.8,
+    random_replace_prob: float = 0.1,
+    max_predictions: int | None = None,
+    sample_index: torch.Tensor | None = None,
+    seed: int | torch.Tensor,
+    step: int = 0,
+) -> MaskedTokens:
+    """Choose, corrupt and compact the tokens to predict, as ``ops.mask_tokens`` describes it.
+
+    Args:
+        input_ids: int64 or int32 [B, T].
+        maskable: bool [B, T], True = may be chosen; default all.
+        sample_index: int64 [B]; default 0 … B - 1.
+        The others as in ``ops.mask_tokens``.
+
+    Returns:
+        MaskedTokens of input_ids [B, T], positions [P], labels [P] and count [].
+    """
+    batch, length = input_ids.shape
+    device = input_ids.device
+    capacity = row_capacity(length, mlm_probability, max_predictions)
+    if maskable is None:
+        maskable = torch.ones_like(input_ids, dtype=torch.bool)
+    if sample_index is None:
+        sample_index = torch.arange(batch, device=device)
+    sample = sample_index[:, None]
+    position = torch.arange(length, device=device)
+
+    n = maskable.sum(-1, keepdim=True)
+    quota = (n * quota_scale(mlm_probability) + 2**31) >> 32
+    quota = quota.clamp(min=1).minimum(n).clamp(max=capacity)
+
+    high, low, _, _ = draw(
+        seed, Stream.MASK_SELECT, sample_index=sample, position=position, step=step
+    )
+    # As int64, the unsigned 64-bit key less 2^63: the same order.
+    key = (high - 2**31) * 2**32 + low
+    by_key = key.argsort(dim=-1, stable=True)
+    candidate = maskable.gather(-1, by_key)
+    taken = candidate & (candidate.cumsum(-1) <= quota)
+    chosen = torch.zeros_like(taken).scatter(-1, by_key, taken)
+
+    decision, choice, _, _ = draw(
+        seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
+    )
+    mask_below = fixed_point(mask_replace_prob)
+    random_below = mask_below + fixed_point(random_replace_prob)
+    corrupted = input_ids.masked_fill(decision < mask_below, mask_token_id)
+    random = (decision >= mask_below) & (decision < random_below)
+    random_ids = ((choice * vocab_size) >> 32).to(input_ids.dtype)
+    corrupted = torch.where(random, random_ids, corrupted)
+
+    # A token that is not chosen writes to a slot past the end.
+    slots = batch * capacity
+    slot = torch.where(chosen.flatten(), chosen.flatten().cumsum(0) - 1, slots)
+    flat = torch.arange(batch * length, device=device)
+    positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, flat)[:slots]
+    labels = torch.full((slots + 1,), -100, device=device).scatter(
+        0, slot, input_ids.flatten().long()
+    )
+    return MaskedTokens(
+        torch.where(chosen, corrupted, input_ids), positions, labels[:slots], chosen.sum()
+    )

@@ -1,0 +1,103 @@
+"""Philox4x32-10: random words as a pure function of logical indices.
+
+Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``) from a counter that names the
+thing drawn for, never the thread, tile or worker that draws it. So the same seed gives the same bits
+on CPU and GPU, eager and fused, padded and packed, at any world size, and after a resume.
+
+Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Stream(enum.IntEnum):
+    """What a word is drawn for: the low four bits of the last counter word.
+
+    The values are part of the randomness contract and of ``csrc/philox.h``: never renumber them.
+    """
+
+    MASK_SELECT = 0
+    MASK_REPLACE = 1
+    SAMPLE = 2
+    DROPOUT = 3
+    SHUFFLE = 4
+    PAIR = 5
+
+
+def philox4x32(
+    seed: int | Tensor, c0: int | Tensor, c1: int | Tensor, c2: int | Tensor, c3: int | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Encrypt counters with ten rounds of Philox4x32.
+
+    Args:
+        seed: the 64-bit key, an int or an int64 tensor; its low half is the first key word.
+        c0, c1, c2, c3: the counter words, ints or int64 tensors that broadcast; taken modulo 2^32.
+
+    Returns:
+        Four int64 tensors of the broadcast shape that hold uint32 values.
+    """
+    # Ints and tensors go through the same operators; this alone turns a call of ints into tensors.
+    if not any(isinstance(value, Tensor) for value in (seed, c0, c1, c2, c3)):
+        c0 = torch.tensor(c0 & _WORD)
+    x: list[Any] = [word & _WORD for word in (c0, c1, c2, c3)]
+    key: list[Any] = [seed & _WORD, (seed >> 32) & _WORD]
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], x[0])
+        high1, low1 = _multiply(_MULTIPLIERS[1], x[2])
+        x = [high1 ^ x[1] ^ key[0], low1, high0 ^ x[3] ^ key[1], low0]
+        key = [(word + weyl) & _WORD for word, weyl in zip(key, _WEYL, strict=True)]
+    return x[0], x[1], x[2], x[3]
+
+
+def draw(
+    seed: int | Tensor,
+    stream: Stream,
+    *,
+    sample_index: int | Tensor,
+    position: int | Tensor = 0,
+    step: int | Tensor = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for a place in the training stream: the counter layout of all of fastplm.
+
+    Args:
+        seed: int or 0-d int64 tensor.
+        stream: what the words are for.
+        sample_index: the sample's place in the endless training stream, int or int64 tensor.
+        position: the position in the sequence, int or int64 tensor.
+        step: advances independent draws for the same sample, below 2^28.
+
+    Returns:
+        Four int64 tensors of the broadcast shape that hold uint32 values.
+    """
+    return philox4x32(seed, position, sample_index, sample_index >> 32, step << 4 | int(stream))
+
+
+def uniform(word: Tensor) -> Tensor:
+    """Map uint32 words to float64 in the open interval (0, 1): ``(word + 0.5) * 2^-32``."""
+    return (word.double() + 0.5) * 2.0**-32
+
+
+def fixed_point(probability: float) -> int:
+    """``round(probability * 2^32)``: a uint32 word is below it with that probability.
+
+    Comparing integers keeps a choice free of the rounding of any device's floating point.
+    """
+    return round(probability * 2**32)
+
+
+def _multiply(multiplier: int, word: Any) -> tuple[Any, Any]:
+    """High and low word of a 32 x 32 bit product, by halves so that int64 never overflows."""
+    low = multiplier * (word & 0xFFFF)
+    high = multiplier * (word >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

@@ -1,0 +1,291 @@
+"""Error budget, poisoned memory and layout variants: the harness of the tests and benchmarks.
+
+No tolerance is ever typed. The reference runs three times: in fp64 (``gold``), and twice in the
+dtype of the kernel (``base``: plain, and with the order of every reduction reversed). The kernel
+may err by at most ``factor`` times what PyTorch errs on the same inputs:
+
+    max|out - gold| <= factor * max|base - gold| + floor        factor 2 forward, 3 gradients
+    rms(out - gold) <= 1.5    * rms(base - gold) + floor
+
+``floor`` is one rounding of the largest (rms: of the root-mean-square) gold value to the dtype of
+the output: a kernel cannot be asked to round better than its output can hold. For a gradient it is,
+on top, one fp32 rounding of the largest gradient of the call: gradients that are differences are
+small by cancellation, and the sums that cancel run in fp32. Where a gradient is 0 by cancellation
+(the query's, if a row sees one key) PyTorch's own 0 is luck, and counts as one rounding of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+RMS_FACTOR = 1.5
+
+
+class BudgetExceeded(AssertionError):
+    """An output or gradient is further from the truth than its budget allows."""
+
+
+# --- the budget -----------------------------------------------------------------------------------
+
+
+def assert_within_budget(
+    candidate: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    inputs: Mapping[str, Any],
+    *,
+    wrt: Sequence[str] = (),
+) -> None:
+    """Hold ``candidate`` to the error of ``reference``, in the output and in gradients.
+
+    Args:
+        candidate: the function under test; called as ``candidate(**inputs)`` with the very views
+            given, on poisoned memory.
+        reference: the eager reference, called with the same keywords.
+        inputs: tensors and plain values by name. Floating tensors set the kernel's dtype.
+        wrt: names of the tensors whose gradients are compared, under one random upstream gradient.
+
+    Raises:
+        BudgetExceeded: with the name of the output or gradient, its error and its budget.
+    """
+    with poisoned_memory():
+        out, grads = _run(candidate, inputs, wrt)
+    gold, gold_grads = _run(reference, _to_double(inputs), wrt, upstream_dtype=out.dtype)
+    plain, plain_grads = _run(reference, inputs, wrt)
+    with ReversedReductions():
+        reversed_, reversed_grads = _run(reference, inputs, wrt)
+    check_error("output", out, gold, (plain, reversed_), FORWARD_FACTOR)
+    siblings = tuple(gold_grads.values())
+    largest = max(map(_max_norm, siblings), default=0.0)
+    for name, grad in grads.items():
+        bases = plain_grads[name], reversed_grads[name]
+        gold = gold_grads[name]
+        if not gold.any():
+            bases = tuple(base + largest * torch.finfo(base.dtype).eps for base in bases)
+        check_error(f"gradient of {name}", grad, gold, bases, GRADIENT_FACTOR, siblings)
+
+
+def check_error(
+    name: str,
+    out: torch.Tensor,
+    gold: torch.Tensor,
+    bases: Sequence[torch.Tensor],
+    factor: float,
+    siblings: Sequence[torch.Tensor] = (),
+) -> None:
+    """Hold one tensor to its budget.
+
+    Args:
+        name: how the message calls it.
+        out: the tensor under test.
+        gold: the same in fp64.
+        bases: the reference's results in the dtype of ``out``; the largest error counts.
+        factor: of the maximum norm.
+        siblings: for a gradient, the gold gradients of the same call.
+
+    Raises:
+        BudgetExceeded: shape, dtype, non-finite pattern or error do not fit.
+    """
+    if out.shape != gold.shape or out.dtype != bases[0].dtype:
+        raise BudgetExceeded(
+            f"{name}: {out.dtype}{list(out.shape)} instead of {bases[0].dtype}{list(gold.shape)}"
+        )
+    if out.numel() == 0:
+        return
+    _check_non_finite(name, out, bases[0])
+    finite = torch.isfinite(out) & torch.isfinite(gold)
+    out, gold = out.double()[finite], gold[finite]
+    if out.numel() == 0:
+        return
+    errors = [(base.double()[finite] - gold) for base in bases]
+    dtype = bases[0].dtype
+    rounding = torch.finfo(dtype).eps
+    accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    for norm, label, allowed in (
+        (_max_norm, "max", factor),
+        (_rms_norm, "rms", RMS_FACTOR),
+    ):
+        base_error = max(norm(error) for error in errors)
+        cancelled = max((norm(sibling[sibling.isfinite()]) for sibling in siblings), default=0.0)
+        floor = rounding * norm(gold) + accumulation * cancelled
+        error, budget = norm(out - gold), allowed * base_error + floor
+        if not error <= budget:
+            raise BudgetExceeded(
+                f"{name}: {label} error {error:.3e} exceeds the budget {budget:.3e} "
+                f"= {allowed} * {base_error:.3e} (PyTorch's own) + {floor:.3e} (rounding)"
+            )
+
+
+def _check_non_finite(name: str, out: torch.Tensor, base: torch.Tensor) -> None:
+    for kind, test in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        if not torch.equal(test(out), test(base)):
+            raise BudgetExceeded(
+                f"{name}: {int(test(out).sum())} {kind} where the reference has "
+                f"{int(test(base).sum())}, or in other places"
+            )
+
+
+def _max_norm(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _rms_norm(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if _is_floating(value) else value for name, value in inputs.items()
+    }
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _run(
+    function: Callable[..., torch.Tensor],
+    inputs: Mapping[str, Any],
+    wrt: Sequence[str],
+    upstream_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    inputs = dict(inputs)
+    for name in wrt:
+        inputs[name] = inputs[name].detach().requires_grad_()
+    out = function(**inputs)
+    if not wrt:
+        return out.detach(), {}
+    generator = torch.Generator().manual_seed(0)
+    upstream = torch.randn(out.shape, generator=generator).to(out.device)
+    # Gold must see the upstream gradient as rounded for the kernel, or its error counts that too.
+    upstream = upstream.to(upstream_dtype or out.dtype).to(out.dtype)
+    grads = torch.autograd.grad(out, [inputs[name] for name in wrt], upstream)
+    return out.detach(), dict(zip(wrt, grads, strict=True))
+
+
+class ReversedReductions(TorchDispatchMode):
+    """Every matrix product, sum and softmax inside runs with its summands in reverse order.
+
+    Mathematically nothing changes; the rounding does. It shows how much of a reference's error is
+    luck of the order.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func is aten.mm.default or func is aten.bmm.default:
+            a, b = args
+            return func(a.flip(-1), b.flip(-2), **kwargs)
+        if func is aten.addmm.default or func is aten.baddbmm.default:
+            bias, a, b = args
+            return func(bias, a.flip(-1), b.flip(-2), **kwargs)
+        if func in (aten._softmax.default, aten._log_softmax.default):
+            tensor, dim, *rest = args
+            return func(tensor.flip(dim), dim, *rest, **kwargs).flip(dim)
+        if func in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default):
+            tensor, dims, *rest = args
+            dims = [dims] if isinstance(dims, int) else dims or list(range(tensor.dim()))
+            return func(tensor.flip(dims), dims, *rest, **kwargs)
+        if func in (aten.sum.default, aten.mean.default):
+            return func(args[0].flip(list(range(args[0].dim()))), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+# --- hostile inputs -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every fresh allocation inside is filled with NaN (integers: the largest value)."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def _guarded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """A flat buffer full of NaN (or of the largest integer)."""
+    poison = (
+        float("nan")
+        if tensor.is_floating_point()
+        else (True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
+    )
+    return torch.full((size,), poison, dtype=tensor.dtype, device=tensor.device)
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous()
+
+
+def offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values one element into a larger buffer: an unaligned pointer, poison around."""
+    buffer = _guarded(tensor, tensor.numel() + 2)
+    view = buffer[1:-1].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+def gapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that lie further apart than they are long, poison between."""
+    if tensor.dim() < 2:
+        return offset(tensor)
+    *outer, rows, width = tensor.shape
+    buffer = _guarded(tensor, tensor.numel() // max(width, 1) * (width + 5))
+    view = buffer.view(*outer, rows, width + 5)[..., :width]
+    view.copy_(tensor)
+    return view
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the dimension before the last outermost in memory: [B, T, H, D]."""
+    if tensor.dim() < 3:
+        return gapped(tensor)
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def expanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The first entry of dimension 0 for all of them, with stride 0 (the values change)."""
+    return tensor[:1].expand_as(tensor)
+
+
+#: Layout variants by name; each takes a tensor and returns a view that a kernel must accept.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    function.__name__: function for function in (contiguous, offset, gapped, transposed, expanded)
+}
+
+
+# --- repeatability --------------------------------------------------------------------------------
+
+
+def assert_repeatable(
+    function: Callable[..., torch.Tensor],
+    inputs: Mapping[str, Any],
+    *,
+    wrt: Sequence[str] = (),
+    runs: int = 3,
+) -> None:
+    """Outputs and gradients of several runs are equal bit for bit."""
+    first, first_grads = _run(function, inputs, wrt)
+    for _ in range(runs - 1):
+        out, grads = _run(function, inputs, wrt)
+        if not _same_bits(out, first):
+            raise AssertionError("the output differs between two runs on the same inputs")
+        for name, grad in grads.items():
+            if not _same_bits(grad, first_grads[name]):
+                raise AssertionError(f"the gradient of {name} differs between two runs")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fastplm._checks import DataError
+from fastplm.data import NextSentencePairs, PretrainingStream, SentenceChunks, tokenize
+from fastplm.data.nsp import _truncate
+
+SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
+BLOCK = 40
+
+
+def pairs_of(store, length=1000, seed=0, block_size=BLOCK):
+    stream = PretrainingStream(SentenceChunks(store, block_size), seed=seed, length=length)
+    return NextSentencePairs(stream, **SPECIAL)
+
+
+def items_of(dataset):
+    return dataset.__getitems__(range(len(dataset)))
+
+
+def segments(item):
+    ids, types = item["input_ids"].tolist(), item["token_type_ids"].tolist()
+    assert ids[0] == 2 and ids[-1] == 3 and ids.count(3) == 2
+    middle = ids.index(3)
+    assert types == [0] * (middle + 1) + [1] * (len(ids) - middle - 1)
+    return ids[1:middle], ids[middle + 1 : -1]
+
+
+def test_chunks_cover_every_sentence(store):
+    chunks = SentenceChunks(store, BLOCK)
+    assert chunks.begin[0] == 0 and chunks.end[-1] == len(store.sentences) - 1
+    assert (chunks.begin[1:] == chunks.end[:-1]).all()
+    assert (store.documents[chunks.document] <= chunks.begin).all()
+    assert (chunks.end <= store.documents[chunks.document + 1]).all()
+
+
+def test_half_of_the_pairs_are_random(store):
+    labels = np.array([item["next_sentence_label"] for item in items_of(pairs_of(store, 4000))])
+    random = labels.sum()
+    chi_square = (random - 2000) ** 2 / 2000 + (4000 - random - 2000) ** 2 / 2000
+    assert chi_square < 10.83  # one degree of freedom, p = 0.001
+
+
+def test_pairs_are_what_their_label_says(store):
+    pairs = pairs_of(store, 600)
+    chunks = pairs.stream.dataset
+    words = " ".join(map(str, store.tokens.tolist()))
+    for item, source in zip(items_of(pairs), items_of(pairs.stream), strict=True):
+        chunk = source["chunk"]
+        first, second = segments(item)
+        assert first and second and len(first) + len(second) <= BLOCK - 3
+        begin, end = store.sentences[chunks.begin[chunk]], store.sentences[chunks.end[chunk]]
+        own = " ".join(map(str, store.tokens[begin:end].tolist()))
+        assert " ".join(map(str, first)) in own
+        joined = " ".join(map(str, second))
+        if item["next_sentence_label"] == 0:
+            assert joined in own
+            assert own.index(" ".join(map(str, first))) <= own.rindex(joined)
+        else:
+            assert joined in words
+
+
+def test_the_random_segment_is_of_another_document(tokenizer, tmp_path):
+    whole = [token for token in sorted(tokenizer.get_vocab()) if token.isalpha() and len(token) > 2]
+    documents = [". ".join([word] * 12) + "." for word in whole[:3]]
+    pairs = pairs_of(tokenize(documents, tokenizer, tmp_path), 200, block_size=16)
+    seen = set()
+    for item in pairs:
+        first, second = (set(segment) for segment in segments(item))
+        dot = tokenizer.convert_tokens_to_ids(".")
+        same = bool((first - {dot}) & (second - {dot}))
+        empty = not (first - {dot}) or not (second - {dot})
+        assert empty or same == (item["next_sentence_label"] == 0)
+        seen.add(item["next_sentence_label"])
+    assert seen == {0, 1}
+
+
+def test_one_pair_in_ten_is_short(store):
+    lengths = np.array([len(item["input_ids"]) for item in items_of(pairs_of(store, 3000))])
+    # A run is short too where its document ends, hence the loose upper bound.
+    assert 0.05 < (lengths < BLOCK / 2).mean() < 0.4
+    assert (lengths == BLOCK).mean() > 0.3
+
+
+def test_truncation_takes_from_the_longer_segment_at_both_ends():
+    first, second = np.arange(30), np.arange(100, 110)
+    words = np.random.default_rng(0).integers(0, 1 << 32, size=(2, 4))
+    a, b = _truncate(first, second, 24, words)
+    assert len(a) == 14 and len(b) == 10
+    assert a[0] > 0 and a[-1] < 29 and (np.diff(a) == 1).all()
+    a, b = _truncate(first, second, 9, words)
+    assert len(a) == 5 and len(b) == 4  # at equal lengths the second one gives way first
+    a, b = _truncate(first, second, 40, words)
+    assert len(a) == 30 and len(b) == 10
+
+
+def test_a_sentence_longer_than_a_block(tokenizer, tmp_path):
+    documents = [" ".join(["anna builds the house"] * 40), "boris reads."]
+    for item in pairs_of(tokenize(documents, tokenizer, tmp_path), 50, block_size=16):
+        first, second = segments(item)
+        assert first and second and len(first) + len(second) <= 13
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_and_batches_change_nothing(store, workers):
+    pairs = pairs_of(store, 48, seed=9)
+    loader = DataLoader(pairs, batch_size=7, num_workers=workers, collate_fn=list)
+    for index, item in enumerate(item for batch in loader for item in batch):
+        for key, value in pairs[index].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(item[key])), key
+
+
+def test_seeds_differ(store):
+    assert any(
+        not torch.equal(a["input_ids"], b["input_ids"])
+        for a, b in zip(pairs_of(store, 5, seed=1), pairs_of(store, 5, seed=2), strict=True)
+    )
+
+
+def test_needs_two_documents_and_a_block(tokenizer, tmp_path, store):
+    one = tokenize(["anna reads. boris builds a house. clara cooks."], tokenizer, tmp_path)
+    with pytest.raises(DataError, match="one document"):
+        SentenceChunks(one, 8)
+    with pytest.raises(DataError, match="tokens"):
+        SentenceChunks(store, len(store) + 4)
+
+
+def test_real_text_is_balanced(real_text, tmp_path):
+    from fastplm.data import read_documents, train_tokenizer
+
+    documents = read_documents([real_text / "wikitext-2.valid.txt"])
+    tokenizer = train_tokenizer(documents, 2000, tmp_path)
+    pairs = pairs_of(tokenize(documents, tokenizer, tmp_path), 1000, block_size=128)
+    labels = [item["next_sentence_label"] for item in items_of(pairs)]
+    assert (sum(labels) - 500) ** 2 / 250 < 10.83

@@ -1,0 +1,412 @@
+"""ops.mask_tokens: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastplm
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError, UnsupportedError
+from fastplm._registry import OPS
+from fastplm.ops.mask_tokens import mask_tokens
+from fastplm.reference.mask_tokens import mask_tokens_ref
+from fastplm.reference.philox import Stream, draw
+from fastplm.testing import LAYOUTS, poisoned_memory
+
+VOCAB = 1000
+MASK = 3
+COMPILED = {"cpu": "cpp", "cuda": "cuda"}
+
+
+def make(batch: int, length: int, dtype=torch.int64, special: float = 0.1) -> dict:
+    """Inputs with every tenth token special, on the CPU."""
+    return dict(
+        input_ids=torch.randint(5, VOCAB, (batch, length), dtype=dtype),
+        maskable=torch.rand(batch, length) >= special,
+        sample_index=torch.randint(0, 2**50, (batch,)),
+        vocab_size=VOCAB,
+        mask_token_id=MASK,
+        seed=11,
+    )
+
+
+def to(device: torch.device, inputs: dict) -> dict:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def run_compiled(device: torch.device, inputs: dict):
+    """csrc/ on this device; views on the CPU stay the views they are."""
+    backend = COMPILED[device.type]
+    try:
+        with fastplm.use_backend(backend), poisoned_memory():
+            return mask_tokens(**to(device, inputs))
+    except BackendError as error:
+        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
+
+
+def assert_same(out, expected) -> None:
+    for name in expected._fields:
+        got, wanted = getattr(out, name).cpu(), getattr(expected, name)
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
+        assert torch.equal(got, wanted), name
+
+
+def check(device: torch.device, inputs: dict) -> None:
+    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    assert_same(run_compiled(device, inputs), mask_tokens_ref(**inputs))
+
+
+# --- csrc/ and the reference ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", (1, 8))
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+@pytest.mark.parametrize("length", (1, 2, 63, 65, 512, 4096))
+def test_lengths(device, length, dtype, threads):
+    # More rows than one thread is given at a time.
+    inputs = make(max(3, 8192 // length), length, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(device, inputs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
+def test_layouts(device, layout):
+    views = LAYOUTS | {
+        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
+        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
+    }
+    inputs = to(device, make(4, 65))
+    for name in ("input_ids", "maskable", "sample_index"):
+        inputs[name] = views[layout](inputs[name]) if inputs[name].dim() > 1 else inputs[name]
+    inputs["sample_index"] = inputs["sample_index"].repeat_interleave(3)[::3]
+    assert_same(run_compiled(device, inputs), mask_tokens_ref(**to(torch.device("cpu"), inputs)))
+
+
+@pytest.mark.parametrize(
+    "maskable",
+    (
+        torch.zeros(3, 40, dtype=torch.bool),
+        torch.eye(40, dtype=torch.bool)[[0, 17, 39]],
+        torch.arange(40).expand(3, 40) < torch.tensor([[0], [40], [3]]),
+        None,
+    ),
+    ids=("nothing", "one", "lengths", "all"),
+)
+@pytest.mark.parametrize("max_predictions", (None, 1, 4, 60))
+@pytest.mark.parametrize("mlm_probability", (0.01, 0.15, 1.0))
+def test_quotas(device, maskable, max_predictions, mlm_probability):
+    inputs = make(3, 40) | {
+        "maskable": maskable,
+        "max_predictions": max_predictions,
+        "mlm_probability": mlm_probability,
+    }
+    check(device, inputs)
+
+
+@pytest.mark.parametrize("shape", ((0, 7), (3, 0), (0, 0)))
+def test_empty(device, shape):
+    check(device, make(*shape))
+    out = run_compiled(device, make(*shape))
+    assert out.count == 0 and (out.positions == -1).all() and (out.labels == -100).all()
+
+
+@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
+@pytest.mark.parametrize("step", (0, 2**28 - 1))
+def test_seeds_and_steps(device, seed, step):
+    check(device, make(2, 33) | {"seed": seed, "step": step})
+
+
+def test_default_sample_index_is_the_row(device):
+    inputs = make(3, 65) | {"sample_index": None}
+    check(device, inputs)
+    assert_same(
+        mask_tokens_ref(**inputs | {"sample_index": torch.arange(3)}), mask_tokens_ref(**inputs)
+    )
+
+
+@given(
+    batch=st.integers(0, 5),
+    length=st.integers(0, 80),
+    special=st.floats(0, 1),
+    probability=st.floats(0, 1, exclude_min=True),
+    replace=st.tuples(st.floats(0, 0.5), st.floats(0, 0.5)),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_input(batch, length, special, probability, replace, seed):
+    inputs = make(batch, length, special=special) | {
+        "mlm_probability": probability,
+        "mask_replace_prob": replace[0],
+        "random_replace_prob": replace[1],
+        "seed": seed,
+    }
+    check(torch.device("cpu"), inputs)
+
+
+# --- the reference and what it promises -----------------------------------------------------------
+
+
+def oracle(inputs: dict):
+    """The definition, token by token."""
+    ids, maskable = inputs["input_ids"].tolist(), inputs["maskable"].tolist()
+    capacity = max(1, int(0.15 * len(ids[0]) + 0.5))
+    positions, labels = [], []
+    for row, (tokens, allowed) in enumerate(zip(ids, maskable, strict=True)):
+
+        def words(stream, position, sample=inputs["sample_index"][row]):
+            drawn = draw(inputs["seed"], stream, sample_index=sample, position=position)
+            return [word.item() for word in drawn]
+
+        candidates = [position for position, free in enumerate(allowed) if free]
+        quota = min(capacity, max(1, int(0.15 * len(candidates) + 0.5)), len(candidates))
+        by_key = sorted(candidates, key=lambda p: tuple(words(Stream.MASK_SELECT, p)[:2]))
+        for position in sorted(by_key[:quota]):
+            positions.append(row * len(tokens) + position)
+            labels.append(tokens[position])
+            decision, choice, _, _ = words(Stream.MASK_REPLACE, position)
+            if decision / 2**32 < 0.8:
+                tokens[position] = MASK
+            elif decision / 2**32 < 0.9:
+                tokens[position] = choice * VOCAB // 2**32
+    return ids, positions, labels, len(ids) * capacity
+
+
+def test_reference_against_the_definition():
+    inputs = make(4, 37)
+    out = mask_tokens_ref(**inputs)
+    ids, positions, labels, slots = oracle(inputs)
+    assert out.input_ids.tolist() == ids
+    assert out.count == len(positions)
+    assert out.positions.tolist() == positions + [-1] * (slots - len(positions))
+    assert out.labels.tolist() == labels + [-100] * (slots - len(labels))
+
+
+@pytest.mark.parametrize(
+    ("maskable", "quota"), ((0, 0), (1, 1), (9, 1), (10, 2), (16, 2), (30, 5), (40, 6))
+)
+def test_exact_quota(maskable, quota):
+    inputs = make(2, 40) | {"maskable": torch.arange(40).expand(2, 40) < maskable}
+    assert mask_tokens_ref(**inputs).count == 2 * quota
+
+
+def p_value(statistic: torch.Tensor, degrees: int) -> float:
+    """Probability of a chi-square this large, by chance alone."""
+    half = torch.tensor(degrees / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half, statistic.double() / 2).item()
+
+
+def chi_square(observed: torch.Tensor, probability: torch.Tensor) -> float:
+    expected = observed.sum() * probability.double()
+    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+
+
+def test_every_position_is_equally_likely():
+    length, rows = 32, 20_000
+    ids = torch.full((rows, length), 7)
+    out = mask_tokens(ids, vocab_size=VOCAB, mask_token_id=MASK, seed=1)
+    assert out.count == rows * 5
+    hits = torch.bincount(out.positions % length, minlength=length).double()
+    share = 5 / length
+    # Drawn without replacement, the counts vary as a multinomial's times (1 - share) T / (T - 1).
+    statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
+    assert p_value(statistic * (length - 1) / length, length - 1) > 0.001
+    # A test that could not see a bias would prove nothing: 2 % more at one place are found.
+    hits[0] += 0.02 * rows * share * 5
+    statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
+    assert p_value(statistic * (length - 1) / length, length - 1) < 0.001
+
+
+def test_80_10_10():
+    ids = torch.full((10_000, 32), 7)
+    out = mask_tokens(ids, vocab_size=VOCAB, mask_token_id=MASK, seed=2)
+    tokens = out.input_ids.flatten()[out.positions]
+    hits = torch.stack(((tokens == MASK).sum(), (tokens == 7).sum()))
+    hits = torch.cat((hits, (len(tokens) - hits.sum())[None]))
+    share = torch.tensor([0.8 + 0.1 / VOCAB, 0.1 + 0.1 / VOCAB, 0.1 * (1 - 2 / VOCAB)])
+    assert chi_square(hits, share) > 0.001
+    assert chi_square(hits, torch.tensor([0.79, 0.11, 0.1])) < 0.001
+
+
+def test_random_ids_are_uniform_over_the_vocabulary():
+    vocab = 50
+    ids = torch.full((10_000, 32), 7)
+    out = mask_tokens(
+        ids,
+        vocab_size=vocab,
+        mask_token_id=MASK,
+        mask_replace_prob=0.0,
+        random_replace_prob=1.0,
+        seed=3,
+    )
+    hits = torch.bincount(out.input_ids.flatten()[out.positions], minlength=vocab)
+    assert len(hits) == vocab
+    assert chi_square(hits, torch.full((vocab,), 1 / vocab)) > 0.001
+
+
+@pytest.mark.parametrize(("mask", "random"), ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
+def test_certain_fates(mask, random):
+    inputs = make(8, 64) | {"mask_replace_prob": mask, "random_replace_prob": random}
+    out = mask_tokens(**inputs)
+    count = int(out.count)
+    tokens = out.input_ids.flatten()[out.positions[:count]]
+    if mask:
+        assert (tokens == MASK).all()
+    elif random:
+        assert len(tokens.unique()) > count // 2 and tokens.max() < VOCAB
+    else:
+        assert torch.equal(out.input_ids, inputs["input_ids"])
+
+
+def test_only_maskable_tokens_change_and_labels_restore_them():
+    inputs = make(8, 64)
+    out = mask_tokens(**inputs)
+    count = int(out.count)
+    positions = out.positions[:count]
+    assert (positions.diff() > 0).all()
+    assert inputs["maskable"].flatten()[positions].all()
+    restored = out.input_ids.flatten().scatter(0, positions, out.labels[:count])
+    assert torch.equal(restored, inputs["input_ids"].flatten())
+
+
+def test_padding_changes_nothing():
+    inputs = make(3, 40)
+    padded = inputs | {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (0, 24)),
+        "maskable": torch.nn.functional.pad(inputs["maskable"], (0, 24)),
+        "max_predictions": 9,
+    }
+    short, long = mask_tokens(**inputs | {"max_predictions": 9}), mask_tokens(**padded)
+    assert torch.equal(long.input_ids[:, :40], short.input_ids)
+    assert torch.equal(long.labels, short.labels)
+    used = long.positions[: long.count]
+    assert torch.equal(used // 64 * 40 + used % 64, short.positions[: short.count])
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    inputs = make(5, 64)
+    order = torch.tensor([3, 0, 4])
+    some = inputs | {
+        name: inputs[name][order] for name in ("input_ids", "maskable", "sample_index")
+    }
+    together, apart = mask_tokens(**inputs), mask_tokens(**some)
+    assert torch.equal(apart.input_ids, together.input_ids[order])
+
+
+def test_seed_step_and_sample_change_the_choice():
+    inputs = make(4, 128)
+    base = mask_tokens(**inputs)
+    assert_same(mask_tokens(**inputs), base)
+    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
+        assert not torch.equal(mask_tokens(**inputs | change).positions, base.positions)
+
+
+# --- as a PyTorch op ------------------------------------------------------------------------------
+
+
+def test_opcheck(device):
+    backend = COMPILED[device.type]
+    run_compiled(device, make(1, 1))
+    inputs = to(device, make(3, 20))
+    seed = torch.tensor(5, device=device)
+    arguments = (1, 4, 2**30, 2**31, 2**31 + 2**30, MASK, VOCAB, backend)
+    for optional in ((inputs["maskable"], inputs["sample_index"]), (None, None)):
+        torch.library.opcheck(
+            torch.ops.fastplm.mask_tokens, (inputs["input_ids"], *optional, seed, *arguments)
+        )
+
+
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+def test_compiles_without_graph_breaks(device, backend):
+    inputs = to(device, make(3, 20))
+    compiled = torch.compile(mask_tokens, fullgraph=True, backend="aot_eager")
+    with fastplm.use_backend(backend):
+        for step in range(3):
+            out = compiled(**inputs, step=step)
+            assert_same(to_cpu(out), to_cpu(mask_tokens(**inputs, step=step)))
+
+
+def to_cpu(out):
+    return type(out)(*(tensor.cpu() for tensor in out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cuda", "eager"))
+def test_captured_graph_follows_its_seed(backend):
+    device = torch.device("cuda")
+    if backend == "cuda":
+        run_compiled(device, make(1, 1))
+    inputs = to(device, make(3, 200)) | {"seed": torch.tensor(0, device=device)}
+    with fastplm.use_backend(backend):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mask_tokens(**inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = mask_tokens(**inputs)
+        for seed in (1, 2):
+            inputs["seed"].fill_(seed)
+            graph.replay()
+            assert_same(out, mask_tokens_ref(**to(torch.device("cpu"), inputs)))
+
+
+@pytest.mark.gpu
+def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
+    inputs = make(5, 300)
+    with fastplm.use_backend("eager"):
+        assert_same(mask_tokens(**to(torch.device("cuda"), inputs)), mask_tokens_ref(**inputs))
+
+
+def test_registered_under_its_name():
+    assert OPS["mask_tokens"].reference is mask_tokens_ref
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
+        ({"input_ids": torch.zeros(5, dtype=torch.long)}, ArgumentValueError, "2 dimensions"),
+        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
+        ({"maskable": torch.ones(2, 9)}, ArgumentTypeError, "`maskable` got torch.float32"),
+        ({"maskable": torch.ones(2, 8).bool()}, ArgumentValueError, "`maskable` got shape (2, 8)"),
+        ({"maskable": torch.ones(2, 9, device="meta").bool()}, ArgumentValueError, "device meta"),
+        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
+        ({"sample_index": torch.zeros(2)}, ArgumentTypeError, "`sample_index` got torch.float32"),
+        ({"vocab_size": 0}, ArgumentValueError, "`vocab_size` got 0"),
+        ({"vocab_size": 10.0}, ArgumentTypeError, "`vocab_size` got 10.0"),
+        ({"mask_token_id": VOCAB}, ArgumentValueError, "`mask_token_id` got 1000"),
+        ({"mask_token_id": None}, ArgumentTypeError, "`mask_token_id` got None"),
+        ({"mlm_probability": 0.0}, ArgumentValueError, "`mlm_probability` got 0.0"),
+        ({"mlm_probability": 15}, ArgumentValueError, "`mlm_probability` got 15"),
+        ({"mask_replace_prob": -0.1}, ArgumentValueError, "`mask_replace_prob` got -0.1"),
+        ({"random_replace_prob": 0.3}, ArgumentValueError, "`random_replace_prob` got 0.3"),
+        ({"max_predictions": 0}, ArgumentValueError, "`max_predictions` got 0"),
+        ({"step": -1}, ArgumentValueError, "`step` got -1"),
+        ({"seed": 2**63}, ArgumentValueError, "`seed` got 9223372036854775808"),
+        ({"seed": torch.zeros(2, dtype=torch.long)}, ArgumentValueError, "`seed` got 1 dimensions"),
+        ({"seed": torch.tensor(1.0)}, ArgumentTypeError, "`seed` got torch.float32"),
+        ({"seed": None}, ArgumentTypeError, "`seed` got None"),
+        ({"unit": "word"}, UnsupportedError, "`unit` got 'word'"),
+        ({"unit": "letter"}, ArgumentValueError, "`unit` got 'letter'"),
+        ({"word_ids": torch.zeros(2, 9)}, UnsupportedError, "`word_ids` got a Tensor"),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(change, error, words):
+    with pytest.raises(error) as raised:
+        mask_tokens(**make(2, 9) | change)
+    assert words in str(raised.value)
+
+
+def test_a_forced_backend_that_cannot_run():
+    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
+        mask_tokens(**make(2, 9))

@@ -1,0 +1,183 @@
+"""The harness is tested too: it must fail on planted bugs and pass honest kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastplm.reference.attention import attention_ref
+from fastplm.testing import (
+    LAYOUTS,
+    BudgetExceeded,
+    ReversedReductions,
+    assert_repeatable,
+    assert_within_budget,
+    check_error,
+    poisoned_memory,
+)
+
+QKV = ("query", "key", "value")
+DTYPES = pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.float16, torch.bfloat16), ids=("fp32", "fp16", "bf16")
+)
+
+
+def make(dtype):
+    return {name: torch.randn(2, 2, 33, 16).to(dtype) for name in QKV}
+
+
+def planted(bug):
+    """A copy of attention with one classic bug."""
+
+    def attention(query, key, value):
+        scale = query.shape[-1] ** -0.5
+        length = query.shape[2]
+        if bug == "wrong scale":
+            scale = key.shape[2] ** -0.5
+        if bug == "swapped strides":
+            key = key.transpose(1, 2).reshape(key.shape)
+        scores = query @ key.transpose(-1, -2) * scale
+        diagonal = {"causal off by one": 1, "causal": 0}.get(bug, length)
+        allowed = torch.ones(length, length, dtype=torch.bool).tril(diagonal)
+        if bug == "last key dropped":
+            allowed[:, -1] = False
+        probs = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        if bug == "unnormalised":
+            probs = scores.exp()
+        if bug == "detached key":
+            probs = (query @ key.detach().transpose(-1, -2) * scale).softmax(-1)
+        if bug == "half accumulate":
+            probs = probs.to(torch.bfloat16).to(query.dtype)
+        return probs @ value
+
+    return attention
+
+
+@DTYPES
+def test_an_honest_kernel_passes(dtype):
+    def sdpa(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value)
+
+    assert_within_budget(sdpa, attention_ref, make(dtype), wrt=QKV)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "bug", ("wrong scale", "swapped strides", "last key dropped", "unnormalised")
+)
+def test_planted_bugs_are_caught(bug, dtype):
+    with pytest.raises(BudgetExceeded, match="output"):
+        assert_within_budget(planted(bug), attention_ref, make(dtype), wrt=QKV)
+
+
+@DTYPES
+def test_causal_off_by_one_is_caught(dtype):
+    inputs = make(dtype)
+
+    def causal_ref(query, key, value):
+        return attention_ref(query, key, value, is_causal=True)
+
+    assert_within_budget(planted("causal"), causal_ref, inputs, wrt=QKV)
+    with pytest.raises(BudgetExceeded, match="output"):
+        assert_within_budget(planted("causal off by one"), causal_ref, inputs, wrt=QKV)
+
+
+@DTYPES
+def test_a_gradient_that_lost_a_path_is_caught(dtype):
+    def detached_value(query, key, value):
+        return attention_ref(query, key, value) + 0 * value.sum() - (value - value.detach()) / 2
+
+    with pytest.raises(BudgetExceeded, match="gradient of value"):
+        assert_within_budget(detached_value, attention_ref, make(dtype), wrt=QKV)
+
+
+def test_low_precision_inside_an_fp32_kernel_is_caught():
+    with pytest.raises(BudgetExceeded, match="output: max"):
+        assert_within_budget(planted("half accumulate"), attention_ref, make(torch.float32))
+
+
+def cross_entropy(input, weight, target):
+    return F.cross_entropy((input @ weight.T).float(), target, reduction="none")
+
+
+@DTYPES
+@pytest.mark.parametrize("bug", ("dropped target", "dropped tail", "shifted target"))
+def test_planted_loss_bugs_are_caught(bug, dtype):
+    inputs = dict(
+        input=torch.randn(9, 32).to(dtype),
+        weight=torch.randn(12, 32).to(dtype),
+        target=torch.randint(0, 10, (9,)),
+    )
+
+    def broken(input, weight, target):
+        logits = (input @ weight.T).float()
+        if bug == "dropped target":
+            return logits.logsumexp(-1)
+        if bug == "dropped tail":
+            return F.cross_entropy(logits[:, :11], target, reduction="none")
+        return F.cross_entropy(logits, target + 1, reduction="none")
+
+    assert_within_budget(cross_entropy, cross_entropy, inputs, wrt=("input", "weight"))
+    with pytest.raises(BudgetExceeded):
+        assert_within_budget(broken, cross_entropy, inputs, wrt=("input", "weight"))
+
+
+def test_unwritten_output_is_caught():
+    def partly_written(input):
+        out = torch.empty_like(input)
+        out[:-1] = input[:-1] * 2
+        return out
+
+    with pytest.raises(BudgetExceeded, match="nan where the reference has 0"):
+        assert_within_budget(partly_written, lambda input: input * 2, dict(input=torch.randn(5)))
+
+
+def test_wrong_dtype_and_shape_are_caught():
+    inputs = dict(input=torch.randn(5))
+    with pytest.raises(BudgetExceeded, match="float64"):
+        assert_within_budget(lambda input: input.double(), lambda input: input * 1, inputs)
+    with pytest.raises(BudgetExceeded, match="instead of"):
+        assert_within_budget(lambda input: input[:1], lambda input: input * 1, inputs)
+
+
+def test_infinities_must_stand_in_the_same_places():
+    gold = torch.tensor([1.0, float("inf")], dtype=torch.float64)
+    base = (gold.float(),)
+    check_error("x", gold.float(), gold, base, 2.0)
+    with pytest.raises(BudgetExceeded, match="inf"):
+        check_error("x", torch.tensor([float("inf"), 1.0]), gold, base, 2.0)
+
+
+def test_atomics_like_noise_is_caught():
+    noise = iter((0.0, 1e-7, 0.0))
+
+    def noisy(input):
+        return input + next(noise)
+
+    with pytest.raises(AssertionError, match="differs between two runs"):
+        assert_repeatable(noisy, dict(input=torch.ones(3)))
+
+
+def test_reversed_reductions_change_rounding_and_nothing_else():
+    a, b = torch.randn(8, 1000), torch.randn(1000, 8)
+    with ReversedReductions():
+        product, total, soft = a @ b, a.sum(), a.softmax(-1)
+    assert not torch.equal(product, a @ b)
+    for got, expected in ((product, a.double() @ b.double()), (total, a.double().sum())):
+        assert (got.double() - expected).abs().max() < 1e-3
+    assert (soft - a.softmax(-1)).abs().max() <= torch.finfo(torch.float32).eps
+
+
+def test_memory_is_poisoned_inside_only():
+    with poisoned_memory():
+        assert torch.empty(4).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
+        assert (torch.empty(4, dtype=torch.int64) == torch.iinfo(torch.int64).max).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "expanded"])
+@pytest.mark.parametrize("shape", ((5,), (4, 5), (2, 3, 4, 5)))
+def test_layouts_keep_the_values(name, shape):
+    tensor = torch.randn(shape)
+    assert torch.equal(LAYOUTS[name](tensor), tensor)

@@ -1,0 +1,92 @@
+"""How kernels are launched: one function, so that a launch can be recorded instead of run.
+
+The compile lane records the launches that a launcher makes on meta tensors and compiles exactly
+those signatures for each architecture; nothing about a kernel's arguments is written down twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+#: Whether the kernels of this process are interpreted: fixed when they are decorated.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch: the kernel, its grid and every keyword it was given."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+class _Recorder:
+    arch: int | None = None
+    launches: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def record_launches(arch: int) -> Iterator[list[Launch]]:
+    """Record launches instead of making them, with the configurations of ``sm_<arch>``."""
+    previous = _Recorder.arch, _Recorder.launches
+    _Recorder.arch, _Recorder.launches = arch, []
+    try:
+        yield _Recorder.launches
+    finally:
+        _Recorder.arch, _Recorder.launches = previous
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+    """``kernel[grid](**arguments)`` on ``device``; an empty grid launches nothing."""
+    if _Recorder.launches is not None:
+        _Recorder.launches.append(Launch(kernel, grid, arguments))
+        return
+    if 0 in grid:
+        return
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](**arguments)
+    else:
+        kernel[grid](**arguments)
+
+
+def arch_of(device: torch.device) -> int:
+    """80 for sm_80 …; the architecture that launch configurations are looked up for."""
+    if _Recorder.arch is not None:
+        return _Recorder.arch
+    return _capability(device.index or 0) if device.type == "cuda" else 80
+
+
+@lru_cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def nearest_arch(arch: int, known: tuple[int, ...]) -> int:
+    """The newest architecture of a table that is not newer than ``arch`` (else the oldest)."""
+    return max((entry for entry in known if entry <= arch), default=min(known))
+
+
+def upcast_dot(dtype: torch.dtype) -> bool:
+    """Triton's interpreter multiplies bf16 tiles wrongly: there, dots run on exact fp32 copies."""
+    return INTERPRETED and dtype is torch.bfloat16
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """``acc + a @ b`` with products in the dtype of the tiles and an fp32 sum (fp32: no TF32)."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
