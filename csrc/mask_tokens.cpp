@@ -38,6 +38,7 @@ struct MaskTokensCpu {
       std::vector<uint64_t> keys(call.length);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t quota = first_slots[row + 1] - first_slots[row];
+        draw_keys(group, call, row, keys.data());
         mask_row(group, scratch, call, row, quota, first_slots[row], keys.data());
       }
     });

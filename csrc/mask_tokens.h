@@ -142,20 +142,35 @@ FASTPLM_HD Threshold select_threshold(Group& group, GroupScratch& scratch,
   return threshold;
 }
 
-// Chooses, corrupts and compacts one row. `first_slot` is the number of tokens chosen in the rows
-// before. `keys` is scratch of [T]; a thread reads only those keys that it wrote. `call` comes by
-// value, as `keys` might alias what a reference refers to.
+template <typename Id>
+FASTPLM_HD uint64_t sample_of(const MaskTokensCall<Id>& call, int64_t row) {
+  return static_cast<uint64_t>(call.sample_index == nullptr ? row : call.sample_index[row]);
+}
+
+// The random order of the row's tokens: smaller keys are chosen first. A thread draws the very keys
+// that it reads later on.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
-FASTPLM_HD void mask_row(Group& group, GroupScratch& scratch, const MaskTokensCall<Id> call,
-                         int64_t row, int64_t quota, int64_t first_slot, uint64_t* keys) {
+FASTPLM_HD void draw_keys(Group& group, const MaskTokensCall<Id>& call, int64_t row,
+                          uint64_t* keys) {
+  // Read before the loop: for all the compiler knows, `keys` might lie over them.
   const uint64_t seed = static_cast<uint64_t>(*call.seed);
-  const uint64_t sample =
-      static_cast<uint64_t>(call.sample_index == nullptr ? row : call.sample_index[row]);
-  for (int64_t position = group.rank(); position < call.length; position += group.size()) {
-    const Words words = draw(seed, Stream::kMaskSelect, sample, position, call.step);
+  const uint64_t sample = sample_of(call, row);
+  const int64_t length = call.length;
+  const uint32_t step = call.step;
+  for (int64_t position = group.rank(); position < length; position += group.size()) {
+    const Words words =
+        draw(seed, Stream::kMaskSelect, sample, static_cast<uint32_t>(position), step);
     keys[position] = uint64_t{words.x} << 32 | words.y;
   }
+}
+
+// Chooses, corrupts and compacts one row. `first_slot` is the number of tokens chosen in the rows
+// before, `keys` [T] what draw_keys has written.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Id>
+FASTPLM_HD void mask_row(Group& group, GroupScratch& scratch, const MaskTokensCall<Id>& call,
+                         int64_t row, int64_t quota, int64_t first_slot, const uint64_t* keys) {
   Threshold threshold{0, 0, 0};
   if (quota > 0) threshold = select_threshold(group, scratch, call, row, quota, keys);
 
@@ -180,8 +195,10 @@ FASTPLM_HD void mask_row(Group& group, GroupScratch& scratch, const MaskTokensCa
         const int64_t slot = slot_of_tile + (before & 0xFFFF) + ties_taken;
         call.positions[slot] = flat;
         call.labels[slot] = token;
-        token = call.replacement(draw(seed, Stream::kMaskReplace, sample, position, call.step),
-                                 token);
+        token = call.replacement(
+            draw(static_cast<uint64_t>(*call.seed), Stream::kMaskReplace, sample_of(call, row),
+                 static_cast<uint32_t>(position), call.step),
+            token);
       }
       call.output_ids[flat] = static_cast<Id>(token);
     }

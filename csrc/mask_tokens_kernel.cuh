@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     call.positions[slot] = kUnusedPosition;
     call.labels[slot] = kUnusedLabel;
   }
+  draw_keys(block, call, row, keys + row * call.length);
   mask_row(block, scratch, call, row, int64_t{quotas[row]}, int64_t{first_slot},
            keys + row * call.length);
 }

@@ -36,6 +36,7 @@ class TokenStore:
         first, last: the range of sentences seen, all by default.
 
     Attributes:
+        directory: the folder, whose name is a hash of the corpus and the tokenizer.
         tokens: ids of all documents one after the other, memory-mapped ``[tokens]``.
         sentences: int64 ``[sentences + 1]``, sentence i is ``tokens[sentences[i]:sentences[i + 1]]``.
         documents: int64 ``[documents + 1]``, document d has the sentences
@@ -43,13 +44,13 @@ class TokenStore:
     """
 
     def __init__(self, directory: str | Path, first: int = 0, last: int | None = None) -> None:
-        self._place = Path(directory), first, last
-        path = self._place[0]
+        self.directory = path = Path(directory)
         dtype = json.loads((path / "meta.json").read_text())["dtype"]
         tokens = np.memmap(path / "tokens.bin", dtype=dtype, mode="r")
         sentences = np.memmap(path / "sentences.bin", dtype=np.int64, mode="r")
         documents = np.memmap(path / "documents.bin", dtype=np.int64, mode="r")
         last = len(sentences) - 1 if last is None else last
+        self._range = first, last
         begin = sentences[first]
         self.tokens = tokens[begin : sentences[last]]
         self.sentences = sentences[first : last + 1] - begin
@@ -58,7 +59,7 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files again; pickling a memory map would copy the whole corpus.
-        return TokenStore, self._place
+        return TokenStore, (self.directory, *self._range)
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -66,9 +67,9 @@ class TokenStore:
 
     def split(self, fraction: float) -> tuple[TokenStore, TokenStore]:
         """All but the last ``fraction`` of the tokens, and that tail, cut between two sentences."""
-        directory, first, last = self._place
+        first, last = self._range
         cut = first + int(np.searchsorted(self.sentences, len(self) * (1 - fraction)))
-        return TokenStore(directory, first, cut), TokenStore(directory, cut, last)
+        return TokenStore(self.directory, first, cut), TokenStore(self.directory, cut, last)
 
 
 def tokenize(

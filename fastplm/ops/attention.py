@@ -21,7 +21,7 @@ from fastplm._checks import (
 from fastplm._registry import Op, autocast
 from fastplm.reference.attention import attention_ref
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 128
 
 
 def attention(

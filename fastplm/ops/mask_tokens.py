@@ -45,11 +45,11 @@ def mask_tokens(
 ) -> MaskedTokens:
     """Choose the tokens to predict, corrupt them, and compact their places, in one pass.
 
-    Of the ``n`` maskable tokens of a row exactly
-    ``k = min(capacity, max(1, round(mlm_probability * n)))`` are chosen, 0 if there are none; halves
-    round up. Every set of k is equally likely. A chosen token becomes ``mask_token_id`` with
-    ``mask_replace_prob``, a random id of the vocabulary with ``random_replace_prob``, and else stays.
-    ``capacity = max_predictions``, or ``max(1, round(mlm_probability * T))``.
+    Of the ``n > 0`` maskable tokens of a row exactly
+    ``k = min(capacity, max(1, round(mlm_probability * n)))`` are chosen, halves rounded up; every
+    set of k is equally likely. A chosen token becomes ``mask_token_id`` with probability
+    ``mask_replace_prob``, a random id of the vocabulary with ``random_replace_prob``, and else
+    stays. ``capacity = max_predictions``, or ``max(1, round(mlm_probability * T))``.
 
     Args:
         input_ids: int64 or int32 [B, T], any strides.
@@ -71,8 +71,8 @@ def mask_tokens(
         MaskedTokens, with P = B * capacity fixed by the shapes:
 
         - input_ids [B, T], dtype of ``input_ids``: the corrupted tokens.
-        - positions int64 [P]: places of the chosen tokens in the flattened [B * T], ascending; slots
-          from ``count`` on are unused and hold -1.
+        - positions int64 [P]: places of the chosen tokens in the flattened [B * T], ascending;
+          the slots from ``count`` on are unused and hold -1.
         - labels int64 [P]: the tokens that stood there; -100 in unused slots.
         - count int64 []: how many were chosen.
 

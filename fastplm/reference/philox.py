@@ -1,8 +1,8 @@
 """Philox4x32-10: random words as a pure function of logical indices.
 
 Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``) from a counter that names the
-thing drawn for, never the thread, tile or worker that draws it. So the same seed gives the same bits
-on CPU and GPU, eager and fused, padded and packed, at any world size, and after a resume.
+thing drawn for, never the thread, tile or worker that draws it. So the same seed gives the same
+bits on CPU and GPU, eager and fused, padded and packed, at any world size, and after a resume.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """

@@ -1,0 +1,141 @@
+"""The command line: ``fastplm pretrain``, ``fastplm demo`` and ``fastplm info``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fastplm._checks import FastplmError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code.
+
+    0: done. 1: the demo did not show all that it should. 2: one line said what is wrong with the
+    input.
+    """
+    args = vars(_parser().parse_args(argv))
+    command = args.pop("command")
+    try:
+        return command(**args)
+    except FastplmError as error:
+        print(f"fastplm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _info() -> int:
+    import fastplm
+
+    print(fastplm.info())
+    return 0
+
+
+def _pretrain(**settings: Any) -> int:
+    from transformers.utils import logging
+
+    from fastplm.train.pretrain import PretrainArguments, pretrain
+    from fastplm.train.report import summary
+
+    # Its bars for the writing of each checkpoint would break ours.
+    logging.disable_progress_bar()
+    metrics = pretrain(PretrainArguments(**settings))
+    if metrics:
+        print(summary(metrics))
+    return 0
+
+
+def _demo(out: str) -> int:
+    from transformers.utils import logging
+
+    from fastplm.train.demo import demo
+
+    logging.disable_progress_bar()
+    return 0 if demo(out) else 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fastplm.train.presets import PRESETS
+
+    parser = _Parser(
+        prog="fastplm", description="BERT-era language models, fast and correct."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what works on this machine, checked by running it")
+    info.set_defaults(command=_info)
+
+    demo = commands.add_parser(
+        "demo", help="pre-train a small ELECTRA on Python's own documentation, and compare"
+    )
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")
+    demo.set_defaults(command=_demo)
+
+    run = commands.add_parser(
+        "pretrain",
+        help="pre-train BERT or ELECTRA on text files",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Pre-train BERT (masked tokens and next sentences) or ELECTRA (generator and "
+        "discriminator jointly). Several processes: torchrun --nproc-per-node N -m fastplm pretrain "
+        "…; the batch is then N times as large.",
+    )
+    run.set_defaults(command=_pretrain)
+    add = run.add_argument
+    # Without a default of its own an option has none to show, so its help says what happens.
+    none = {"default": argparse.SUPPRESS}
+    add("--arch", required=True, choices=list(PRESETS), help="architecture", **none)
+    add(
+        "--corpus",
+        nargs="+",
+        default=["embedded"],
+        metavar="PATH",
+        help="UTF-8 text files or folders of .txt files, documents separated by blank lines, by "
+        "WikiText titles or, without either, one a line; 'embedded' is the English documentation "
+        "inside Python itself",
+    )
+    add("--steps", required=True, type=int, help="optimizer steps of the whole run", **none)
+    add("--out", required=True, metavar="DIR", help="where everything is written", **none)
+    vocabulary = run.add_mutually_exclusive_group()
+    vocabulary.add_argument(
+        "--tokenizer", metavar="DIR", help="a saved tokenizer (without it one is trained)", **none
+    )
+    vocabulary.add_argument(
+        "--vocab-size", type=int, default=30522, help="at most this many tokens in a trained one"
+    )
+    add("--block-size", type=int, default=128, help="tokens a sample")
+    add("--batch-size", type=int, default=32, help="samples a step, process and micro-batch")
+    add("--gradient-accumulation", type=int, default=1, help="micro-batches a step")
+    add("--lr", type=float, help="peak learning rate (without it the published one)", **none)
+    add(
+        "--warmup",
+        type=int,
+        help="steps of linear warm-up (without it a tenth of the run, 10000 at most)",
+        **none,
+    )
+    add("--seed", type=int, default=0, help="of weights, order, masks and samples")
+    add("--dropout", type=float, default=0.1, help="of hidden states and embeddings")
+    add(
+        "--attention-dropout",
+        type=float,
+        default=0.0,
+        help="of attention weights; 0 keeps attention on the fused kernel",
+    )
+    add("--no-nsp", dest="nsp", action="store_false", help="BERT without next-sentence pairs", **none)
+    add(
+        "--precision",
+        choices=["auto", "fp32", "bf16"],
+        default="auto",
+        help="auto: bf16 where the hardware multiplies it",
+    )
+    add("--workers", type=int, default=0, help="processes that prepare batches")
+    add("--save-every", type=int, default=1000, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between logged losses")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out", **none)
+    add("--cache", metavar="DIR", help="of token ids (without it ~/.cache/fastplm)", **none)
+    return parser

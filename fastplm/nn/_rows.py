@@ -1,0 +1,76 @@
+"""Which rows of a batch have a label, and by what their loss is divided."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastplm import ops
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+
+IGNORE_INDEX = -100
+
+
+def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Flat positions of all labels that are not ``ignore_index``, in ascending order.
+
+    Args:
+        labels: int64, any shape of N elements. 0 is a label like any other.
+        ignore_index: marks an element without label.
+
+    Returns:
+        int64 [P]. On an eager CPU tensor P is their number. Elsewhere counting them would wait for
+        the device, so P = N, and the slots after the last are -1.
+    """
+    ignored = labels.flatten() == ignore_index
+    if ignored.device.type == "cpu" and not torch.compiler.is_compiling():
+        return (~ignored).nonzero().flatten()
+    order = ignored.to(torch.uint8).argsort(stable=True)
+    return order.masked_fill(ignored[order], -1)
+
+
+def gather_labelled(
+    where: str, hidden: Tensor, labels: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that have a label, their labels, and their positions.
+
+    Args:
+        where: what an error message calls the caller.
+        hidden: [..., E].
+        labels: int64 [...], -100 = none.
+        positions: int64 [P] flat positions, -1 in unused slots; None = find them.
+
+    Returns:
+        (rows [P, E], targets int64 [P] with -100 in unused slots, positions int64 [P]).
+    """
+    shape = hidden.shape[:-1]
+    check_tensor(where, "labels", labels)
+    check_dtype(where, "labels", labels, INTEGER)
+    check_shape(where, "labels", labels, shape, "one label a token", "Use -100 where there is none.")
+    labels = labels.flatten().long()
+    if positions is None:
+        positions = labelled_positions(labels)
+    else:
+        check_tensor(where, "masked_positions", positions, ndim=1)
+        check_dtype(where, "masked_positions", positions, (torch.int64,))
+    rows = ops.gather_rows(hidden.flatten(0, -2), positions)
+    # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
+    targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
+    return rows, targets, positions
+
+
+def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:
+    """The share of all labels of accumulated batches that this batch holds; 1 without the total."""
+    total = as_normalizer(num_items_in_batch, labels.device)
+    return 1.0 if total is None else (labels != IGNORE_INDEX).sum() / total
+
+
+def as_normalizer(value: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """The denominator of a mean as a 0-d fp32 tensor that is never 0, made without a device sync."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        tensor = value.to(device=device, dtype=torch.float32).reshape(())
+    else:
+        tensor = torch.full((), float(value), device=device)
+    return tensor.masked_fill(tensor == 0, 1.0)

@@ -1,0 +1,67 @@
+"""Reference of ``ops.replaced_token_loss``: the specification, in plain differentiable PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def replaced_token_loss_ref(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    replaced: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``softplus(z) - y z`` of ``z = input @ weight + bias`` and ``y = replaced``, reduced.
+
+    Args:
+        input: [N, E].
+        weight: [E].
+        replaced: bool [N].
+        bias: [] or [1].
+        mask: bool [N], True = counts.
+        reduction: "mean" | "sum" | "none".
+        normalizer: [], in place of the mean's denominator.
+
+    Returns:
+        [] or, with "none", [N]; fp32, or fp64 for fp64 inputs. A row that does not count is 0 and
+        passes no gradient.
+    """
+    if mask is not None:
+        # A row that does not count must not matter even if it is NaN, and 0 * NaN would.
+        input = input.masked_fill(~mask[:, None], 0.0)
+    logit = F.linear(input, weight[None, :], None if bias is None else bias.reshape(1)).squeeze(1)
+    logit = logit if logit.dtype is torch.float64 else logit.float()
+    if mask is not None:
+        logit = logit.masked_fill(~mask, 0.0)
+    # softplus(z) - y z is softplus(-z) for y = 1: without the difference of two large numbers.
+    # Subtracted from 0, not negated, so that a vanished loss is +0.
+    loss = 0.0 - F.logsigmoid(torch.where(replaced, logit, -logit))
+    if mask is not None:
+        loss = loss.masked_fill(~mask, 0.0)
+    return reduce_loss(loss, mask, reduction, normalizer)
+
+
+def reduce_loss(
+    loss: torch.Tensor,
+    mask: torch.Tensor | None,
+    reduction: str,
+    normalizer: torch.Tensor | None,
+) -> torch.Tensor:
+    """The losses of rows [N], 0 where they do not count, as their ``reduction``.
+
+    The mean over no row is 0, with gradient 0: a step on such a batch must survive.
+    """
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    if normalizer is not None:
+        return total / normalizer.to(loss.dtype)
+    counted = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
+    return total / counted.sum().clamp(min=1)

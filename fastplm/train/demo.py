@@ -1,0 +1,140 @@
+"""``fastplm demo``: a small ELECTRA on Python's own documentation, and what to make of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastplm.train.compare import compare, table
+from fastplm.train.pretrain import (
+    PretrainArguments,
+    make_collator,
+    make_dataset,
+    open_corpus,
+    pretrain,
+)
+from fastplm.train.report import summary, write_json
+
+_COMPARED_BATCHES = 4
+
+
+def demo(out: str | Path = "runs/demo", *, steps: int = 600) -> bool:
+    """Pre-train, print the results, compare with Hugging Face, and load the checkpoints there.
+
+    Args:
+        out: the folder of the run; a demo that is already there is replaced.
+        steps: of the training.
+
+    Returns:
+        Whether everything that the demo is to show was seen.
+    """
+    out = Path(out)
+    if (out / "demo.json").is_file():
+        shutil.rmtree(out)
+    args = PretrainArguments(
+        arch="electra-tiny",
+        corpus=["embedded"],
+        steps=steps,
+        out=out,
+        vocab_size=4096,
+        block_size=64,
+        batch_size=32,
+        save_every=steps,
+        log_every=max(1, steps // 40),
+        dropout=0.0,
+        cache=out / "cache",
+    )
+    print(f"Pre-training {args.arch} on the English documentation inside Python ...", flush=True)
+    metrics = pretrain(args)
+    write_json(out / "demo.json", {"steps": steps})
+    print(f"\n{summary(metrics)}\n")
+
+    print("Fused path against Hugging Face: forward and backward of the same batches, same weights")
+    comparison = _compare(args, metrics["precision"] == "bf16")
+    print(f"{comparison}\n")
+
+    checks = {
+        **_learned(metrics),
+        **_loads_in_transformers(out),
+    }
+    for text, seen in checks.items():
+        print(f"{'ok  ' if seen else 'FAIL'}  {text}")
+    return all(checks.values())
+
+
+def _compare(args: PretrainArguments, bf16: bool) -> str:
+    from fastplm.data import load_tokenizer, tokenize
+    from fastplm.models.electra import ElectraForJointPreTraining
+    from fastplm.train.trainer import last_checkpoint
+
+    model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(args.out)))
+    tokenizer = load_tokenizer(Path(args.out) / "tokenizer")
+    store = tokenize(open_corpus(args.corpus), tokenizer, args.cache)
+    stream = make_dataset(args, store, tokenizer)
+    collator = make_collator(args, tokenizer)
+    size = args.batch_size
+    batches = [
+        collator([stream[i] for i in range(begin, begin + size)])  # type: ignore[index]
+        for begin in range(0, _COMPARED_BATCHES * size, size)
+    ]
+    return table(compare(model, batches, bf16=bf16))
+
+
+def _learned(metrics: dict[str, Any]) -> dict[str, bool]:
+    first, last = metrics["history"][0], metrics["history"][-1]
+    held_out = metrics["held_out"]
+    checks = {}
+    for name, part in (("generator", "mlm_loss"), ("discriminator", "rtd_loss")):
+        text = f"the loss of the {name} falls: {first[part]:.3f} -> {last[part]:.3f}"
+        checks[text] = last[part] < first[part]
+    precision, recall = held_out["replaced_precision"], held_out["replaced_recall"]
+    balanced = held_out["balanced_accuracy"]
+    accuracy, always = held_out["accuracy"], held_out["accuracy_of_always_original"]
+    checks[
+        f"on held-out text, replaced tokens are found with precision {precision:.3f} and recall "
+        f"{recall:.3f}; balanced accuracy {balanced:.3f} against 0.5 of always answering original"
+    ] = balanced > 0.5 and precision > 1 - always
+    checks[f"accuracy {accuracy:.4f} against {always:.4f} of always answering original"] = (
+        accuracy > always
+    )
+    return checks
+
+
+@torch.no_grad()
+def _loads_in_transformers(out: Path) -> dict[str, bool]:
+    """Each checkpoint as our class and as Transformers' own, on a padded batch of English."""
+    import transformers
+
+    import fastplm.models
+    from fastplm.testing import FORWARD_FACTOR, BudgetExceeded, check_error
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "discriminator")
+    text = ["A module is a file with Python definitions.", "Return the absolute value of x."]
+    batch = tokenizer([*text, " ".join(text)], padding=True, return_tensors="pt")
+    checks = {}
+    for name, kind in (
+        ("generator", "ElectraForMaskedLM"),
+        ("discriminator", "ElectraForPreTraining"),
+    ):
+        ours = getattr(fastplm.models, kind).from_pretrained(out / name).eval()
+        plain = getattr(transformers, kind)
+        logits = ours(**batch).logits
+        bases = []
+        for attention in ("eager", "sdpa"):
+            loaded = plain.from_pretrained(out / name, attn_implementation=attention).eval()
+            bases.append(loaded(**batch).logits)
+        gold = loaded.double()(**batch).logits
+        difference = (logits - bases[0]).abs().max().item()
+        try:
+            check_error("logits", logits, gold, bases, FORWARD_FACTOR)
+            equal = True
+        except BudgetExceeded:
+            equal = False
+        checks[
+            f"{out / name} loads in plain Transformers as {kind} with equal outputs (largest "
+            f"difference {difference:.1e})"
+        ] = equal
+    return checks

@@ -1,0 +1,423 @@
+"""One pre-training run, from text to checkpoints, figures and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
+from fastplm.data import (
+    BlockDataset,
+    DataCollatorForMaskedTokens,
+    NextSentencePairs,
+    PretrainingStream,
+    SentenceChunks,
+    TokenStore,
+    embedded_corpus,
+    load_tokenizer,
+    read_documents,
+    tokenize,
+    train_tokenizer,
+)
+from fastplm.data._cache import default_cache
+from fastplm.train.presets import configuration, preset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+#: The name of the corpus that needs no file.
+EMBEDDED = "embedded"
+PRECISIONS = ("auto", "fp32", "bf16")
+
+_HELD_OUT = 0.05
+_HELD_OUT_SAMPLES = 512
+_KEPT_CHECKPOINTS = 2
+# What may differ between a run and its continuation without changing the loss curve.
+_FREE_ON_RESUME = {"resume", "out", "cache", "workers", "save_every", "log_every"}
+# These are recorded as the token ids that they give.
+_IN_THE_DATA = {"corpus", "tokenizer", "vocab_size"}
+
+
+@dataclass
+class PretrainArguments:
+    """The settings of a run; see ``fastplm pretrain --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    arch: str
+    corpus: Sequence[str | Path]
+    steps: int
+    out: str | Path
+    tokenizer: str | Path | None = None
+    vocab_size: int = 30522
+    block_size: int = 128
+    batch_size: int = 32
+    lr: float | None = None
+    warmup: int | None = None
+    seed: int = 0
+    save_every: int = 1000
+    log_every: int = 10
+    resume: bool = False
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    precision: str = "auto"
+    workers: int = 0
+    gradient_accumulation: int = 1
+    nsp: bool = True
+    cache: str | Path = field(default_factory=default_cache)
+
+    def __post_init__(self) -> None:
+        chosen = preset(self.arch)
+        check_choice("pretrain", "precision", self.precision, PRECISIONS)
+        self.corpus = [str(path) for path in self.corpus]
+        self.nsp = self.nsp and chosen.family == "bert"
+        self.lr = chosen.learning_rate if self.lr is None else self.lr
+        for name, low in (
+            ("steps", 1),
+            ("vocab_size", 6),
+            ("block_size", 8),
+            ("batch_size", 1),
+            ("save_every", 1),
+            ("log_every", 1),
+            ("workers", 0),
+            ("gradient_accumulation", 1),
+        ):
+            value = getattr(self, name)
+            check(value >= low, "pretrain", name, value, f"{low} or more", "Raise it.")
+        if self.warmup is None:
+            self.warmup = min(10_000, self.steps // 10)
+        check(
+            0 <= self.warmup <= self.steps,
+            "pretrain",
+            "warmup",
+            self.warmup,
+            f"0 to {self.steps}, the steps of the run",
+            "Choose a number of steps in between.",
+        )
+        check(self.lr > 0, "pretrain", "lr", self.lr, "more than 0", "Raise it.")
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            check(0 <= value < 1, "pretrain", name, value, "0 or more, below 1", "Change it.")
+        check(
+            0 <= self.seed < 1 << 32, "pretrain", "seed", self.seed, "0 to 2^32 - 1", "Change it."
+        )
+
+
+def pretrain(args: PretrainArguments) -> dict[str, Any]:
+    """Run a pre-training and write checkpoints, ``metrics.json``, ``loss.png`` and TensorBoard logs.
+
+    Under torchrun every process calls it; the first one writes.
+
+    Args:
+        args: the settings.
+
+    Returns:
+        The content of ``metrics.json``.
+
+    Raises:
+        FastplmError: the corpus, the tokenizer, the output folder or a setting is of no use.
+    """
+    from transformers import set_seed
+    from transformers.integrations import TensorBoardCallback
+
+    from fastplm.train.trainer import PretrainingTrainer, last_checkpoint
+
+    out = Path(args.out)
+    checkpoint = last_checkpoint(out)
+    _check_output(args, out, checkpoint)
+    training_arguments = _training_arguments(args, out)
+    with training_arguments.main_process_first(desc="preparing the data"):
+        documents = open_corpus(args.corpus)
+        tokenizer = _tokenizer(args, out, documents)
+        store = tokenize(documents, tokenizer, args.cache)
+    train_store, held_out = _split(store, args.block_size)
+    samples = args.steps * args.gradient_accumulation * args.batch_size
+    train_dataset = make_dataset(
+        args, train_store, tokenizer, length=samples * training_arguments.world_size
+    )
+    set_seed(args.seed)
+    model = make_model(args, tokenizer)
+    collator = make_collator(args, tokenizer)
+    first = training_arguments.process_index == 0
+    if first:
+        _record_run(args, out, tokenizer, store, training_arguments, checkpoint)
+    callbacks = []
+    if first:
+        from torch.utils.tensorboard import SummaryWriter
+
+        done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
+        # What the killed run had logged beyond its last checkpoint is logged again.
+        writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
+        callbacks.append(TensorBoardCallback(writer))
+    trainer = PretrainingTrainer(
+        model=model,
+        args=training_arguments,
+        data_collator=collator,
+        train_dataset=train_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if not first:
+        return {}
+    return _finish(args, out, trainer, tokenizer, held_out)
+
+
+def open_corpus(corpus: Sequence[str | Path]) -> Iterable[str]:
+    """The documents of the paths named, or of Python itself for the one name "embedded".
+
+    Raises:
+        DataError: see ``read_documents``.
+    """
+    return embedded_corpus() if list(corpus) == [EMBEDDED] else read_documents(corpus)
+
+
+def make_dataset(
+    args: PretrainArguments,
+    store: TokenStore,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int | None = None,
+) -> Dataset:
+    """The training stream over a store: blocks, or pairs of segments for next-sentence prediction.
+
+    Args:
+        length: the number of samples; by default each block or run of sentences once.
+    """
+    special = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id}
+    source: Dataset
+    if args.nsp:
+        source = SentenceChunks(store, args.block_size)
+    else:
+        source = BlockDataset(store, args.block_size, **special)
+    stream = PretrainingStream(source, seed=args.seed, length=length or len(source))
+    return NextSentencePairs(stream, **special) if args.nsp else stream
+
+
+def make_collator(
+    args: PretrainArguments, tokenizer: PreTrainedTokenizerBase
+) -> DataCollatorForMaskedTokens:
+    """BERT's 80/10/10 corruption, or ``[MASK]`` alone for ELECTRA's generator."""
+    chosen = preset(args.arch)
+    electra = chosen.family == "electra"
+    return DataCollatorForMaskedTokens(
+        tokenizer,
+        seed=args.seed,
+        mlm_probability=chosen.mlm_probability,
+        mask_replace_prob=1.0 if electra else 0.8,
+        random_replace_prob=0.0 if electra else 0.1,
+        block_size=args.block_size,
+    )
+
+
+def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The untrained model of a run."""
+    from fastplm.models.bert import BertForMaskedLM, BertForPreTraining
+    from fastplm.models.electra import ElectraForJointPreTraining
+
+    config = configuration(
+        args.arch,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(512, args.block_size),
+        hidden_dropout_prob=args.dropout,
+        attention_probs_dropout_prob=args.attention_dropout,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    if preset(args.arch).family == "electra":
+        config.sampling_seed = args.seed
+        return ElectraForJointPreTraining(config)
+    return BertForPreTraining(config) if args.nsp else BertForMaskedLM(config)
+
+
+def hardware_has_bf16() -> bool:
+    """Whether the device of a run multiplies bf16 in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _check_output(args: PretrainArguments, out: Path, checkpoint: Path | None) -> None:
+    check(
+        checkpoint is not None or not args.resume,
+        "pretrain",
+        "resume",
+        f"{out}, which holds no complete checkpoint",
+        "the output folder of an interrupted run",
+        "Check --out, or start afresh without --resume.",
+        DataError,
+    )
+    check(
+        checkpoint is None or args.resume,
+        "pretrain",
+        "out",
+        f"{out}, which holds checkpoints of another run",
+        "an empty or new folder",
+        "Choose another --out, or go on with that run by --resume.",
+        DataError,
+    )
+    check(
+        not out.exists() or out.is_dir(),
+        "pretrain",
+        "out",
+        f"{out}, a file",
+        "a folder",
+        "Choose another --out.",
+        DataError,
+    )
+
+
+def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
+    from transformers import TrainingArguments
+
+    on_gpu = torch.cuda.is_available()
+    bf16 = hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16"
+    check(
+        not (bf16 and on_gpu) or hardware_has_bf16(),
+        "pretrain",
+        "precision",
+        "bf16",
+        "a GPU that has it",
+        "Use --precision fp32.",
+    )
+    return TrainingArguments(
+        output_dir=str(out),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation,
+        learning_rate=args.lr,
+        warmup_steps=args.warmup,
+        lr_scheduler_type="linear",
+        weight_decay=0.01,
+        adam_epsilon=1e-6,
+        max_grad_norm=1.0,
+        bf16=bf16,
+        use_cpu=not on_gpu,
+        seed=args.seed,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataloader_num_workers=args.workers,
+        dataloader_persistent_workers=args.workers > 0,
+        dataloader_pin_memory=on_gpu,
+        ddp_find_unused_parameters=False,
+        logging_steps=args.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=args.save_every,
+        save_total_limit=_KEPT_CHECKPOINTS,
+        disable_tqdm=True,
+        report_to="none",
+    )
+
+
+def _tokenizer(
+    args: PretrainArguments, out: Path, documents: Iterable[str]
+) -> PreTrainedTokenizerBase:
+    if args.resume:
+        return load_tokenizer(out / "tokenizer")
+    if args.tokenizer is not None:
+        return load_tokenizer(args.tokenizer)
+    return train_tokenizer(documents, args.vocab_size, args.cache)
+
+
+def _split(store: TokenStore, block_size: int) -> tuple[TokenStore, TokenStore | None]:
+    """The tokens to train on, and a tail held out of them where there is enough for a block."""
+    train, held_out = store.split(_HELD_OUT)
+    if len(held_out) < block_size or len(train) < block_size:
+        return store, None
+    return train, held_out
+
+
+def _record_run(
+    args: PretrainArguments,
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    store: TokenStore,
+    training_arguments: TrainingArguments,
+    checkpoint: Path | None,
+) -> None:
+    """Keep what the loss curve depends on, and refuse to go on with anything else."""
+    from fastplm.train.report import write_json
+
+    settings = asdict(args)
+    names = sorted(settings.keys() - _FREE_ON_RESUME - _IN_THE_DATA)
+    run = {name: settings[name] for name in names}
+    run["corpus"] = store.directory.name
+    run["processes"] = training_arguments.world_size
+    run["precision"] = "bf16" if training_arguments.bf16 else "fp32"
+    record = out / "run.json"
+    if checkpoint is None:
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(out / "tokenizer")
+        write_json(record, run)
+        return
+    before = json.loads(record.read_text()) if record.is_file() else run
+    for name, value in run.items():
+        if before.get(name) != value:
+            raise ArgumentValueError(
+                message(
+                    "pretrain",
+                    name,
+                    value,
+                    f"{before.get(name)}, as in the run that is resumed",
+                    "Give the same arguments, or another --out.",
+                )
+            )
+
+
+def _finish(
+    args: PretrainArguments,
+    out: Path,
+    trainer: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: TokenStore | None,
+) -> dict[str, Any]:
+    from fastplm.train.evaluate import evaluate
+    from fastplm.train.report import curve, plot_losses, versions, write_json
+
+    model = trainer.model
+    models = {"model": model}
+    if preset(args.arch).family == "electra":
+        models = {"generator": model.generator, "discriminator": model.discriminator}
+    for name, part in models.items():
+        scratch = out / f".{name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        part.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.rmtree(out / name, ignore_errors=True)
+        os.rename(scratch, out / name)
+    history = curve(trainer.state.log_history)
+    metrics = {
+        "arguments": json.loads(json.dumps(asdict(args), default=str)),
+        "versions": versions(),
+        "device": str(trainer.args.device),
+        "precision": "bf16" if trainer.args.bf16 else "fp32",
+        "processes": trainer.args.world_size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "history": history,
+        "tokens_per_second": trainer.tokens_per_second,
+        "train_seconds": trainer.train_seconds,
+        "models": {name: str(out / name) for name in models},
+        "picture": str(out / "loss.png"),
+    }
+    if held_out is not None:
+        dataset = make_dataset(args, held_out, tokenizer)
+        metrics["held_out"] = evaluate(
+            model,
+            torch.utils.data.Subset(dataset, range(min(len(dataset), _HELD_OUT_SAMPLES))),
+            trainer.data_collator,
+            args.batch_size,
+        )
+    plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
+    write_json(out / "metrics.json", metrics)
+    return metrics

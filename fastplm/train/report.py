@@ -1,0 +1,85 @@
+"""What a run leaves behind besides its checkpoints: figures and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The logged steps of a Trainer's history: step, losses, learning rate, tokens/s."""
+    return [
+        {name: value for name, value in entry.items() if name != "epoch"}
+        for entry in log_history
+        if "loss" in entry
+    ]
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    import tokenizers
+    import transformers
+
+    import fastplm
+
+    return {
+        "fastplm": fastplm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there whole or not at all."""
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(scratch, path)
+
+
+def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:
+    """One panel for the loss, or one for each part where it has parts."""
+    from matplotlib.figure import Figure
+
+    names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
+    names = names or ["loss"]
+    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)
+    for name, axis in zip(names, axes[0], strict=True):
+        axis.plot([entry["step"] for entry in history], [entry[name] for entry in history])
+        axis.set_title(name.replace("_", " "))
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("nats")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def summary(metrics: dict[str, Any]) -> str:
+    """The result of a run as a table for the terminal."""
+    history = metrics["history"]
+    names = [name for name in history[-1] if name.endswith("loss")]
+    rows = [
+        (name.replace("_", " "), f"{history[0][name]:.4f} -> {history[-1][name]:.4f}")
+        for name in names
+    ]
+    for name, value in metrics.get("held_out", {}).items():
+        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        rows.append((f"held out: {name.replace('_', ' ')}", shown))
+    rows += [
+        ("parameters", f"{metrics['parameters']:,}"),
+        ("precision", metrics["precision"]),
+        ("tokens/s", f"{metrics['tokens_per_second']:,.0f}"),
+        ("training time", f"{metrics['train_seconds']:.1f} s"),
+        *metrics["models"].items(),
+        ("picture", metrics["picture"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,295 @@
+"""The Hugging Face Trainer with what a pre-training run needs on top."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+#: What ELECTRA's joint model counts, see ``ElectraJointOutput``.
+DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "correct", "total")
+
+_SCRATCH = ".incomplete"
+_PARTS_OF_A_CHECKPOINT = (
+    "config.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "trainer_state.json",
+)
+
+
+class PretrainingTrainer(Trainer):
+    """Trainer whose losses add up over processes, and whose checkpoints appear whole.
+
+    - Every mean of a loss is taken over all that one optimizer step sees, whichever process or
+      micro-batch it is in: labelled tokens for the MLM loss, sequences for next-sentence
+      prediction, tokens for replaced-token detection. So two processes, or two accumulated
+      batches, give the loss and gradient of one batch of twice the size.
+    - The parts of the loss and the tokens a second are logged beside the loss.
+    - A checkpoint is written under another name and renamed when all processes are done, so that
+      one killed in the middle of writing leaves the last checkpoint as it was.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.world_size == 1 and self.args.n_gpu > 1:
+            # The Trainer would split batches by rows, and flat positions do not split.
+            self.args._n_gpu = 1
+        self.remove_callback(PrinterCallback)
+        self.add_callback(LogLastStep())
+        self.add_callback(Progress())
+        parameters = inspect.signature(self.model.forward).parameters
+        self._counts_sequences = "num_sequences_in_batch" in parameters
+        self._counts_tokens = "num_tokens_in_batch" in parameters
+        self._in_step: dict[str, Tensor] = {}
+        self._in_window: dict[str, Tensor] = {}
+        self._in_run_tokens = self._in_run_seconds = 0.0
+        self._window_began = 0.0
+        self._window_step = 0
+        self._scratch: str | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all processes, over the steps of this call of ``train``, checkpoints left out."""
+        return self._in_run_tokens / max(self._in_run_seconds, 1e-9)
+
+    @property
+    def train_seconds(self) -> float:
+        """The time of these steps."""
+        return self._in_run_seconds
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        if not self._window_began:
+            self._window_began, self._window_step = time.perf_counter(), self.state.global_step
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = torch.zeros(2, dtype=torch.int64)
+        for batch in batches:
+            counts[0] += batch["attention_mask"].sum()
+            counts[1] += len(batch["input_ids"])
+        counts = self.accelerator.reduce(counts.to(device), reduction="sum")
+        self._in_step = {"num_tokens_in_batch": counts[0], "num_sequences_in_batch": counts[1]}
+        self._add("tokens", counts[0])
+        return batches, num_items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        inputs = dict(inputs)
+        if self._counts_sequences:
+            inputs["num_sequences_in_batch"] = self._in_step["num_sequences_in_batch"]
+        if self._counts_tokens:
+            inputs["num_tokens_in_batch"] = self._in_step["num_tokens_in_batch"]
+        loss, outputs = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        for name, value in self._parts(loss.detach(), inputs, outputs).items():
+            self._add(name, value)
+        for name in DETECTION_COUNTS:
+            if name in outputs:
+                self._add(name, outputs[name])
+        return (loss, outputs) if return_outputs else loss
+
+    def _parts(
+        self, loss: Tensor, inputs: dict[str, Any], outputs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """This process's share of each part of the loss; the shares of a step sum to its mean."""
+        parts = {
+            name: value.detach()
+            for name, value in outputs.items()
+            if name.endswith("_loss") and value is not None
+        }
+        if "next_sentence_label" in inputs:
+            total = F.cross_entropy(
+                outputs["seq_relationship_logits"].detach().float(),
+                inputs["next_sentence_label"],
+                reduction="sum",
+            )
+            parts["next_sentence_loss"] = total / inputs["num_sequences_in_batch"]
+            # The Trainer scales the loss up because gradients are averaged over processes.
+            share = loss / self.accelerator.num_processes
+            parts["mlm_loss"] = share - parts["next_sentence_loss"]
+        return parts
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self._close_window())
+        super().log(logs, start_time)
+
+    def _close_window(self) -> dict[str, float]:
+        tokens = self._in_window.pop("tokens").item()
+        steps = self.state.global_step - self._window_step
+        now = time.perf_counter()
+        seconds = now - self._window_began
+        sums = {
+            name: self.accelerator.reduce(value, reduction="sum").item()
+            for name, value in sorted(self._in_window.items())
+        }
+        parts = {name: value / steps for name, value in sums.items() if name.endswith("_loss")}
+        if "positives" in sums:
+            parts.update(detection(sums))
+        self._in_run_tokens += tokens
+        self._in_run_seconds += seconds
+        self._in_window = {}
+        self._window_began, self._window_step = now, self.state.global_step
+        return {**parts, "tokens_per_second": tokens / seconds}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._scratch or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        began = time.perf_counter()
+        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        scratch = output / _SCRATCH
+        if self.args.should_save:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._scratch = str(scratch)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._scratch = None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            shutil.rmtree(output / name, ignore_errors=True)
+            os.rename(scratch / name, output / name)
+            scratch.rmdir()
+            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
+        self._window_began += time.perf_counter() - began
+
+
+def detection(counts: dict[str, float]) -> dict[str, float]:
+    """How well replaced tokens are found.
+
+    Args:
+        counts: ``DETECTION_COUNTS`` summed over batches.
+
+    Returns:
+        Precision and recall of the replaced class, the mean of both classes' recalls (0.5 for any
+        answer that does not look at the token), the accuracy, and the accuracy of always
+        answering "original".
+    """
+    positives, total = counts["positives"], counts["total"]
+    false_positives = counts["predicted_positives"] - counts["true_positives"]
+    recall = counts["true_positives"] / max(positives, 1)
+    specificity = 1 - false_positives / max(total - positives, 1)
+    return {
+        "replaced_precision": counts["true_positives"] / max(counts["predicted_positives"], 1),
+        "replaced_recall": recall,
+        "balanced_accuracy": (recall + specificity) / 2,
+        "accuracy": counts["correct"] / max(total, 1),
+        "accuracy_of_always_original": 1 - positives / max(total, 1),
+    }
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The checkpoint of the highest step in a run's folder that has all its files, if any."""
+    found = []
+    for path in output.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal() and all((path / part).is_file() for part in _PARTS_OF_A_CHECKPOINT):
+            found.append((int(step), path))
+    return max(found)[1] if found else None
+
+
+class LogLastStep(TrainerCallback):
+    """The loss curve ends at the last step, whatever the logging interval."""
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
+class Progress(TrainerCallback):
+    """A progress bar with loss and tokens/s; lines of text where the output is no terminal."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            )
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.bar is None or logs is None or "loss" not in logs:
+            return
+        shown = {
+            name.removesuffix("_loss"): f"{value:.4f}"
+            for name, value in logs.items()
+            if name.endswith("loss")
+        }
+        shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
+        if self.bar.disable:
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {state.global_step}/{state.max_steps}  {text}", file=sys.stderr, flush=True)
+        else:
+            self.bar.set_postfix(shown)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

@@ -1,0 +1,72 @@
+"""csrc/ without a GPU: machine code that spills nothing, and the row algorithm by many threads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+pytestmark = pytest.mark.compile
+
+ROOT = Path(__file__).parents[2]
+NVCC = shutil.which("nvcc")
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+STABLE_ABI = re.search(r"-DTORCH_TARGET_VERSION=\w+", (ROOT / "setup.py").read_text())[0]
+KERNELS = {"mask_tokens_quota_kernel": 2, "mask_tokens_row_kernel": 2}  # int32 and int64 tokens
+
+_ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'")
+_SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores")
+_USED = re.compile(r"Used (?P<registers>\d+) registers.*?(?:(?P<shared>\d+) bytes smem|$)")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH: csrc/*.cu is not compiled")
+@pytest.mark.parametrize("arch", (80, 90, 100))
+def test_kernels_compile_without_spills(arch, tmp_path):
+    known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    if f"compute_{arch}" not in known.split():
+        pytest.skip(f"this nvcc does not know sm_{arch}")
+    includes = [f"-isystem={path}" for path in include_paths()]
+    command = [NVCC, "-std=c++20", "-O3", f"-arch=sm_{arch}", "-c", "-Xptxas", "-v", "-DUSE_CUDA"]
+    command += [STABLE_ABI, *includes, str(ROOT / "csrc/mask_tokens.cu"), "-o", tmp_path / "out.o"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+    lines = iter((result.stdout + result.stderr).splitlines())
+    compiled = dict.fromkeys(KERNELS, 0)
+    for line in lines:
+        entry = _ENTRY.search(line)
+        if entry is None:
+            continue
+        kernel = next(name for name in KERNELS if name in entry["name"])
+        compiled[kernel] += 1
+        properties = [next(lines) for _ in range(3)]
+        spills, used = _SPILLS.search(properties[1]), _USED.search(properties[2])
+        print(
+            f"{kernel} {entry['arch']}: {used['registers']} registers, "
+            f"{spills['stores']} bytes spilled, {used['shared']} bytes shared"
+        )
+        assert spills["stack"] == spills["stores"] == "0", f"{entry['name']} spills"
+        assert int(used["shared"]) <= 48 * 1024
+    assert compiled == KERNELS
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+def test_a_group_of_threads_masks_a_row_as_defined(tmp_path):
+    program = tmp_path / "mask_tokens_group"
+    source = ROOT / "tests/compile/mask_tokens_group.cpp"
+    build = [COMPILER, "-std=c++17", "-O1", "-g", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
+    build += [str(source), "-o", str(program), "-pthread"]
+    # Not every compiler ships ThreadSanitizer, and not every kernel lets it map its memory.
+    sanitized = subprocess.run([*build, "-fsanitize=thread"], capture_output=True, text=True)
+    if sanitized.returncode != 0:
+        subprocess.run(build, check=True)
+    # A missing barrier may also hang: the whole of it takes well under a second.
+    result = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    if "ThreadSanitizer: unexpected memory mapping" in result.stderr:
+        subprocess.run(build, check=True)
+        result = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr

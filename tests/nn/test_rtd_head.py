@@ -1,0 +1,66 @@
+"""nn.RTDHead against binary cross-entropy on the tokens that count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fastplm._checks import ArgumentValueError
+from fastplm.nn import RTDHead
+from fastplm.testing import assert_within_budget
+
+BATCH, LENGTH, WIDTH = 3, 7, 16
+
+
+def head():
+    return RTDHead(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+
+
+@pytest.mark.parametrize("normalizer", [None, 40, torch.tensor(40.0)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_formula(masked, dtype, normalizer):
+    module = head()
+    replaced = (torch.rand(BATCH, LENGTH) < 0.3).to(dtype)
+    mask = (torch.rand(BATCH, LENGTH) < 0.8).to(dtype) if masked else None
+
+    def candidate(hidden, **parameters):
+        options = {"normalizer": normalizer}
+        return functional_call(module, parameters, (hidden, replaced, mask), options)
+
+    def reference(hidden, **parameters):
+        dense = nn.functional.linear(hidden, parameters["dense.weight"], parameters["dense.bias"])
+        logits = nn.functional.linear(
+            nn.functional.gelu(dense), parameters["prediction.weight"], parameters["prediction.bias"]
+        ).squeeze(-1)
+        counted = torch.ones_like(replaced).bool() if mask is None else mask.bool()
+        logits, target = logits[counted], replaced[counted].to(logits.dtype)
+        bce = nn.functional.binary_cross_entropy_with_logits
+        total = bce(logits, target, reduction="sum")
+        return total / (counted.sum() if normalizer is None else normalizer)
+
+    inputs = {
+        "hidden": torch.randn(BATCH, LENGTH, WIDTH),
+        **{name: parameter.detach() for name, parameter in module.named_parameters()},
+    }
+    assert_within_budget(candidate, reference, inputs, wrt=list(inputs))
+
+
+@pytest.mark.parametrize("normalizer", [None, 0])
+def test_nothing_counted_is_0_with_gradients_0(normalizer):
+    module = head()
+    loss = module(
+        torch.randn(5, WIDTH), torch.ones(5).bool(), torch.zeros(5).bool(), normalizer=normalizer
+    )
+    loss.backward()
+    assert loss.item() == 0.0 and not any(p.grad.any() for p in module.parameters())
+
+
+def test_bad_shapes_raise_typed_errors():
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    with pytest.raises(ArgumentValueError, match="labels"):
+        head()(hidden, torch.zeros(BATCH, LENGTH + 1))
+    with pytest.raises(ArgumentValueError, match="attention_mask"):
+        head()(hidden, torch.zeros(BATCH, LENGTH), torch.zeros(BATCH * LENGTH))

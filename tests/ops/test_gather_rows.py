@@ -1,0 +1,335 @@
+"""ops.gather_rows against its reference: exact rows, gradients by the error budget, nasty inputs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastplm
+from fastplm import ops
+from fastplm.reference.gather_rows import gather_rows_ref
+from fastplm.testing import (
+    LAYOUTS,
+    BudgetExceeded,
+    assert_repeatable,
+    assert_within_budget,
+    poisoned_memory,
+)
+
+BACKENDS = ("torch", "triton")
+NAN = float("nan")
+DTYPES = pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.float16, torch.bfloat16), ids=("fp32", "fp16", "bf16")
+)
+
+
+def run(backend: str, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    if backend == "torch" and input.is_cuda:
+        pytest.skip("the torch backend of gather_rows is for CPU tensors")
+    with fastplm.use_backend(backend):
+        return ops.gather_rows(input, positions)
+
+
+def check(backend: str, inputs: dict) -> None:
+    assert_within_budget(functools.partial(run, backend), gather_rows_ref, inputs, wrt=("input",))
+
+
+def make(device, rows=63, width=40, slots=30, dtype=torch.float32) -> dict:
+    """Random rows; random positions with duplicates and unused slots among them."""
+    return dict(
+        input=torch.randn(rows, width, device=device).to(dtype),
+        positions=torch.randint(-1, rows, (slots,), device=device),
+    )
+
+
+def grad_of(backend: str, input: torch.Tensor, positions: torch.Tensor, upstream: torch.Tensor):
+    input = input.detach().requires_grad_()
+    with poisoned_memory():
+        return torch.autograd.grad(run(backend, input, positions), input, upstream)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@DTYPES
+@pytest.mark.parametrize("rows", (0, 1, 63, 257))
+@pytest.mark.parametrize("width", (1, 40, 64, 768))
+def test_shapes_and_dtypes(device, backend, rows, width, dtype):
+    inputs = make(device, rows, width, slots=50, dtype=dtype)
+    check(backend, inputs)
+    assert torch.equal(run(backend, **inputs), gather_rows_ref(**inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", (0, 1, 33, 257))
+@pytest.mark.parametrize("rows", (0, 5))
+def test_slots(device, backend, slots, rows):
+    check(backend, make(device, rows, slots=slots))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ascending_positions_with_spare_slots_at_the_end(device, backend):
+    """What mask_tokens gives."""
+    inputs = make(device)
+    inputs["positions"] = torch.tensor([0, 7, 8, 61, 62, -1, -1, -1], device=device)
+    check(backend, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unused_slot_is_zero_whatever_the_input_holds(device, backend):
+    input = torch.full((4, 8), NAN, device=device)
+    positions = torch.tensor([-1, 2, -1], device=device)
+    out = run(backend, input, positions)
+    assert not out[0].any() and not out[2].any() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_a_row_that_is_not_chosen_stays_there(device, backend):
+    inputs = make(device, rows=63)
+    inputs["positions"] = torch.tensor([1, 5, -1, 5, 40], device=device)
+    inputs["input"][[0, 2, 41, 62]] = NAN
+    check(backend, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@DTYPES
+def test_upstream_gradient_of_an_unused_slot_does_not_matter(device, backend, dtype):
+    inputs = make(device, dtype=dtype)
+    upstream = torch.randn(30, 40, device=device).to(dtype)
+    clean = grad_of(backend, **inputs, upstream=upstream)
+    upstream[inputs["positions"] < 0] = NAN
+    assert (inputs["positions"] < 0).any()
+    assert torch.equal(grad_of(backend, **inputs, upstream=upstream), clean)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@DTYPES
+def test_duplicates_add_up_in_fp32(device, backend, dtype):
+    """A thousand ones on one row are 1000, which no running sum in bf16 reaches."""
+    input = torch.zeros(3, 8, device=device, dtype=dtype)
+    positions = torch.full((1000,), 1, device=device)
+    grad = grad_of(backend, input, positions, torch.ones(1000, 8, device=device, dtype=dtype))
+    assert torch.equal(grad[:, 0], torch.tensor([0, 1000, 0], device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
+def test_duplicates_add_up_in_ascending_order_of_slots(device, backend, dtype):
+    # Not bf16: Triton's interpreter truncates to it, where devices and PyTorch round.
+    positions = torch.randint(0, 5, (257,), device=device)
+    upstream = (torch.randn(257, 40, device=device) * 100).to(dtype)
+    expected = torch.zeros(5, 40, device=device)
+    for slot, row in enumerate(positions.tolist()):
+        expected[row] += upstream[slot]
+    input = torch.zeros(5, 40, device=device, dtype=dtype)
+    assert torch.equal(grad_of(backend, input, positions, upstream), expected.to(dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(device, backend, layout):
+    inputs = make(device)
+    check(backend, {name: layout(tensor) for name, tensor in inputs.items()})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("source", ("transposed", "every other slot", "one column"))
+def test_strides_other_than_one(device, backend, source):
+    inputs = make(device, rows=63, width=40)
+    if source == "transposed":
+        inputs["input"] = torch.randn(40, 63, device=device).t()
+    elif source == "every other slot":
+        inputs["positions"] = inputs["positions"][::2]
+    else:
+        inputs["input"] = inputs["input"][:, 3:4]
+    check(backend, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ("expanded", "transposed"))
+def test_upstream_gradient_of_any_layout(device, backend, layout):
+    inputs = make(device)
+    upstream = {
+        "expanded": torch.randn((), device=device).expand(30, 40),
+        "transposed": torch.randn(40, 30, device=device).t(),
+    }[layout]
+    grad = grad_of(backend, **inputs, upstream=upstream)
+    assert torch.equal(grad, grad_of(backend, **inputs, upstream=upstream.contiguous()))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(BACKENDS),
+    st.integers(1, 70),
+    st.integers(1, 300),
+    st.data(),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+)
+def test_property(backend, rows, width, data, dtype):
+    positions = data.draw(st.lists(st.integers(-1, rows - 1), max_size=40))
+    inputs = make("cpu", rows, width, dtype=dtype)
+    check(backend, inputs | {"positions": torch.tensor(positions, dtype=torch.int64)})
+
+
+def planted(bug):
+    """A copy of gather_rows with one classic bug."""
+
+    def gather_rows(input, positions):
+        if bug == "off by one":
+            positions = positions - (positions > 0).long()
+        if bug == "unused slot reads row 0":
+            positions = positions.clamp(min=0)
+        out = gather_rows_ref(input, positions)
+        if bug == "last duplicate wins in the gradient":
+            after = positions[:, None] == positions[None, :]
+            last = ~after.triu(1).any(1, keepdim=True)
+            out = torch.where(last, out, out.detach())
+        return out
+
+    return gather_rows
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("bug", "where"),
+    (
+        ("off by one", "output"),
+        ("unused slot reads row 0", "output"),
+        ("last duplicate wins in the gradient", "gradient of input"),
+    ),
+)
+def test_planted_bugs_are_caught(bug, where, dtype):
+    inputs = make("cpu", dtype=dtype)
+    assert_within_budget(planted(None), gather_rows_ref, inputs, wrt=("input",))
+    with pytest.raises(BudgetExceeded, match=where):
+        assert_within_budget(planted(bug), gather_rows_ref, inputs, wrt=("input",))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@DTYPES
+def test_repeats_bit_for_bit(device, backend, dtype):
+    inputs = make(device, rows=9, slots=257, dtype=dtype)
+    assert_repeatable(functools.partial(run, backend), inputs, wrt=("input",))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(device, backend):
+    if backend == "torch" and device.type == "cuda":
+        pytest.skip("the torch backend of gather_rows is for CPU tensors")
+    inputs = make(device)
+    arguments = (inputs["input"].requires_grad_(), inputs["positions"], backend)
+    torch.library.opcheck(torch.ops.fastplm.gather_rows_fwd, arguments)
+    upstream = torch.randn(30, 40, device=device)
+    arguments = (upstream, inputs["positions"], 63, backend)
+    torch.library.opcheck(torch.ops.fastplm.gather_rows_bwd, arguments)
+
+
+def test_compiles_without_graph_breaks_or_recompiles(device):
+    inputs = make(device)
+    count = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(ops.gather_rows, fullgraph=True, backend=count)
+    for _ in range(3):
+        assert torch.equal(compiled(**inputs), ops.gather_rows(**inputs))
+    assert count.frame_count == 1
+    with fastplm.use_backend("eager"):
+        assert torch.equal(compiled(**inputs), ops.gather_rows(**inputs))
+    assert count.frame_count == 2
+
+
+def test_gradient_compiles_with_dynamic_shapes(device):
+    compiled = torch.compile(ops.gather_rows, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, slots in ((63, 30), (20, 9), (257, 50)):
+        inputs = make(device, rows, slots=slots)
+        upstream = torch.randn(slots, 40, device=device)
+        grads = []
+        for function in (ops.gather_rows, compiled):
+            input = inputs["input"].detach().requires_grad_()
+            out = function(input, inputs["positions"])
+            grads.append(torch.autograd.grad(out, input, upstream)[0])
+        assert torch.equal(*grads)
+
+
+def test_autocast_does_not_change_the_dtype(device):
+    with torch.autocast(device.type, torch.bfloat16):
+        assert ops.gather_rows(**make(device)).dtype is torch.float32
+
+
+def test_float64_runs_on_the_cpu_default():
+    inputs = make("cpu", dtype=torch.float64)
+    assert torch.equal(ops.gather_rows(**inputs), gather_rows_ref(**inputs))
+    with fastplm.use_backend("triton"), pytest.raises(RuntimeError, match="float64"):
+        ops.gather_rows(**inputs)
+
+
+@pytest.mark.parametrize("backend", ("eager", *BACKENDS))
+@pytest.mark.parametrize(
+    ("rows", "position", "expected"),
+    (
+        (63, 63, "-1 or 0 … 62"),
+        (63, -2, "-1 or 0 … 62"),
+        (63, 2**40, "-1 or 0 … 62"),
+        (0, 0, "-1, as `input` has no rows"),
+    ),
+)
+def test_a_position_outside_is_an_error_on_the_cpu(backend, rows, position, expected):
+    inputs = make("cpu", rows) | {"positions": torch.tensor([-1, position])}
+    with pytest.raises(ValueError) as caught:
+        run(backend, **inputs)
+    assert isinstance(caught.value, fastplm.FastplmError)
+    assert f"`positions` got position {position}; expected {expected}" in str(caught.value)
+
+
+def test_a_position_outside_is_an_error_in_a_compiled_function_too():
+    compiled = torch.compile(ops.gather_rows, fullgraph=True, backend="aot_eager")
+    inputs = make("cpu")
+    compiled(**inputs)
+    inputs["positions"][3] = 63
+    with pytest.raises(ValueError, match="`positions` got position 63"):
+        compiled(**inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("eager", "triton"))
+@pytest.mark.parametrize("rows", (0, 63))
+def test_a_position_outside_is_a_zero_row_on_cuda(backend, rows):
+    inputs = make("cuda", rows)
+    positions = torch.tensor([-2, rows, 2**40, -1], device="cuda")
+    assert not run(backend, inputs["input"], positions).any()
+    upstream = torch.ones(4, 40, device="cuda")
+    assert not grad_of(backend, inputs["input"], positions, upstream).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        (dict(input=None), TypeError, "`input` got a NoneType"),
+        (dict(input=torch.zeros(3)), ValueError, "`input` got 1 dimensions"),
+        (dict(input=torch.zeros(3, 0)), ValueError, "`input` got row width 0"),
+        (dict(input=torch.zeros(3, 4).long()), TypeError, "`input` got torch.int64"),
+        (dict(positions=[1, 2]), TypeError, "`positions` got a list"),
+        (dict(positions=torch.zeros(2, 2).long()), ValueError, "`positions` got 2 dimensions"),
+        (dict(positions=torch.zeros(2).int()), TypeError, "`positions` got torch.int32"),
+        (dict(positions=torch.zeros(2).bool()), TypeError, "`positions` got torch.bool"),
+        (dict(positions=torch.zeros(2, device="meta").long()), ValueError, "got device meta"),
+    ),
+)
+def test_errors_name_argument_got_expected_fix(change, error, words):
+    with pytest.raises(error) as caught:
+        ops.gather_rows(**make("cpu") | change)
+    assert isinstance(caught.value, fastplm.FastplmError)
+    assert words in str(caught.value) and "expected" in str(caught.value)
+
+
+def test_the_fake_makes_the_same_checks():
+    positions = torch.zeros(2, dtype=torch.int32, device="meta")
+    with pytest.raises(TypeError, match="`positions` got torch.int32"):
+        torch.ops.fastplm.gather_rows_fwd(torch.zeros(3, 4, device="meta"), positions, "torch")
+
+
+def test_a_forced_backend_that_cannot_run_says_every_reason():
+    with fastplm.use_backend("cuda"), pytest.raises(RuntimeError) as caught:
+        ops.gather_rows(**make("cpu"))
+    for words in ("backend 'cuda' was forced", "triton: ", "torch: can run it", "eager: "):
+        assert words in str(caught.value)

@@ -1,0 +1,526 @@
+"""attn_implementation="fastplm" in live Hugging Face models, against their own eager attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    RobertaConfig,
+    RobertaModel,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from fastplm import hf
+from fastplm._backends import record_decisions
+from fastplm._checks import ArgumentTypeError, UnsupportedError
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, ReversedReductions, check_error
+
+VOCAB = 40
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 40,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
+BART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 40,
+    "init_std": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "initializer_factor": 3.0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+ENCODERS = {
+    "bert": (BertModel, BertConfig(**BASE)),
+    "roberta": (RobertaModel, RobertaConfig(**BASE)),
+    "albert": (AlbertModel, AlbertConfig(**BASE, embedding_size=16)),
+    "electra": (ElectraModel, ElectraConfig(**BASE, embedding_size=16)),
+    "gpt2": (GPT2Model, GPT2Config(**GPT2)),
+}
+SEQ2SEQ = {
+    "bart": (BartForConditionalGeneration, BartConfig(**BART)),
+    "t5": (T5ForConditionalGeneration, T5Config(**T5)),
+}
+CROSS = {
+    "bert decoder": (
+        BertLMHeadModel,
+        BertConfig(**BASE, is_decoder=True, add_cross_attention=True),
+    ),
+    "gpt2 decoder": (GPT2LMHeadModel, GPT2Config(**GPT2, add_cross_attention=True)),
+}
+PADDINGS = {
+    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 2 + [0] * 7]),
+    "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 7 + [1] * 2]),
+}
+
+
+def build(cls, config, implementation, state=None, dtype=torch.float32):
+    config = copy.deepcopy(config)
+    model = cls._from_config(config, attn_implementation=implementation).to(dtype).eval()
+    if state is not None:
+        model.load_state_dict(state)
+    return model
+
+
+def pair(cls, config, reference="eager"):
+    """The same weights under "fastplm" and under another implementation."""
+    ours = build(cls, config, "fastplm")
+    return ours, build(cls, config, reference, ours.state_dict())
+
+
+def hold(name, run, ours, theirs, keep=None, measured=("eager", "sdpa")):
+    """``run(ours)`` is as near to fp64 as ``run(theirs)`` is, at the positions kept."""
+    keep = (lambda tensor: tensor) if keep is None else keep
+    with torch.no_grad():
+        out = keep(run(ours))
+        gold = keep(run(copy.deepcopy(theirs).double()))
+        bases = measures(lambda model: keep(run(model)), theirs, measured)
+    check_error(name, out, gold, bases, FORWARD_FACTOR)
+    return out
+
+
+def measures(run, model, implementations):
+    """What PyTorch itself errs, with each of its own implementations and orders of summation."""
+    results = []
+    for implementation in implementations:
+        model = copy.deepcopy(model)
+        model.set_attn_implementation(implementation)
+        results.append(run(model))
+        with ReversedReductions():
+            results.append(run(model))
+    return results
+
+
+def other_ids(ids, mask):
+    """The same ids where the mask is 1, others where it is 0."""
+    return torch.where(mask.bool(), ids, (ids + 7) % VOCAB)
+
+
+def random_ids(*shape):
+    return torch.randint(3, VOCAB, shape)
+
+
+# --- padding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", ENCODERS)
+def test_padding_is_applied_and_equals_eager(family, padding):
+    ours, theirs = pair(*ENCODERS[family])
+    mask = PADDINGS[padding]
+    ids = random_ids(*mask.shape)
+
+    def run(model, ids=ids, mask=mask):
+        return model(ids, attention_mask=mask).last_hidden_state
+
+    kept = hold(family, run, ours, theirs, keep=lambda out: out[mask.bool()])
+    with torch.no_grad(), record_decisions() as decisions:
+        changed = run(ours, other_ids(ids, mask))[mask.bool()]
+        boolean = run(ours, mask=mask.bool())[mask.bool()]
+        unmasked = run(ours, other_ids(ids, mask), mask=None)[mask.bool()]
+    assert torch.equal(kept, changed)
+    assert torch.equal(kept, boolean)
+    assert len(decisions) == 3 * 2, "every layer of every run is fused"
+    # What the test is able to see: right padding is invisible to a causal model anyway.
+    assert torch.equal(kept, unmasked) == (family == "gpt2" and padding == "right")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_padding_of_source_and_target(family, padding):
+    ours, theirs = pair(*SEQ2SEQ[family])
+    mask = PADDINGS[padding]
+    ids, target = random_ids(*mask.shape), random_ids(3, 6)
+    # Longest target row for the shortest source row: the two paddings are independent.
+    target_mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1] * 6])
+
+    def run(model, ids=ids):
+        out = model(
+            ids,
+            attention_mask=mask,
+            decoder_input_ids=target,
+            decoder_attention_mask=target_mask,
+        )
+        return torch.cat((out.encoder_last_hidden_state[mask.bool()].flatten(), out.logits.flatten()))
+
+    kept = hold(family, run, ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(kept, run(ours, other_ids(ids, mask)))
+        assert not torch.equal(kept, run(ours, (ids + 7) % VOCAB))
+
+
+@pytest.mark.parametrize("family", CROSS)
+def test_cross_attention_over_a_padded_source(family):
+    """Decoder rows are not dropped where the source is padded (transformers#35032)."""
+    ours, theirs = pair(*CROSS[family])
+    source_mask = PADDINGS["right"]
+    source, ids = torch.randn(3, 9, 32), random_ids(3, 6)
+
+    def run(model, source=source):
+        return model(
+            ids,
+            encoder_hidden_states=source.to(model.dtype),
+            encoder_attention_mask=source_mask,
+            use_cache=False,
+        ).logits
+
+    kept = hold(family, run, ours, theirs)
+    poisoned = source.masked_fill(~source_mask.bool()[..., None], 1e4)
+    with torch.no_grad(), record_decisions() as decisions:
+        assert torch.equal(kept, run(ours, poisoned))
+    assert len(decisions) == 4, "self- and cross-attention of two layers are fused"
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_fully_padded_row_has_finite_outputs_and_gradients(family):
+    model = build(*ENCODERS[family], "fastplm")
+    mask = PADDINGS["right"].clone()
+    mask[1] = 0
+    out = model(random_ids(*mask.shape), attention_mask=mask).last_hidden_state
+    out[mask.bool()].sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_without_the_mask_interface_padding_would_be_ignored(monkeypatch):
+    """Transformers passes no mask to a name that registered an attention function alone."""
+    model = build(*ENCODERS["bert"], "fastplm")
+    mask = PADDINGS["right"]
+    ids = random_ids(*mask.shape)
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        monkeypatch.delitem(AttentionMaskInterface._global_mapping, hf.NAME)
+        ignored = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    assert not torch.equal(out, ignored)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_gradients_equal_eager(family):
+    ours, theirs = pair(*ENCODERS[family])
+    mask = PADDINGS["left"]
+    ids = random_ids(*mask.shape)
+    upstream = torch.randn(int(mask.sum()), 32)
+
+    def grads(model):
+        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        found = torch.autograd.grad(out, parameters, upstream.to(out.dtype), allow_unused=True)
+        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+    out, gold = grads(ours), grads(copy.deepcopy(theirs).double())
+    bases = measures(grads, theirs, ("eager", "sdpa"))
+    assert out.keys() == gold.keys()
+    siblings = tuple(gold.values())
+    for name in gold:
+        own = [base[name] for base in bases]
+        check_error(name, out[name], gold[name], own, GRADIENT_FACTOR, siblings)
+
+
+# --- generation and caches ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["gpt2", "bart", "t5"])
+def test_greedy_generation_equals_sdpa(family, cache):
+    cls, config = SEQ2SEQ.get(family) or (GPT2LMHeadModel, GPT2Config(**GPT2))
+    ours, theirs = pair(cls, config, reference="sdpa")
+    mask = PADDINGS["left" if family == "gpt2" else "right"]
+    ids = random_ids(*mask.shape)
+    arguments = {
+        "attention_mask": mask,
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    expected = theirs.generate(ids, **arguments)
+    assert expected[:, -8:].unique().numel() > 2, "the model says something"
+    assert torch.equal(ours.generate(ids, **arguments), expected)
+
+
+def test_chunked_prefill_into_a_cache_is_bottom_right_aligned():
+    ours, theirs = pair(GPT2LMHeadModel, GPT2Config(**GPT2))
+    mask = PADDINGS["left"]
+    ids = random_ids(*mask.shape)
+
+    def run(model):
+        first = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        return model(ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values).logits
+
+    hold("chunked", run, ours, theirs, keep=lambda out: out[mask[:, 5:].bool()])
+
+
+def test_prefill_into_a_static_cache():
+    ours, theirs = pair(GPT2LMHeadModel, GPT2Config(**GPT2))
+    mask = PADDINGS["left"]
+    ids = random_ids(*mask.shape)
+
+    def run(model):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        first = model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache).logits
+        second = model(ids[:, 6:8], attention_mask=mask[:, :8], past_key_values=cache).logits
+        third = model(ids[:, 8:], attention_mask=mask, past_key_values=cache).logits
+        return torch.cat((first, second, third), 1)
+
+    hold("static", run, ours, theirs, keep=lambda out: out[mask.bool()])
+
+
+# --- masks that are more than padding -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+def test_a_4d_mask_of_the_user_is_honoured(family, kind):
+    cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
+    ours, theirs = pair(cls, config)
+    ids = random_ids(2, 7)
+    mask = torch.rand(2, 1, 7, 7) > 0.5
+    mask = mask | torch.eye(7, dtype=torch.bool)
+
+    def run(model, mask=mask):
+        additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -1e9)
+        eager = model.config._attn_implementation == "eager"
+        given = additive if kind == "additive" or eager else mask
+        if family == "t5":
+            return model.encoder(ids, attention_mask=given).last_hidden_state
+        return model(ids, attention_mask=given).last_hidden_state
+
+    out = hold(family, run, ours, theirs)
+    with torch.no_grad():
+        assert not torch.equal(out, run(ours, torch.ones_like(mask)))
+
+
+def test_packed_sequences_do_not_see_each_other():
+    ours, theirs = pair(GPT2Model, GPT2Config(**GPT2))
+    ids = random_ids(1, 9)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+
+    def packed(model):
+        return model(ids, position_ids=position_ids, use_cache=False).last_hidden_state
+
+    out = hold("packed", packed, ours, theirs)
+    with torch.no_grad():
+        other = (ids + torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1]])) % VOCAB
+        changed = ours(other, position_ids=position_ids, use_cache=False).last_hidden_state
+    assert torch.equal(out[:, 4:7], changed[:, 4:7])
+
+
+MASKS = {
+    "square": (6, 6, 0, 0),
+    "continued": (3, 9, 6, 0),
+    "one step": (1, 9, 8, 0),
+    "one step, static": (1, 12, torch.tensor(8), 0),
+    "prefill, static": (4, 12, torch.tensor(0), 0),
+    "prefill, static, int": (4, 12, 0, 0),
+    "window": (2, 5, 7, 4),
+    "cross": (3, 9, 0, 0),
+}
+FUNCTIONS = {
+    "causal": causal_mask_function,
+    "bidirectional": bidirectional_mask_function,
+    "sliding": sliding_window_causal_mask_function(3),
+}
+
+
+@pytest.mark.parametrize("padded", [None, 4, 9, 12])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", MASKS)
+def test_the_mask_means_what_sdpas_means(name, function, padded):
+    q_length, kv_length, q_offset, kv_offset = MASKS[name]
+    attention_mask = None if padded is None else torch.rand(2, padded) > 0.3
+    arguments = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": FUNCTIONS[function],
+        "attention_mask": attention_mask,
+    }
+    expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    mask = hf.fastplm_mask(**arguments, allow_is_causal_skip=True)
+    if mask is None or mask.dim() == 2:
+        assert mask is None or mask.dtype is torch.bool and mask.shape == (2, kv_length)
+        query, key = torch.empty(2, 1, q_length, 1), torch.empty(2, 1, kv_length, 1)
+        causal = function == "causal"
+        mask, dead = hf._complete_mask(query, key, mask, causal, always=True)
+        mask = torch.ones(()).bool() if mask is None else mask & ~dead
+    assert torch.equal(mask.expand_as(expected), expected)
+
+
+# --- what the fused kernel does not do yet --------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_dropout_in_training_falls_back_to_sdpa(family):
+    cls, config = ENCODERS[family]
+    name = "attn_pdrop" if family == "gpt2" else "attention_probs_dropout_prob"
+    config = copy.deepcopy(config)
+    setattr(config, name, 0.5)
+    ours, theirs = pair(cls, config, reference="sdpa")
+    mask = PADDINGS["right"]
+    ids = random_ids(*mask.shape)
+
+    def run(model):
+        torch.manual_seed(1)
+        return model.train()(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+
+    with torch.no_grad(), record_decisions() as decisions:
+        dropped = run(ours)
+        # The same kernel with the same generator: the same bits.
+        assert torch.equal(dropped, run(theirs))
+        assert not torch.equal(dropped, ours.eval()(ids, attention_mask=mask).last_hidden_state)
+    assert len(decisions) == 2, "only the run in eval mode is fused"
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "t5"])
+def test_output_attentions(family):
+    cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
+    ours, theirs = pair(cls, config)
+    mask = PADDINGS["right"]
+    ids = random_ids(*mask.shape)
+    target = {} if family == "bert" else {"decoder_input_ids": ids[:, :4]}
+
+    def run(model):
+        out = model(ids, attention_mask=mask, output_attentions=True, **target)
+        weights = list(out.attentions if family == "bert" else out.encoder_attentions)
+        if target:
+            weights += [*out.decoder_attentions, *out.cross_attentions]
+        return torch.cat([each[0].flatten() for each in weights])
+
+    assert hold(family, run, ours, theirs, measured=("eager",)).numel() > 0
+
+
+def test_is_causal_false_makes_gpt2_bidirectional():
+    ours, theirs = pair(GPT2Model, GPT2Config(**GPT2), reference="sdpa")
+    mask = PADDINGS["right"]
+    ids = random_ids(*mask.shape)
+    for given in (None, mask):
+        out = hold(
+            "bidirectional",
+            lambda model, given=given: model(
+                ids, attention_mask=given, is_causal=False, use_cache=False
+            ).last_hidden_state,
+            ours,
+            theirs,
+            keep=lambda out: out[mask.bool()],
+        )
+        with torch.no_grad():
+            causal = ours(ids, attention_mask=given).last_hidden_state[mask.bool()]
+        assert not torch.equal(out, causal)
+
+
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask", "cu_seq_lens_q"])
+def test_what_no_path_honours_raises(argument):
+    model = build(*ENCODERS["bert"], "fastplm")
+    with pytest.raises(UnsupportedError, match=argument):
+        model(random_ids(1, 4), **{argument: torch.ones(2)})
+
+
+def test_a_two_dimensional_mask_must_be_boolean():
+    query = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ArgumentTypeError, match="key_mask"):
+        hf.fastplm_attention_forward(
+            torch.nn.Identity(), query, query, query, torch.zeros(1, 3), is_causal=False
+        )
+
+
+def test_grouped_heads_fall_back():
+    module = torch.nn.Identity()
+    module.num_key_value_groups = 2
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    out, _ = hf.fastplm_attention_forward(module, query, key, key, None, is_causal=True)
+    repeated = key.repeat_interleave(2, 1)
+    base = torch.nn.functional.scaled_dot_product_attention
+    bases = [base(query, repeated, repeated, is_causal=True).transpose(1, 2)]
+    gold = base(*(t.double() for t in (query, repeated, repeated)), is_causal=True)
+    check_error("grouped heads", out, gold.transpose(1, 2), bases, FORWARD_FACTOR)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "bart"])
+def test_compiled_once_for_all_masks_of_a_shape(family):
+    cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
+    model = build(cls, config, "fastplm")
+    frames = torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=frames, fullgraph=True)
+    extra = {"decoder_input_ids": random_ids(3, 6)} if family == "bart" else {}
+    with torch.no_grad():
+        for mask in (*PADDINGS.values(), torch.ones_like(PADDINGS["left"])):
+            ids = random_ids(*mask.shape)
+            expected = model(ids, attention_mask=mask, use_cache=False, **extra)[0]
+            out = compiled(ids, attention_mask=mask, use_cache=False, **extra)[0]
+            assert torch.equal(out, expected)
+    assert frames.frame_count == 1
+
+
+def test_the_output_is_contiguous_in_the_layout_of_the_projections():
+    query = torch.randn(2, 3, 5, 8)
+    out, _ = hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, None)
+    assert out.shape == (2, 5, 3, 8) and out.is_contiguous()
