@@ -29,7 +29,7 @@ test-gpu: $(VENV)/.test
 	$(call lane,gpu,$(PYTEST) -m gpu || test $$? -eq 5)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,$(PYTEST) tests/compile)
+	$(call lane,compile,$(PYTEST) tests/compile -m "not slow")
 
 test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" --ignore=tests/compile)

@@ -10,11 +10,14 @@ becomes a row that says so.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import functools
+import importlib
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -319,3 +322,29 @@ def table(rows: Sequence[Row]) -> str:
         max(len(line[i]) for line in lines if i < 4 or line[5]) for i in range(len(head))
     ]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def main() -> int:
+    """``python benchmarks/harness.py OP --rows DIR``: one op without pytest, rows kept as they come."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("op")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--rounds", type=int)
+    options = parser.parse_args()
+    sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
+    failed = False
+    for case in importlib.import_module(f"test_{options.op}").CASES:
+        for direction in ("forward", "training") if case.wrt else ("forward",):
+            SESSION.rows.clear()
+            try:
+                measure(case, direction, rounds=options.rounds)
+            except AssertionError as error:  # the gate: its rows say "failed", with no speed
+                failed = True
+                print(f"RED {case.label}, {direction}: {error}")
+            write_rows(SESSION.rows, options.rows)
+            print(table(SESSION.rows), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,9 @@
     Z = X W^T + b      loss_n = (m_n - Z[n, target_n]) + log(l_n)      P = exp(Z - m) / l
     dZ = g (P - onehot(target))      dX = dZ W      dW = dZ^T X      db = colsum(dZ)
 
+where dZ[n, target_n] is taken as g (exp(-loss_n) - 1), so that a row that is certain of its target
+has gradient 0 whatever the rounding of its recomputed logits.
+
 Source: Wijmans et al. 2024 (arXiv 2411.09009), algorithms 1-3, without gradient filtering (in
 pre-training the softmax is flat); running maximum and sum as in Milakov and Gimelshein 2018
 (arXiv 1805.02867). No sum needs an atomic, so every bit repeats.
@@ -262,21 +265,21 @@ def _linear_cross_entropy_combine_kernel(
 
 
 @triton.jit
-def _load_row_scalars(target_ptr, g_ptr, max_ptr, sum_ptr, rows, used):
-    """(target, g, m, g / l) of a tile of rows; the softmax of an unused slot is 0."""
+def _load_row_scalars(target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used):
+    """(target, dz of the target, m, g / l) of a tile of rows; an unused slot gives dz = 0."""
     target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
     g = tl.load(g_ptr + rows, mask=used, other=0.0)
+    loss = tl.load(loss_ptr + rows, mask=used, other=0.0)
     # exp2(-inf) is 0 whatever the bias; any finite maximum could overflow to inf * 0.
     m = tl.load(max_ptr + rows, mask=used, other=float("inf"))
-    l = tl.load(sum_ptr + rows, mask=used, other=1.0)  # noqa: E741
-    return target, g, m, g / l
+    l_i = tl.load(sum_ptr + rows, mask=used, other=1.0)
+    return target, g * (tl.exp2(-loss * _LOG2E) - 1.0), m, g / l_i
 
 
 @triton.jit
-def _grad_logits(z, offs_v, target, g, m, g_over_l):
+def _grad_logits(z, offs_v, target, dz_target, m, g_over_l):
     """g (P - onehot) of one tile; the vectors come expanded, so either orientation will do."""
-    p = tl.exp2((z - m) * _LOG2E) * g_over_l
-    return p - tl.where(offs_v == target, g, 0.0)
+    return tl.where(offs_v == target, dz_target, tl.exp2((z - m) * _LOG2E) * g_over_l)
 
 
 @triton.jit
@@ -289,6 +292,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
+    loss_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
@@ -319,9 +323,11 @@ def _linear_cross_entropy_bwd_logits_kernel(
         x_ptr, w_ptr, rows, used, offs_v, offs_v < V, stride_xn, stride_wv, E, BLOCK_E, UPCAST
     )
     z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]  # [BLOCK_N, BLOCK_V]
-    target, g, m, g_over_l = _load_row_scalars(target_ptr, g_ptr, max_ptr, sum_ptr, rows, used)
+    target, dz_target, m, g_over_l = _load_row_scalars(
+        target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
+    )
     dz = _grad_logits(
-        z, offs_v[None, :], target[:, None], g[:, None], m[:, None], g_over_l[:, None]
+        z, offs_v[None, :], target[:, None], dz_target[:, None], m[:, None], g_over_l[:, None]
     )
     offs_n = start_n + tl.arange(0, BLOCK_N)
     ptrs = dz_ptr + offs_n.to(tl.int64)[:, None] * stride_dzn + offs_c[None, :]
@@ -338,6 +344,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
+    loss_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
@@ -375,7 +382,9 @@ def _linear_cross_entropy_bwd_input_kernel(
     dx = tl.load(dx_ptrs, mask=mask_dx & (chunk_start > 0), other=0.0)  # [BLOCK_N, BLOCK_E]
     if not FROM_SCRATCH:
         x = _load_tile(x_ptr, rows, used, stride_xn, 0, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
-        target, g, m, g_over_l = _load_row_scalars(target_ptr, g_ptr, max_ptr, sum_ptr, rows, used)
+        target, dz_target, m, g_over_l = _load_row_scalars(
+            target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
+        )
 
     first_v = chunk_start + split * split_columns
     for start_v in range(first_v, tl.minimum(first_v + split_columns, V), BLOCK_V):
@@ -391,7 +400,12 @@ def _linear_cross_entropy_bwd_input_kernel(
             z = dot(x, tl.trans(w), z, UPCAST)
             z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]
             dz = _grad_logits(
-                z, offs_v[None, :], target[:, None], g[:, None], m[:, None], g_over_l[:, None]
+                z,
+                offs_v[None, :],
+                target[:, None],
+                dz_target[:, None],
+                m[:, None],
+                g_over_l[:, None],
             )
         dx = dot(dz.to(w.dtype), w, dx, UPCAST)
     tl.store(dx_ptrs, dx, mask=mask_dx)
@@ -439,6 +453,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
+    loss_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
@@ -485,11 +500,16 @@ def _linear_cross_entropy_bwd_weight_kernel(
         else:
             z_t = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
             z_t = dot(w, tl.trans(x), z_t, UPCAST) + bias[:, None]
-            target, g, m, g_over_l = _load_row_scalars(
-                target_ptr, g_ptr, max_ptr, sum_ptr, rows, used
+            target, dz_target, m, g_over_l = _load_row_scalars(
+                target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
             )
             dz_t = _grad_logits(
-                z_t, offs_v[:, None], target[None, :], g[None, :], m[None, :], g_over_l[None, :]
+                z_t,
+                offs_v[:, None],
+                target[None, :],
+                dz_target[None, :],
+                m[None, :],
+                g_over_l[None, :],
             )
         if NEED_WEIGHT:
             dw = dot(dz_t.to(x.dtype), x, dw, UPCAST)
@@ -595,6 +615,7 @@ def linear_cross_entropy_bwd(
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     target: torch.Tensor,
+    loss: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     ignore_index: int,
@@ -624,6 +645,7 @@ def linear_cross_entropy_bwd(
 
     shared = dict(
         g_ptr=grad_loss,
+        loss_ptr=loss,
         max_ptr=row_max,
         sum_ptr=row_sum,
         dz_ptr=scratch,
@@ -715,5 +737,5 @@ def _case(dtype: torch.dtype, width: int) -> None:
     bias = weight[:, 0].contiguous()
     loss, row_max, row_sum = linear_cross_entropy_fwd(input, weight, bias, target, -100)
     linear_cross_entropy_bwd(
-        loss, input, weight, bias, target, row_max, row_sum, -100, True, True, True
+        loss, input, weight, bias, target, loss, row_max, row_sum, -100, True, True, True
     )

@@ -237,10 +237,10 @@ def _logit_chunks(
 
 
 def _locate(target: torch.Tensor, start: int, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column of each target in this chunk [rows, 1], whether it lies there [rows])."""
-    column = target - start
+    """(column of each target in this chunk, whether it lies there), both [rows, 1]."""
+    column = target[:, None] - start
     inside = (column >= 0) & (column < chunk.shape[1])
-    return column.clamp(0, chunk.shape[1] - 1)[:, None], inside
+    return column.clamp(0, chunk.shape[1] - 1), inside
 
 
 def _torch_forward(
@@ -256,11 +256,11 @@ def _torch_forward(
     if rows.numel() == 0:
         return loss, row_max, row_sum
     compact, target = input[rows].to(_gemm_dtype(input)), target[rows]
-    picked = loss.new_empty(rows.shape[0])  # the logit of the target
+    picked = loss.new_empty(rows.shape[0], 1)  # the logit of the target
     maxima, sums = [], []
     for start, _, logits, _ in _logit_chunks(compact, linear_weight, linear_bias):
         column, inside = _locate(target, start, logits)
-        picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
+        picked = torch.where(inside, logits.gather(1, column), picked)
         maxima.append(logits.amax(1))
         # -inf - -inf is NaN: a row with nothing in this chunk keeps a reference point of 0.
         pivot = maxima[-1].masked_fill(maxima[-1].isneginf(), 0.0)
@@ -268,7 +268,7 @@ def _torch_forward(
     m_c, l_c = torch.stack(maxima), torch.stack(sums)  # [chunks, rows]
     m_i = m_c.amax(0)
     l_i = ((m_c - m_i).exp() * l_c).sum(0)
-    loss[rows], row_max[rows], row_sum[rows] = (m_i - picked) + l_i.log(), m_i, l_i
+    loss[rows], row_max[rows], row_sum[rows] = (m_i - picked.squeeze(1)) + l_i.log(), m_i, l_i
     return loss, row_max, row_sum
 
 
@@ -278,6 +278,7 @@ def _torch_backward(
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     target: torch.Tensor,
+    loss: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     ignore_index: int,
@@ -292,13 +293,16 @@ def _torch_backward(
         grad_bias.zero_()
         return grads
     compact, target = input[rows].to(_gemm_dtype(input)), target[rows]
-    grad_loss, row_max = grad_loss[rows], row_max[rows, None]
-    scale = grad_loss[:, None] / row_sum[rows, None]
+    grad_loss, row_max = grad_loss[rows, None], row_max[rows, None]
+    scale = grad_loss / row_sum[rows, None]
+    # Not softmax - 1 of the recomputed logits: this is exact where the row is certain.
+    grad_picked = grad_loss * loss[rows, None].neg().expm1()
     grad_rows = compact.new_zeros(compact.shape, dtype=row_sum.dtype)
     for start, weight, logits, scratch in _logit_chunks(compact, linear_weight, linear_bias):
         column, inside = _locate(target, start, logits)
         grad_logits = logits.sub_(row_max).exp_().mul_(scale)
-        grad_logits.scatter_add_(1, column, torch.where(inside, -grad_loss, 0.0)[:, None])
+        grad_target = torch.where(inside, grad_picked, grad_logits.gather(1, column))
+        grad_logits.scatter_(1, column, grad_target)
         here = slice(start, start + weight.shape[0])
         if needed[2]:
             grad_bias[here] = grad_logits.sum(0)
@@ -380,6 +384,7 @@ def _fake_backward(
     linear_weight,
     linear_bias,
     target,
+    loss,
     row_max,
     row_sum,
     ignore_index,
@@ -393,8 +398,7 @@ def _fake_backward(
 
 def _setup_context(ctx, inputs, output):
     input, linear_weight, linear_bias, target, ctx.ignore_index, ctx.backend = inputs
-    _, row_max, row_sum = output
-    ctx.save_for_backward(input, linear_weight, linear_bias, target, row_max, row_sum)
+    ctx.save_for_backward(input, linear_weight, linear_bias, target, *output)
 
 
 def _backward(ctx, grad_loss, _grad_max, _grad_sum):
@@ -420,8 +424,8 @@ OP.define_differentiable(
     "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, int ignore_index, "
     "str backend) -> (Tensor loss, Tensor row_max, Tensor row_sum)",
     "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, "
-    "Tensor row_max, Tensor row_sum, int ignore_index, bool need_input, bool need_weight, "
-    "bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor loss, Tensor row_max, Tensor row_sum, int ignore_index, bool need_input, "
+    "bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
     setup_context=_setup_context,

@@ -47,8 +47,8 @@ def compare(model: nn.Module, batches: Sequence[Batch], *, bf16: bool, rounds: i
     paths are interleaved batch by batch.
 
     Args:
-        model: ``BertForMaskedLM``, ``BertForPreTraining`` or ``ElectraForJointPreTraining``,
-            without dropout.
+        model: ``BertForMaskedLM``, ``BertForPreTraining`` or ``ElectraForJointPreTraining``; it
+            is left in evaluation mode, as dropout would make the losses differ by chance.
         batches: of ``DataCollatorForMaskedTokens``.
         bf16: run under autocast to bfloat16.
         rounds: times that each path sees every batch, after one that does not count.
@@ -57,7 +57,7 @@ def compare(model: nn.Module, batches: Sequence[Batch], *, bf16: bool, rounds: i
         One row a path, ours first.
     """
     device = next(model.parameters()).device
-    model.train()
+    model.eval()
     batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
     paths: dict[str, tuple[nn.Module, Step]] = {
         "fastplm": (model, lambda batch: model(**batch)["loss"])
@@ -162,9 +162,10 @@ def _plain_copy(model: nn.Module, attention: str) -> nn.Module:
 
     plain = getattr(transformers, type(model).__name__)
     config = copy.deepcopy(model.config)
+    parameter = next(model.parameters())
     twin = plain._from_config(config, attn_implementation=attention)
-    twin.load_state_dict(model.state_dict())
-    return twin.to(next(model.parameters()).device).train()
+    twin.to(parameter.device, parameter.dtype).load_state_dict(model.state_dict())
+    return twin.eval()
 
 
 def _without(batch: Batch, names: Sequence[str]) -> Batch:

@@ -111,8 +111,9 @@ def test_normalizer_replaces_the_denominator(device, backend, kind):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_row_groups(device, backend):
-    """Rows enough that one program of the Triton backward walks over more than the fewest tiles."""
-    check(backend, random_mask(make(device, rows=3000, width=256, problems=1, reduction="none")))
+    """More groups of rows than the second kernel of the Triton backward adds up at once."""
+    rows = 64 * 128 + 70
+    check(backend, random_mask(make(device, rows, width=16, problems=2, reduction="none")))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -232,11 +233,11 @@ def test_strides_other_than_one(device, backend, source):
     check(backend, inputs)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.sampled_from(BACKENDS),
     st.integers(0, 70),
-    st.integers(1, 300),
+    st.integers(1, 100),
     st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
     st.booleans(),
     st.sampled_from(("mean", "sum", "none")),

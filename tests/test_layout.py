@@ -1,0 +1,120 @@
+"""The house keeps its three rules: one stem an op, imports that point down, one way to launch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from fastplm._registry import OPS
+
+ROOT = Path(__file__).parent.parent
+#: From top to bottom: a package may import those after it, never those before.
+LAYERS = ("cli", "train", "data", "models", "hf", "nn", "ops", "reference")
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of all modules a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the full name"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            names.add(str(node.module))
+    return names
+
+
+def modules(folder: str, pattern: str = "*.py") -> set[str]:
+    return {p.stem for p in (ROOT / folder).glob(pattern) if not p.stem.startswith("_")}
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_every_op_has_its_stem_in_every_place(op):
+    kernels = [ROOT / f"triton_kernels/{op}.py", ROOT / f"csrc/{op}.h"]
+    assert any(path.exists() for path in kernels), f"no kernel file named {op}"
+    for place in (
+        f"fastplm/reference/{op}.py",
+        f"fastplm/ops/{op}.py",
+        f"tests/ops/test_{op}.py",
+        f"benchmarks/test_{op}.py",
+    ):
+        assert (ROOT / place).exists(), f"{place} is missing"
+    reference = ast.parse((ROOT / f"fastplm/reference/{op}.py").read_text())
+    functions = {node.name for node in reference.body if isinstance(node, ast.FunctionDef)}
+    assert f"{op}_ref" in functions
+
+
+def test_nothing_stands_there_that_is_not_an_op():
+    stems = set(OPS)
+    assert modules("fastplm/ops") == stems
+    assert modules("triton_kernels") <= stems
+    assert {stem.removeprefix("test_") for stem in modules("tests/ops", "test_*.py")} == stems
+
+
+def test_imports_point_down():
+    for index, layer in enumerate(LAYERS):
+        above = LAYERS[:index]
+        folder = ROOT / "fastplm" / layer
+        files = python_files(f"fastplm/{layer}") if folder.is_dir() else [folder.with_suffix(".py")]
+        for path in files:
+            for name in imports(path):
+                for upper in above:
+                    assert not (name + ".").startswith(f"fastplm.{upper}."), f"{path} imports {name}"
+
+
+def test_kernels_import_nothing_of_fastplm_but_their_own_helpers():
+    for path in python_files("triton_kernels"):
+        for name in imports(path):
+            if name.startswith("fastplm"):
+                assert name.startswith("fastplm.triton_kernels"), f"{path} imports {name}"
+
+
+def test_only_the_registry_registers():
+    for path in python_files("fastplm", "triton_kernels"):
+        if path.name == "_registry.py":
+            continue
+        tree = ast.parse(path.read_text())
+        calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+        forbidden = {call for call in calls if call.startswith("torch.library.")}
+        assert not forbidden, f"{path} calls {forbidden}"
+
+
+def test_kernels_are_launched_by_keyword_through_launch():
+    for path in python_files("triton_kernels"):
+        if path.name.startswith("_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            assert not (
+                isinstance(node.func, ast.Subscript) and "kernel" in ast.unparse(node.func.value)
+            ), f"{path}:{node.lineno} launches a kernel itself; use launch()"
+            if isinstance(node.func, ast.Name) and node.func.id == "launch":
+                assert len(node.args) == 3, f"{path}:{node.lineno}: kernel, grid, device, keywords"
+
+
+@pytest.mark.parametrize("folder", ("fastplm/ops", "fastplm/nn", "fastplm/models", "triton_kernels"))
+def test_no_host_sync_in_hot_paths(folder):
+    """``.item()``, ``nonzero`` and friends stop a GPU; what runs on the CPU alone says so by name."""
+    for path in python_files(folder):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or "cpu" in function.name:
+                continue
+            if function.name.startswith("_torch_"):  # the CPU's own backend
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    assert node.func.attr not in ("item", "nonzero", "tolist"), (
+                        f"{path}:{node.lineno} {function.name} calls .{node.func.attr}()"
+                    )
+
+
+def test_no_tests_package():
+    assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -1,0 +1,96 @@
+"""What a user may import, and what each of it must say of itself."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+import fastplm
+from fastplm import _backends, ops
+from fastplm._registry import OPS
+
+OP_FUNCTIONS = [getattr(ops, name) for name in OPS]
+
+
+def test_names():
+    assert set(fastplm.__all__) == {
+        "FastplmError",
+        "__version__",
+        "explain",
+        "info",
+        "ops",
+        "use_backend",
+    }
+    assert set(OPS) <= set(ops.__all__)
+    assert all(hasattr(ops, name) for name in ops.__all__)
+
+
+@pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
+def test_an_op_documents_itself(function):
+    doc = inspect.getdoc(function)
+    sections = ("Args:", "Returns:", "Determinism:", "Raises:", "Source", "Reference")
+    missing = [section for section in sections if section not in doc]
+    assert not missing
+    for name, parameter in inspect.signature(function).parameters.items():
+        assert f"{name}" in doc, f"`{name}` is not documented"
+        assert parameter.annotation is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
+def test_options_are_keyword_only_as_in_torch(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.default is not p.empty)
+
+
+def test_info_tries_every_op_on_every_backend():
+    text = fastplm.info()
+    for op in OPS:
+        for backend in _backends.BACKENDS:
+            line = next(x for x in text.splitlines() if x.split()[:3] == ["cpu", op, backend])
+            assert line.split()[3] in ("ok", "no", "-"), line
+        assert f"cpu     {op}" in text
+
+
+def test_use_backend_is_scoped_and_checked():
+    assert _backends.requested("attention") == "auto"
+    with fastplm.use_backend("eager"):
+        assert _backends.requested("attention") == "eager"
+        with fastplm.use_backend("torch", "attention"):
+            assert _backends.requested("attention") == "torch"
+            assert _backends.requested("gather_rows") == "eager"
+    assert _backends.requested("attention") == "auto"
+    for arguments in (("cudnn",), ("eager", "atention")):
+        with pytest.raises(ValueError, match="expected"), fastplm.use_backend(*arguments):
+            pass
+
+
+def test_the_environment_variable_sets_the_backend():
+    code = "import fastplm._backends as b; print(b.requested('attention'))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"FASTPLM_BACKEND": "eager"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == "eager"
+
+
+def test_explain_names_the_backend_and_every_rejection():
+    import torch
+
+    query = torch.zeros(1, 1, 2, 16)
+
+    def twice():
+        for _ in range(2):
+            ops.attention(query, query, query)
+
+    text = fastplm.explain(twice)
+    assert "-> torch  (2 calls)" in text and "not triton: CPU tensors" in text
+    assert fastplm.explain(lambda: None) == "no fastplm op was called"
+    with fastplm.use_backend("eager"):
+        assert "not torch: eager was forced" in fastplm.explain(twice)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastplm.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def real_text() -> Path:
+    """The folder of real text files: $FASTPLM_TEST_DATA/text or ../shared/data/text."""
+    folder = os.environ.get("FASTPLM_TEST_DATA")
+    path = (Path(folder) if folder else REPOSITORY.parent / "shared" / "data") / "text"
+    if not path.is_dir():
+        pytest.skip(f"no real text in {path}: set FASTPLM_TEST_DATA to the folder that has text/")
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A small file of documents, blank lines between them."""
+    nouns = "river house teacher garden train letter window forest engine island".split()
+    verbs = "follows carries remembers builds opens paints".split()
+    documents = []
+    for i in range(150):
+        sentences = [
+            f"The {nouns[(i + j) % 10]} {verbs[(i * 5 + j) % 6]} the {nouns[(i * 3 + j * 7) % 10]}."
+            for j in range(4 + i % 7)
+        ]
+        documents.append(" ".join(sentences))
+    path = tmp_path_factory.mktemp("corpus") / "stories.txt"
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def arguments(corpus, tmp_path_factory):
+    """The command line of a run of seconds, with options added or replaced."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def build(out: Path, arch: str = "bert-tiny", **options: object) -> list[str]:
+        settings = {
+            "arch": arch,
+            "corpus": corpus,
+            "out": out,
+            "cache": cache,
+            "vocab-size": 120,
+            "block-size": 32,
+            "batch-size": 4,
+            "steps": 6,
+            "save-every": 2,
+            "log-every": 1,
+            "lr": 1e-3,
+            "precision": "fp32",
+            **{name.replace("_", "-"): value for name, value in options.items()},
+        }
+        words = ["pretrain"]
+        for name, value in settings.items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None:
+                words += [f"--{name}", str(value)]
+        return words
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def run(arguments):
+    """Runs the command in this process and returns its metrics."""
+
+    def run(out: Path, **options: object) -> dict:
+        assert main(arguments(out, **options)) == 0
+        return json.loads((out / "metrics.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def command():
+    """The command line as a process, one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return [sys.executable, "-m", "fastplm"], environment
+
+
+@pytest.fixture(scope="session")
+def bert(run, tmp_path_factory) -> Path:
+    """The folder of a finished BERT run."""
+    out = tmp_path_factory.mktemp("bert") / "out"
+    run(out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def electra(run, tmp_path_factory) -> Path:
+    """The folder of a finished ELECTRA run."""
+    out = tmp_path_factory.mktemp("electra") / "out"
+    run(out, arch="electra-tiny")
+    return out

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import transformers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import fastplm.models
+from fastplm.cli import main
+from fastplm.testing import FORWARD_FACTOR, check_error
+from fastplm.train import pretrain as module
+from fastplm.train.trainer import last_checkpoint
+
+TEXT = ["The river follows the old house.", "A teacher opens. The train carries the letter away."]
+
+
+def losses(history):
+    return [
+        {name: value for name, value in entry.items() if name != "tokens_per_second"}
+        for entry in history
+    ]
+
+
+def scalars(out):
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+# --- a run, and what it leaves behind -------------------------------------------------------------
+
+
+def test_bert_run(bert):
+    metrics = json.loads((bert / "metrics.json").read_text())
+    history = metrics["history"]
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
+    for entry in history:
+        assert entry["tokens_per_second"] > 0
+        parts = torch.tensor([entry["mlm_loss"], entry["next_sentence_loss"]]).sum()
+        check_error("loss", parts, torch.tensor(entry["loss"]).double(), [parts], FORWARD_FACTOR)
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert metrics["held_out"]["samples"] > 0
+    assert metrics["arguments"]["arch"] == "bert-tiny"
+    assert metrics["versions"]["torch"] == torch.__version__
+    assert (bert / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = {path.name for path in bert.iterdir()}
+    assert {"checkpoint-4", "checkpoint-6", "model", "tokenizer", "tensorboard"} <= names
+    assert not any(name.startswith(".") for name in names)
+    logged = [value for _, value in scalars(bert)]
+    assert torch.equal(torch.tensor(logged), torch.tensor([entry["loss"] for entry in history]))
+
+
+def test_electra_run(electra):
+    metrics = json.loads((electra / "metrics.json").read_text())
+    first, last = metrics["history"][0], metrics["history"][-1]
+    assert last["mlm_loss"] < first["mlm_loss"] and last["rtd_loss"] < first["rtd_loss"]
+    assert {"replaced_precision", "replaced_recall", "balanced_accuracy"} <= set(
+        metrics["held_out"]
+    )
+    assert 0.8 < metrics["held_out"]["accuracy_of_always_original"] < 0.95
+
+
+@pytest.mark.parametrize(
+    ("run_of", "folder", "kind", "outputs"),
+    [
+        ("bert", "model", "BertForPreTraining", ("prediction_logits", "seq_relationship_logits")),
+        ("electra", "generator", "ElectraForMaskedLM", ("logits",)),
+        ("electra", "discriminator", "ElectraForPreTraining", ("logits",)),
+    ],
+)
+def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
+    path = request.getfixturevalue(run_of) / folder
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    batch = tokenizer(TEXT, padding=True, return_tensors="pt")
+    ours = getattr(fastplm.models, kind).from_pretrained(path).eval()
+    plain = getattr(transformers, kind)
+    eager = plain.from_pretrained(path, attn_implementation="eager").eval()
+    sdpa = plain.from_pretrained(path, attn_implementation="sdpa").eval()
+    gold = plain.from_pretrained(path, attn_implementation="eager").eval().double()
+    with torch.no_grad():
+        results = [model(**batch) for model in (ours, gold, eager, sdpa)]
+    for output in outputs:
+        out, truth, *bases = (result[output] for result in results)
+        check_error(output, out, truth, bases, FORWARD_FACTOR)
+
+
+def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
+    metrics = run(
+        tmp_path / "out",
+        no_nsp=True,
+        vocab_size=None,
+        tokenizer=bert / "tokenizer",
+        workers=2,
+        steps=2,
+    )
+    assert "next_sentence_loss" not in metrics["history"][0]
+    assert transformers.BertForMaskedLM.from_pretrained(tmp_path / "out" / "model")
+    captured = capsys.readouterr()
+    assert "step 2/2" in captured.err and "tokens/s" in captured.err
+    assert str(tmp_path / "out" / "model") in captured.out
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def kill_and_resume(arguments, command, out, *, at, **options):
+    """Start a run, kill it once it has passed the checkpoint of a step, and go on with it."""
+    start, environment = command
+    log = out.parent / "killed.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            start + arguments(out, **options), env=environment, stdout=file, stderr=file
+        )
+        limit = time.monotonic() + 240
+        while not (out / f"checkpoint-{at}").exists():
+            assert process.poll() is None and time.monotonic() < limit, log.read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (out / "metrics.json").exists()
+    assert main(arguments(out, resume=True, **options)) == 0
+    return json.loads((out / "metrics.json").read_text())["history"]
+
+
+def test_killed_and_resumed_gives_the_same_curve(run, arguments, command, tmp_path, monkeypatch):
+    # Dropout, so that the random state has to come back too; one thread, as in the killed process.
+    options = {"steps": 40, "save_every": 10, "dropout": 0.1, "attention_dropout": 0.1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = run(tmp_path / "whole", **options)["history"]
+        parts = kill_and_resume(arguments, command, tmp_path / "parts", at=10, **options)
+    finally:
+        torch.set_num_threads(threads)
+    assert losses(parts) == losses(whole)
+    assert scalars(tmp_path / "parts") == scalars(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_on_real_text(run, arguments, command, real_text, tmp_path):
+    options = {
+        "arch": "bert-mini",
+        "corpus": real_text / "wikitext-2.valid.txt",
+        "vocab_size": 4000,
+        "block_size": 128,
+        "batch_size": 8,
+        "steps": 60,
+        "save_every": 20,
+        "lr": None,
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = run(tmp_path / "whole", **options)["history"]
+        parts = kill_and_resume(arguments, command, tmp_path / "parts", at=40, **options)
+    finally:
+        torch.set_num_threads(threads)
+    assert losses(parts) == losses(whole)
+
+
+def test_incomplete_checkpoints_are_passed_over(bert, run, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(bert, out)
+    shutil.rmtree(out / "checkpoint-6")
+    (out / "metrics.json").unlink()
+    # One that was being written when the process died, and one that lost a file.
+    shutil.copytree(out / "checkpoint-4", out / ".incomplete" / "checkpoint-6")
+    shutil.copytree(out / "checkpoint-4", out / "checkpoint-5")
+    (out / "checkpoint-5" / "optimizer.pt").unlink()
+    assert last_checkpoint(out) == out / "checkpoint-4"
+    whole = json.loads((bert / "metrics.json").read_text())["history"]
+    assert losses(run(out, resume=True)["history"]) == losses(whole)
+    assert last_checkpoint(out) == out / "checkpoint-6"
+    assert not (out / ".incomplete").exists()
+
+
+def test_a_kill_while_writing_leaves_the_last_checkpoint(arguments, tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    out = tmp_path / "out"
+    write = Trainer._save_optimizer_and_scheduler
+
+    def killed(self, folder):
+        write(self, folder)
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments(out))
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert last_checkpoint(out) == out / "checkpoint-2"
+
+
+def test_a_finished_run_can_be_resumed(bert, run, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(bert, out)
+    before = json.loads((bert / "metrics.json").read_text())
+    assert losses(run(out, resume=True)["history"]) == losses(before["history"])
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["bert-tiny", "electra-tiny"])
+def test_two_processes_are_one_with_twice_the_batch(
+    arch, run, arguments, command, tmp_path, monkeypatch
+):
+    options = {"arch": arch, "dropout": 0, "steps": 4, "save_every": 100}
+    one = run(tmp_path / "one", batch_size=8, **options)
+    accumulated = run(tmp_path / "accumulated", gradient_accumulation=2, **options)
+    _, environment = command
+    two = tmp_path / "two"
+    subprocess.run(
+        ["torchrun", "--nproc-per-node=2", "--master-port=0", "-m", "fastplm"]
+        + arguments(two, **options),
+        env={**environment, "PATH": os.path.dirname(command[0][0]) + ":" + environment["PATH"]},
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
+    two = json.loads((two / "metrics.json").read_text())
+    assert two["processes"] == 2
+    make_model = module.make_model
+    monkeypatch.setattr(module, "make_model", lambda *args: make_model(*args).double())
+    exact = run(tmp_path / "exact", batch_size=8, **options)
+    for name in [name for name in one["history"][0] if name.endswith("loss")]:
+        out, base, other, gold = (
+            torch.tensor([entry[name] for entry in metrics["history"]])
+            for metrics in (two, one, accumulated, exact)
+        )
+        assert len(out) == 4
+        check_error(name, out, gold.double(), [base, other], FORWARD_FACTOR)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def refused(capsys, argv, *words):
+    """The command fails with one line that has the words, and nothing else."""
+    try:
+        code = main(argv)
+    except SystemExit as exit:  # what argparse raises
+        code = exit.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    line = captured.err.rstrip("\n")
+    assert "\n" not in line and "Traceback" not in line and line.startswith("fastplm")
+    for word in words:
+        assert word in line
+
+
+def test_unknown_architecture(arguments, tmp_path, capsys):
+    refused(capsys, arguments(tmp_path, arch="bert-huge"), "bert-huge", "bert-base")
+
+
+def test_missing_and_empty_corpus(arguments, tmp_path, capsys):
+    missing = tmp_path / "nowhere.txt"
+    refused(capsys, arguments(tmp_path / "out", corpus=missing), str(missing), "not exist")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    refused(capsys, arguments(tmp_path / "out", corpus=empty), str(empty), "empty")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("déjà vu".encode("latin-1"))
+    refused(capsys, arguments(tmp_path / "out", corpus=latin), str(latin), "UTF-8")
+
+
+def test_too_few_tokens(arguments, tmp_path, capsys):
+    corpus = tmp_path / "short.txt"
+    corpus.write_text("two words.\n\nand three more.")
+    refused(capsys, arguments(tmp_path / "out", corpus=corpus), "tokens of one block")
+    refused(capsys, arguments(tmp_path / "out", corpus=corpus, no_nsp=True), "tokens of one block")
+
+
+def test_one_document_cannot_give_pairs(arguments, tmp_path, capsys):
+    corpus = tmp_path / "one.txt"
+    corpus.write_text("\n".join([" ".join(TEXT)] * 50) + "\n\n ")
+    corpus.write_text("= One =\n" + corpus.read_text())
+    refused(capsys, arguments(tmp_path / "out", corpus=corpus), "--no-nsp")
+
+
+def test_resume_without_a_checkpoint(arguments, tmp_path, capsys):
+    refused(capsys, arguments(tmp_path, resume=True), str(tmp_path), "checkpoint")
+    refused(capsys, arguments(tmp_path / "nowhere", resume=True), "nowhere", "checkpoint")
+
+
+def test_resume_with_other_arguments(arguments, bert, capsys):
+    refused(capsys, arguments(bert, resume=True, seed=3), "seed", "got 3", "expected 0")
+    refused(capsys, arguments(bert, resume=True, batch_size=3), "batch_size")
+
+
+def test_a_folder_with_another_run(arguments, bert, capsys):
+    refused(capsys, arguments(bert), str(bert), "--resume")
+
+
+def test_a_file_as_output(arguments, tmp_path, capsys):
+    out = tmp_path / "file"
+    out.write_text("")
+    refused(capsys, arguments(out), str(out), "a folder")
+
+
+def test_bad_tokenizer(arguments, tmp_path, capsys):
+    refused(
+        capsys, arguments(tmp_path / "out", vocab_size=None, tokenizer=tmp_path), str(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0),
+        ("block_size", 3),
+        ("batch_size", 0),
+        ("lr", -1),
+        ("warmup", 99),
+        ("dropout", 1.0),
+        ("attention_dropout", -0.1),
+        ("workers", -1),
+        ("gradient_accumulation", 0),
+        ("seed", -1),
+        ("save_every", 0),
+        ("log_every", 0),
+        ("vocab_size", 8),
+        ("steps", "many"),
+        ("precision", "fp64"),
+    ],
+)
+def test_bad_ranges(arguments, tmp_path, capsys, option, value):
+    refused(capsys, arguments(tmp_path / "out", **{option: value}), option.split("_")[0])
+
+
+def test_a_subcommand_is_needed(capsys):
+    refused(capsys, [])
