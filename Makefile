@@ -53,6 +53,7 @@ clean:
 
 # The build uses the torch installed here: an isolated build environment would fetch another one.
 $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@echo "Installing PyTorch and the rest into $(VENV): some minutes the first time."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel ninja torch
 	$(PIP) --no-build-isolation --editable .

@@ -38,7 +38,7 @@ class Step:
 
 
 def run(name: str, command: list[str], limit: float, log: Path) -> Step:
-    """Run a command in build/ (so that ./fastplm does not hide the built one) and keep its output."""
+    """Run a command in build/ (or ./fastplm would hide the built one) and keep its output."""
     print(f"== {name}: {' '.join(command)}", flush=True)
     started = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(_paths()), "PYTHONUNBUFFERED": "1"}
@@ -103,7 +103,14 @@ def main() -> int:
     steps.append(run("info", info, min(120, left()), logs / "info.log"))
     if not options.skip_tests:
         pytest = ["-m", "pytest", str(ROOT / "tests"), "-m", "gpu", "-q", "--rootdir", str(ROOT)]
-        pytest = [sys.executable, *pytest, "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+        pytest = [
+            sys.executable,
+            *pytest,
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+        ]
         steps.append(run("gpu tests", pytest, 0.5 * left(), logs / "tests.log"))
     for op in options.ops or benchmarked_ops():
         rows = ["--rows", str(options.results.resolve())]

@@ -101,7 +101,9 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(case: Case, direction: str, benchmark: Any = None, rounds: int | None = None) -> list[Row]:
+def measure(
+    case: Case, direction: str, benchmark: Any = None, rounds: int | None = None
+) -> list[Row]:
     """Gate and time all variants of ``case``; ``direction`` is "forward" or "training".
 
     ``benchmark`` is pytest-benchmark's fixture, if there is one: it then drives the rounds, each of
@@ -298,7 +300,17 @@ def write_rows(rows: Sequence[Row], results: Path) -> list[Path]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    head = ("op", "case", "direction", "variant", "p50 us", "p20-p80", "GB/s", "GFLOP/s", "vs eager")
+    head = (
+        "op",
+        "case",
+        "direction",
+        "variant",
+        "p50 us",
+        "p20-p80",
+        "GB/s",
+        "GFLOP/s",
+        "vs eager",
+    )
     lines = [head]
     for row in rows:
         if row.status != "ok":
@@ -318,14 +330,12 @@ def table(rows: Sequence[Row]) -> str:
             )
         )
     # A failure's message runs over the columns to its right instead of widening one.
-    widths = [
-        max(len(line[i]) for line in lines if i < 4 or line[5]) for i in range(len(head))
-    ]
+    widths = [max(len(line[i]) for line in lines if i < 4 or line[5]) for i in range(len(head))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main() -> int:
-    """``python benchmarks/harness.py OP --rows DIR``: one op without pytest, rows kept as they come."""
+    """``python benchmarks/harness.py OP --rows DIR``: one op, rows kept as they come."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("op")
     parser.add_argument("--rows", type=Path, required=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Case, default_device
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastplm import ops
 from fastplm.reference.attention import attention_ref
+from harness import Case, default_device
 
 GPU = default_device().type == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -19,7 +19,9 @@ def inputs(batch, heads, seqlen_q, seqlen_k, dim, is_causal, padding):
     def make(device: torch.device):
         def draw(length):
             # Views of a projection's output, as a model hands them over.
-            return torch.randn(batch, length, heads, dim, device=device, dtype=DTYPE).transpose(1, 2)
+            return torch.randn(batch, length, heads, dim, device=device, dtype=DTYPE).transpose(
+                1, 2
+            )
 
         made = dict(query=draw(seqlen_q), key=draw(seqlen_k), value=draw(seqlen_k))
         made["is_causal"] = is_causal

@@ -28,7 +28,7 @@ class BackendError(FastplmError, RuntimeError):
 
 
 class UnsupportedError(FastplmError, NotImplementedError):
-    """A documented argument that no backend implements yet; the message says what to use instead."""
+    """A documented argument that no backend implements yet; the message says what to use."""
 
 
 class DataError(FastplmError, ValueError):
@@ -58,7 +58,9 @@ def check_tensor(where: str, argument: str, value: object, *, ndim: int | None =
     """``value`` is a tensor, of ``ndim`` dimensions where that is given."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(
-            message(where, argument, f"a {type(value).__name__}", "a torch.Tensor", "Pass a tensor.")
+            message(
+                where, argument, f"a {type(value).__name__}", "a torch.Tensor", "Pass a tensor."
+            )
         )
     if ndim is not None and value.dim() != ndim:
         raise ArgumentValueError(

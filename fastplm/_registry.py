@@ -1,4 +1,4 @@
-"""The one place that calls ``torch.library``: schema, fake kernel, autograd and backends of each op.
+"""The one place that calls ``torch.library``: schema, fake, autograd and backends of each op.
 
 An op ``<op>`` has a public function ``ops.<op>`` and, for its fused backends, the opaque operators
 ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd`` (one operator ``fastplm::<op>`` if it has no
@@ -52,7 +52,9 @@ class Op:
     ) -> None:
         """Add an implementation; ``resolve`` tries them in the order of ``BACKENDS``."""
         self.backends[name] = Backend(name, rejects, forward, backward)
-        self.backends = {known: self.backends[known] for known in BACKENDS if known in self.backends}
+        self.backends = {
+            known: self.backends[known] for known in BACKENDS if known in self.backends
+        }
 
     def resolve(self, *arguments: Any) -> str:
         """The backend that runs a call with these arguments (see ``_backends.resolve``)."""

@@ -203,7 +203,9 @@ def test_padding_of_source_and_target(family, padding):
             decoder_input_ids=target,
             decoder_attention_mask=target_mask,
         )
-        return torch.cat((out.encoder_last_hidden_state[mask.bool()].flatten(), out.logits.flatten()))
+        return torch.cat(
+            (out.encoder_last_hidden_state[mask.bool()].flatten(), out.logits.flatten())
+        )
 
     kept = hold(family, run, ours, theirs)
     with torch.no_grad():
@@ -461,9 +463,9 @@ def test_is_causal_false_makes_gpt2_bidirectional():
     for given in (None, mask):
         out = hold(
             "bidirectional",
-            lambda model, given=given: model(
-                ids, attention_mask=given, is_causal=False, use_cache=False
-            ).last_hidden_state,
+            lambda model, given=given: (
+                model(ids, attention_mask=given, is_causal=False, use_cache=False).last_hidden_state
+            ),
             ours,
             theirs,
             keep=lambda out: out[mask.bool()],

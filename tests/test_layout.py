@@ -66,7 +66,9 @@ def test_imports_point_down():
         for path in files:
             for name in imports(path):
                 for upper in above:
-                    assert not (name + ".").startswith(f"fastplm.{upper}."), f"{path} imports {name}"
+                    assert not (name + ".").startswith(f"fastplm.{upper}."), (
+                        f"{path} imports {name}"
+                    )
 
 
 def test_kernels_import_nothing_of_fastplm_but_their_own_helpers():
@@ -100,9 +102,11 @@ def test_kernels_are_launched_by_keyword_through_launch():
                 assert len(node.args) == 3, f"{path}:{node.lineno}: kernel, grid, device, keywords"
 
 
-@pytest.mark.parametrize("folder", ("fastplm/ops", "fastplm/nn", "fastplm/models", "triton_kernels"))
+@pytest.mark.parametrize(
+    "folder", ("fastplm/ops", "fastplm/nn", "fastplm/models", "triton_kernels")
+)
 def test_no_host_sync_in_hot_paths(folder):
-    """``.item()``, ``nonzero`` and friends stop a GPU; what runs on the CPU alone says so by name."""
+    """``.item()`` and friends stop a GPU; what runs on the CPU alone says so by its name."""
     for path in python_files(folder):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef) or "cpu" in function.name:

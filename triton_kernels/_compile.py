@@ -100,7 +100,7 @@ def compile_op(op: str, arch: int, all_cases: bool = False) -> list[Report]:
 
 
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, int], str]:
-    """The launch as the JIT would specialise it, its compile options, and a key for its identity."""
+    """The launch as the JIT would specialise it, its compile options, and a key for both."""
     kernel, given = launch.kernel, dict(launch.arguments)
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature, constants, attributes = {}, {}, {}
@@ -197,9 +197,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="the slow cases too")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    reports = list(
-        compile_all(options.ops or kernel_modules(), options.arch or ARCHS, options.all)
-    )
+    reports = list(compile_all(options.ops or kernel_modules(), options.arch or ARCHS, options.all))
     if options.json:
         print("\n".join(json.dumps(asdict(report)) for report in reports))
     else:

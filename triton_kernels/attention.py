@@ -56,8 +56,8 @@ _CONFIGS = {
 
 _DELTA_ROWS = 16
 
-# The backward rebuilds the scores of the forward and must get the same bits. Tensor cores sum over D
-# in one order whatever the tile; the interpreter's BLAS does not, so there all tiles are alike.
+# The backward rebuilds the scores of the forward and must get the same bits. Tensor cores sum over
+# D in one order whatever the tile; the interpreter's BLAS does not, so there all tiles are alike.
 _INTERPRETER_CONFIG = dict(BLOCK_Q=32, BLOCK_K=32, num_warps=4, num_stages=1)
 
 

@@ -311,6 +311,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         self.generator.set_input_embeddings(value)
         self.discriminator.set_input_embeddings(value)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        for part in (self.config.generator, self.config.discriminator):
+            part.vocab_size = embeddings.num_embeddings
+        return embeddings
+
     def save_discriminator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write the discriminator alone, as ``transformers.ElectraForPreTraining`` loads it."""
         self.discriminator.save_pretrained(save_directory, **kwargs)

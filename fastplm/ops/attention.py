@@ -78,13 +78,9 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = OP.resolve(query, key, value, key_mask, is_causal, scale)
     if backend == "eager":
-        return attention_ref(
-            query, key, value, key_mask=key_mask, is_causal=is_causal, scale=scale
-        )
+        return attention_ref(query, key, value, key_mask=key_mask, is_causal=is_causal, scale=scale)
     query, key, value = (_last_dim_contiguous(tensor) for tensor in (query, key, value))
-    out, _ = torch.ops.fastplm.attention_fwd(
-        query, key, value, key_mask, is_causal, scale, backend
-    )
+    out, _ = torch.ops.fastplm.attention_fwd(query, key, value, key_mask, is_causal, scale, backend)
     return out
 
 
@@ -126,7 +122,11 @@ def _check(
     if key_mask is not None:
         check_tensor("attention", "key_mask", key_mask, ndim=2)
         check_dtype(
-            "attention", "key_mask", key_mask, (torch.bool,), "Use attention_mask.bool(), True = attend."
+            "attention",
+            "key_mask",
+            key_mask,
+            (torch.bool,),
+            "Use attention_mask.bool(), True = attend.",
         )
         check_same_device("attention", query=query, key_mask=key_mask)
         check_shape(
@@ -281,9 +281,7 @@ def _fake_forward(query, key, value, key_mask, is_causal, scale, backend):
     return _empty_like_projection(query), _row_statistics(query)
 
 
-def _fake_backward(
-    grad_out, query, key, value, key_mask, out, stats, is_causal, scale, backend
-):
+def _fake_backward(grad_out, query, key, value, key_mask, out, stats, is_causal, scale, backend):
     return tuple(_empty_like_projection(tensor) for tensor in (query, key, value))
 
 
@@ -317,12 +315,8 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("attention", reference=attention_ref, smoke=_smoke)
-OP.backend(
-    "torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects
-)
-OP.backend(
-    "triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects
-)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(
     "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, bool is_causal, float scale, "
     "str backend) -> (Tensor out, Tensor stats)",

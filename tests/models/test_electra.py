@@ -228,6 +228,10 @@ def test_the_counts_are_those_of_the_logits(padding):
     mask = MASKS[padding]
     ids, labels = batch(mask)
     model = ElectraForJointPreTraining(joint_config())
+    prediction = model.discriminator.discriminator_predictions.dense_prediction
+    with torch.no_grad():
+        # Half of the tokens are taken for replaced.
+        prediction.bias -= model.discriminator(ids, attention_mask=mask).logits.median()
     parts = Parts(joint_config())
     parts.load_state_dict(model.state_dict())
     out = model(ids, attention_mask=mask, labels=labels, output_replaced_ids=True)
@@ -379,7 +383,7 @@ def p_value(counts, probabilities):
 def test_samples_have_the_frequencies_of_the_softmax(temperature):
     draws, width, vocab = 20_000, 8, 12
     decoder = nn.Linear(width, vocab)
-    row = torch.randn(1, width)
+    row = 4 * temperature * torch.randn(1, width)
     words = draw(3, Stream.SAMPLE, sample_index=torch.arange(draws), position=5)
     with torch.no_grad():
         tokens = electra_module._inverse_cdf(
@@ -476,6 +480,19 @@ def test_each_part_loads_in_transformers_with_equal_outputs(hold, tmp_path, part
     hold(
         ours, loaded, lambda m: {"logits": kept(m(ids, attention_mask=mask).logits, mask).detach()}
     )
+
+
+def test_a_resized_vocabulary_stays_one(tmp_path):
+    model = ElectraForJointPreTraining(joint_config())
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    ids, labels = batch()
+    labels[0, 0] = ids[0, 1] = VOCAB + 2
+    assert model(ids, labels=labels).loss.isfinite()
+    model.save_discriminator(tmp_path)
+    loaded = transformers.ElectraForPreTraining.from_pretrained(tmp_path)
+    assert loaded.get_input_embeddings().num_embeddings == VOCAB + 3
+    word_embeddings = model.get_input_embeddings().weight
+    assert model.generator.generator_lm_head.weight is word_embeddings
 
 
 def test_trainer_trains_and_resumes_the_joint_model(tmp_path):

@@ -1,4 +1,4 @@
-"""ops.attention against its reference: forward and gradients, by the error budget, on nasty inputs."""
+"""ops.attention against its reference: forward and gradients, by the budget, on nasty inputs."""
 
 from __future__ import annotations
 
@@ -229,7 +229,9 @@ def test_backward_runs_on_the_backend_of_its_forward(device):
 def test_float64_runs_on_the_cpu_default():
     inputs = make("cpu", dtype=torch.float64)
     out = ops.attention(**inputs, is_causal=True)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(*inputs.values(), is_causal=True))
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(*inputs.values(), is_causal=True)
+    )
 
 
 @pytest.mark.parametrize(
