@@ -228,13 +228,20 @@ def test_the_counts_are_those_of_the_logits(padding):
     mask = MASKS[padding]
     ids, labels = batch(mask)
     model = ElectraForJointPreTraining(joint_config())
+    arguments = {
+        "attention_mask": mask,
+        "labels": labels,
+        "sample_index": torch.arange(ROWS),
+        "output_replaced_ids": True,
+    }
     prediction = model.discriminator.discriminator_predictions.dense_prediction
     with torch.no_grad():
-        # Half of the tokens are taken for replaced.
-        prediction.bias -= model.discriminator(ids, attention_mask=mask).logits.median()
+        seen = model(ids, **arguments).replaced_ids
+        # Half of the tokens are to be taken for replaced.
+        prediction.bias -= kept(model.discriminator(seen, attention_mask=mask).logits, mask).median()
     parts = Parts(joint_config())
     parts.load_state_dict(model.state_dict())
-    out = model(ids, attention_mask=mask, labels=labels, output_replaced_ids=True)
+    out = model(ids, **arguments)
     _, _, logits, replaced = parts(ids, mask, labels, out.replaced_ids)
     flagged, replaced = kept(logits > 0, mask), kept(replaced.bool(), mask)
     assert out.true_positives == (flagged & replaced).sum()

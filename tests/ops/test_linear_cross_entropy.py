@@ -206,7 +206,8 @@ def test_a_loss_near_zero_is_exact_and_never_negative(device):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_layouts(device, backend, width, layout):
     inputs = make(device, width=width)
-    check(backend, inputs | {name: layout(inputs[name]) for name in inputs})
+    for name in inputs:  # one by one: an expanded everything is one row and one word
+        check(backend, inputs | {name: layout(inputs[name])})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -330,7 +331,9 @@ def test_compiled_loss_with_ignored_rows_is_the_loss(device, backend, compiler):
         pytest.skip("the torch backend of linear_cross_entropy is for CPU tensors")
     inputs = ignore(make(device, rows=65), 0.85)
     compiled = torch.compile(ops.linear_cross_entropy, fullgraph=True, backend=compiler)
-    with fastplm.use_backend(backend):
+    # A cached graph would be one that called an older schema of the operator.
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with fastplm.use_backend(backend), uncached:
         assert_within_budget(
             lambda **inputs: compiled(**inputs),
             linear_cross_entropy_ref,
@@ -403,9 +406,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", (*BACKENDS, "eager"))
-@WIDTHS
+@pytest.mark.parametrize("width", (64, 160))
 def test_no_matrix_of_logits(backend, width, chunked):
-    rows, vocab = 400, 900
+    rows, vocab = 220, 300
     inputs = make("cpu", rows=rows, vocab=vocab, width=width)
     inputs |= {name: inputs[name].requires_grad_() for name in parameters(inputs)}
     with Largest() as largest:
