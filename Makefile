@@ -29,10 +29,10 @@ test-gpu: $(VENV)/.test
 	$(call lane,gpu,$(PYTEST) -m gpu || test $$? -eq 5)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,$(PYTEST) tests/compile -m "not slow")
+	$(call lane,compile,$(PYTEST) -rs tests/compile -m "not slow")
 
 test-cpu: $(VENV)/.test
-	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" --ignore=tests/compile)
+	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 $(PYTEST) -rs -m "not gpu and not slow" --ignore=tests/compile)
 
 test-slow: $(VENV)/.test
 	$(call lane,slow,$(PYTEST) -m slow)

@@ -63,9 +63,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from fastplm.train.presets import PRESETS
 
-    parser = _Parser(
-        prog="fastplm", description="BERT-era language models, fast and correct."
-    )
+    parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="what works on this machine, checked by running it")
@@ -82,13 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         help="pre-train BERT or ELECTRA on text files",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Pre-train BERT (masked tokens and next sentences) or ELECTRA (generator and "
-        "discriminator jointly). Several processes: torchrun --nproc-per-node N -m fastplm pretrain "
-        "…; the batch is then N times as large.",
+        "discriminator jointly). With several processes the batch is so many times as large: "
+        "torchrun --nproc-per-node N -m fastplm pretrain …",
     )
     run.set_defaults(command=_pretrain)
     add = run.add_argument
     # Without a default of its own an option has none to show, so its help says what happens.
-    none = {"default": argparse.SUPPRESS}
+    none: Any = {"default": argparse.SUPPRESS}
     add("--arch", required=True, choices=list(PRESETS), help="architecture", **none)
     add(
         "--corpus",
@@ -126,7 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="of attention weights; 0 keeps attention on the fused kernel",
     )
-    add("--no-nsp", dest="nsp", action="store_false", help="BERT without next-sentence pairs", **none)
+    add(
+        "--no-nsp",
+        dest="nsp",
+        action="store_false",
+        help="BERT without next-sentence pairs",
+        **none,
+    )
     add(
         "--precision",
         choices=["auto", "fp32", "bf16"],

@@ -6,11 +6,12 @@ Importing this module registers the name with Transformers::
     model = AutoModel.from_pretrained(path, attn_implementation="fastplm")
 
 Two functions are registered. Transformers calls ``fastplm_mask`` once a forward to turn the user's
-padding mask into what the attention understands, a boolean key mask [B, Tk]; without it Transformers
-would pass no mask at all. It calls ``fastplm_attention_forward`` in every layer. Whatever
-``ops.attention`` does not do yet runs on Transformers' own SDPA function with an equivalent mask:
-dropout in training, T5's position bias, masks that are neither causal nor bidirectional (packed
-sequences, sliding windows, a 4-D mask of the user). What neither of them does raises.
+padding mask into what the attention understands, a boolean key mask [B, Tk]; without it,
+Transformers would pass no mask at all. It calls ``fastplm_attention_forward`` in every layer.
+Whatever ``ops.attention`` does not do yet runs on Transformers' own SDPA function with an
+equivalent mask: dropout in training, T5's position bias, masks that are neither causal nor
+bidirectional (packed sequences, sliding windows, a 4-D mask of the user). What neither of them does
+raises.
 
 Neither function changes any Python state, or a compiled model would be compiled again each call.
 """
@@ -152,9 +153,7 @@ def fastplm_attention_forward(
         and key.shape[:2] == query.shape[:2]
     )
     if fused:
-        out = attention(
-            query, key, value, key_mask=attention_mask, is_causal=causal, scale=scaling
-        )
+        out = attention(query, key, value, key_mask=attention_mask, is_causal=causal, scale=scaling)
         return out.transpose(1, 2), None
 
     mask, dead = attention_mask, None

@@ -17,6 +17,8 @@ from transformers import (
     BertModel,
     ElectraConfig,
     ElectraModel,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -102,6 +104,10 @@ ENCODERS = {
 SEQ2SEQ = {
     "bart": (BartForConditionalGeneration, BartConfig(**BART)),
     "t5": (T5ForConditionalGeneration, T5Config(**T5)),
+    "bert2bert": (
+        EncoderDecoderModel,
+        EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**BASE), BertConfig(**BASE)),
+    ),
 }
 CROSS = {
     "bert decoder": (
@@ -160,6 +166,19 @@ def other_ids(ids, mask):
 
 def random_ids(*shape):
     return torch.randint(3, VOCAB, shape)
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *SEQ2SEQ])
+def test_from_pretrained_takes_the_name_and_saves_it_nowhere(tmp_path, family):
+    cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
+    build(cls, config, "eager").save_pretrained(tmp_path / "theirs")
+    model = cls.from_pretrained(tmp_path / "theirs", attn_implementation="fastplm")
+    assert {c.config._attn_implementation for c in model.modules() if hasattr(c, "config")} == {
+        "fastplm"
+    }
+    model.save_pretrained(tmp_path / "ours")
+    assert "fastplm" not in (tmp_path / "ours" / "config.json").read_text()
+    assert cls.from_pretrained(tmp_path / "ours").config._attn_implementation == "sdpa"
 
 
 # --- padding ------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def replaced_token_loss_bwd(
     need_input: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the backward: gradients of input [N, E], weight [E] and bias []; empty if not needed."""
+    """Launch the backward: of input [N, E], weight [E], bias []; empty where not needed."""
     rows, width = input.shape
     tiles = triton.cdiv(rows, _BLOCK_N)
     tiles_per_group = max(_MIN_TILES_PER_GROUP, triton.cdiv(tiles, _MAX_GROUPS))

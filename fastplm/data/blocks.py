@@ -38,7 +38,8 @@ class TokenStore:
     Attributes:
         directory: the folder, whose name is a hash of the corpus and the tokenizer.
         tokens: ids of all documents one after the other, memory-mapped ``[tokens]``.
-        sentences: int64 ``[sentences + 1]``, sentence i is ``tokens[sentences[i]:sentences[i + 1]]``.
+        sentences: int64 ``[sentences + 1]``, sentence i is
+            ``tokens[sentences[i]:sentences[i + 1]]``.
         documents: int64 ``[documents + 1]``, document d has the sentences
             ``documents[d]`` to ``documents[d + 1] - 1``.
     """
@@ -190,9 +191,7 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
                     document_file.write(array("q", [sentences]).tobytes())
             sentence_file.write(ends.tobytes())
             ends = array("q")
-    check(
-        total > 0, "tokenize", "documents", "no tokens", "text", "Give more text.", DataError
-    )
+    check(total > 0, "tokenize", "documents", "no tokens", "text", "Give more text.", DataError)
     (directory / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
 
 

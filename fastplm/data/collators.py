@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastplm._checks import check
 from fastplm import ops
+from fastplm._checks import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -103,7 +103,7 @@ class NextSentencePairs(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several items at once, as DataLoader asks for them."""
-        items = self.stream.__getitems__(indices)
+        items = [self.stream[index] for index in indices]
         samples = torch.tensor([item["sample_index"] for item in items])[:, None]
         chunks: SentenceChunks = self.stream.dataset  # type: ignore[assignment]
         # Two counters hold the choices, the others one bit for each token that may be removed.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fastplm.reference.philox import Stream, draw
 
 # Each turn changes one half by a function of the other; four are pseudo-random, six have room.
 _TURNS = 6
+_WINDOW = 1024
 
 
 class PretrainingStream(Dataset):
@@ -43,18 +44,18 @@ class PretrainingStream(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        window, place = divmod(index, _WINDOW)
+        element = _elements(window, self.size, self.seed)[place]
+        return {**self.dataset[element], "sample_index": index}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several items at once, as DataLoader asks for them."""
-        if not all(0 <= index < self.length for index in indices):
-            raise IndexError(indices)
-        samples = torch.tensor(indices)
-        elements = permute(samples % self.size, self.size, self.seed, samples // self.size)
-        return [
-            {**self.dataset[element], "sample_index": sample}
-            for element, sample in zip(elements.tolist(), samples.tolist(), strict=True)
-        ]
+
+# Drawing a thousand at once takes hardly longer than drawing one, and reading is in sequence.
+@functools.lru_cache(maxsize=8)
+def _elements(window: int, size: int, seed: int) -> list[int]:
+    samples = torch.arange(window * _WINDOW, (window + 1) * _WINDOW)
+    return permute(samples % size, size, seed, samples // size).tolist()
 
 
 def permute(index: Tensor, size: int, seed: int, epoch: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class FastplmModel:
         if config._attn_implementation is None:
             config = copy.deepcopy(config)
             config._attn_implementation = NAME
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
 
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:

@@ -164,7 +164,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
 
 
 class ElectraJointConfig(PreTrainedConfig):
-    """Configuration of ``ElectraForJointPreTraining``: two ELECTRA configurations and the objective.
+    """Configuration of ``ElectraForJointPreTraining``: two ELECTRAs and the objective.
 
     Args:
         generator, discriminator: ``ElectraConfig`` (or its dict); equal in vocabulary, embedding
@@ -288,20 +288,19 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     def __init__(self, config: ElectraJointConfig) -> None:
         super().__init__(config)
+        generator, discriminator = self.config.generator, self.config.discriminator
         for name in ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size"):
-            ours, theirs = getattr(self.config.generator, name), getattr(
-                self.config.discriminator, name
-            )
+            wanted = getattr(discriminator, name)
             check(
-                ours == theirs,
+                getattr(generator, name) == wanted,
                 "ElectraForJointPreTraining",
                 f"generator.{name}",
-                ours,
-                f"{theirs}, that of the discriminator, as the embeddings are tied",
+                getattr(generator, name),
+                f"{wanted}, that of the discriminator, as the embeddings are tied",
                 "Derive the generator with ElectraJointConfig.from_discriminator.",
             )
-        self.generator = ElectraForMaskedLM(self.config.generator)
-        self.discriminator = ElectraForPreTraining(self.config.discriminator)
+        self.generator = ElectraForMaskedLM(generator)
+        self.discriminator = ElectraForPreTraining(discriminator)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -331,7 +330,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        labels: Tensor | None = None,
+        labels: Tensor = None,  # type: ignore[assignment]
         masked_positions: Tensor | None = None,
         sample_index: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
@@ -461,8 +460,8 @@ def _inverse_cdf(rows: Tensor, decoder: nn.Linear, temperature: float, level: Te
         # fp64: in fp32 the sum over a vocabulary would favour or starve the tokens at its end.
         distribution = logits.softmax(-1).double().cumsum(-1)  # [size, V]
         threshold = some_levels[:, None] * distribution[:, -1:]
-        # "right" is the first token above the threshold, so one of probability 0 is never drawn.
-        tokens.append(torch.searchsorted(distribution, threshold, right=True).squeeze(1))
+        # The first token at or above a threshold over 0: never one of probability 0.
+        tokens.append(torch.searchsorted(distribution, threshold).squeeze(1))
     return torch.cat(tokens)
 
 

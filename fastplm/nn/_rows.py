@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,13 @@ def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
     """
     ignored = labels.flatten() == ignore_index
     if ignored.device.type == "cpu" and not torch.compiler.is_compiling():
-        return (~ignored).nonzero().flatten()
+        return _cpu_positions(~ignored)
     order = ignored.to(torch.uint8).argsort(stable=True)
     return order.masked_fill(ignored[order], -1)
+
+
+def _cpu_positions(mask: Tensor) -> Tensor:
+    return mask.nonzero().flatten()
 
 
 def gather_labelled(
@@ -46,7 +52,9 @@ def gather_labelled(
     shape = hidden.shape[:-1]
     check_tensor(where, "labels", labels)
     check_dtype(where, "labels", labels, INTEGER)
-    check_shape(where, "labels", labels, shape, "one label a token", "Use -100 where there is none.")
+    check_shape(
+        where, "labels", labels, shape, "one label a token", "Use -100 where there is none."
+    )
     labels = labels.flatten().long()
     if positions is None:
         positions = labelled_positions(labels)
@@ -61,12 +69,21 @@ def gather_labelled(
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:
     """The share of all labels of accumulated batches that this batch holds; 1 without the total."""
-    total = as_normalizer(num_items_in_batch, labels.device)
-    return 1.0 if total is None else (labels != IGNORE_INDEX).sum() / total
+    if num_items_in_batch is None:
+        return 1.0
+    return (labels != IGNORE_INDEX).sum() / as_normalizer(num_items_in_batch, labels.device)
+
+
+@overload
+def as_normalizer(value: None, device: torch.device) -> None: ...
+
+
+@overload
+def as_normalizer(value: float | Tensor, device: torch.device) -> Tensor: ...
 
 
 def as_normalizer(value: float | Tensor | None, device: torch.device) -> Tensor | None:
-    """The denominator of a mean as a 0-d fp32 tensor that is never 0, made without a device sync."""
+    """The denominator of a mean as a 0-d fp32 tensor that is never 0, made without a sync."""
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -81,7 +81,9 @@ class FusedAttention(nn.Module):
         else:
             self._check("context", context)
             weight, bias, width = self.qkv_proj.weight, self.qkv_proj.bias, self.embed_dim
-            query_bias, context_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+            query_bias, context_bias = (
+                (None, None) if bias is None else (bias[:width], bias[width:])
+            )
             (query,) = self._heads(nn.functional.linear(input, weight[:width], query_bias))
             key, value = self._heads(nn.functional.linear(context, weight[width:], context_bias))
         out = ops.attention(query, key, value, key_mask=key_mask, is_causal=is_causal)

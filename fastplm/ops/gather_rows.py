@@ -67,7 +67,14 @@ def _check(input: torch.Tensor, positions: torch.Tensor) -> None:
     check_dtype("gather_rows", "input", input, FLOATING)
     check_dtype("gather_rows", "positions", positions, (torch.int64,))
     check_same_device("gather_rows", input=input, positions=positions)
-    check(input.shape[1] > 0, "gather_rows", "input", "row width 0", "at least 1", "Check the reshape.")
+    check(
+        input.shape[1] > 0,
+        "gather_rows",
+        "input",
+        "row width 0",
+        "at least 1",
+        "Check the reshape.",
+    )
 
 
 def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
@@ -88,7 +95,7 @@ def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
         )
 
 
-# --- backend "torch": index_select, and index_add in fp32 ------------------------------------------
+# --- backend "torch": index_select, and index_add in fp32 -----------------------------------------
 
 
 def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:

@@ -69,10 +69,10 @@ def linear_cross_entropy(
         threads); no atomics.
 
     Raises:
-        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or choices that do not fit; on
-            the CPU also a target outside [0, V). On CUDA, and where a compiled function runs the
-            eager backend, finding that target would wait for the device: the row's loss is NaN,
-            and so are the gradients.
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or choices that do not fit;
+            on the CPU also a target outside [0, V). On CUDA, and where a compiled function runs
+            the eager backend, finding that target would wait for the device: the row's loss is
+            NaN, and so are the gradients.
         UnsupportedError: ``label_smoothing`` is not 0.
         BackendError: a forced backend cannot run the call.
 
@@ -111,9 +111,7 @@ def linear_cross_entropy(
     return reduce_loss(loss, target != ignore_index, reduction, normalizer)
 
 
-def _check_options(
-    reduction: str, label_smoothing: float, normalizer: torch.Tensor | None
-) -> None:
+def _check_options(reduction: str, label_smoothing: float, normalizer: torch.Tensor | None) -> None:
     check_choice(_NAME, "reduction", reduction, ("mean", "sum", "none"))
     if label_smoothing != 0.0:
         raise UnsupportedError(
@@ -172,7 +170,7 @@ def _check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_ind
                 "target",
                 f"target {low if low < 0 else high}",
                 f"{ignore_index} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
-                "Check that tokenizer and vocabulary fit; mark rows without target by ignore_index.",
+                "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
             )
         )
 
@@ -236,7 +234,9 @@ def _logit_chunks(
         yield start, weight, chunk, scratch
 
 
-def _locate(target: torch.Tensor, start: int, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _locate(
+    target: torch.Tensor, start: int, chunk: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(column of each target in this chunk, whether it lies there), both [rows, 1]."""
     column = target[:, None] - start
     inside = (column >= 0) & (column < chunk.shape[1])

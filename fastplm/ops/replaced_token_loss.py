@@ -107,9 +107,7 @@ def replaced_token_loss(
     return reduce_loss(loss, mask, reduction, normalizer)
 
 
-def _check_reduction(
-    input: torch.Tensor, reduction: str, normalizer: torch.Tensor | None
-) -> None:
+def _check_reduction(input: torch.Tensor, reduction: str, normalizer: torch.Tensor | None) -> None:
     check_choice("replaced_token_loss", "reduction", reduction, _REDUCTIONS)
     if normalizer is None:
         return
@@ -183,22 +181,21 @@ def _torch_backward(
     need_input: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_logit = grad_loss * torch.where(replaced, -torch.sigmoid(-logit), torch.sigmoid(logit))
+    slope = torch.where(replaced, -logit, logit).sigmoid_()
+    grad_logit = torch.where(replaced, -slope, slope).mul_(grad_loss)
     if mask is not None:
         grad_logit.masked_fill_(~mask, 0.0)
-    grad_input, grad_weight, grad_bias = _empty_gradients(input, weight, need_input, need_weight)
+    grad_input, grad_weight, grad_bias = input.new_empty(0), weight.new_empty(0), grad_logit.sum()
     if need_input:
-        torch.mul(grad_logit[:, None], _wide(weight), out=grad_input)
+        grad_input = (grad_logit[:, None] * _wide(weight)).to(input.dtype)
         if mask is not None and not weight.isfinite().all():
             grad_input.masked_fill_(~mask[:, None], 0.0)
     if need_weight:
-        total = torch.mv(_wide(input).t(), grad_logit)
-        if mask is not None and not total.isfinite().all():
+        grad_weight = torch.mv(_wide(input).t(), grad_logit)
+        if mask is not None and not grad_weight.isfinite().all():
             # Perhaps from a row that does not count: 0 * NaN. Rare, so the copy is made only then.
-            total = torch.mv(_wide(input.masked_fill(~mask[:, None], 0.0)).t(), grad_logit)
-        grad_weight.copy_(total)
-    grad_bias.copy_(grad_logit.sum())
-    return grad_input, grad_weight, grad_bias
+            grad_weight = torch.mv(_wide(input.masked_fill(~mask[:, None], 0.0)).t(), grad_logit)
+    return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
@@ -225,17 +222,6 @@ def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _empty_gradients(
-    input: torch.Tensor, weight: torch.Tensor, need_input: bool, need_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of input [N, E], weight [E] and bias []; a gradient that nobody needs is empty."""
-    return (
-        input.new_empty(input.shape if need_input else (0,)),
-        weight.new_empty(weight.shape if need_weight else (0,)),
-        weight.new_empty(()),
-    )
-
-
 def _fake_forward(input, weight, bias, replaced, mask, backend):
     _check(input, weight, bias, replaced, mask)
     dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
@@ -246,7 +232,11 @@ def _fake_forward(input, weight, bias, replaced, mask, backend):
 def _fake_backward(
     grad_loss, input, weight, logit, replaced, mask, need_input, need_weight, backend
 ):
-    return _empty_gradients(input, weight, need_input, need_weight)
+    return (
+        input.new_empty(input.shape if need_input else (0,)),
+        weight.new_empty(weight.shape if need_weight else (0,)),
+        weight.new_empty(()),
+    )
 
 
 def _setup_context(ctx, inputs, output):

@@ -18,7 +18,7 @@ def linear_cross_entropy_ref(
     ignore_index: int = -100,
     normalizer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``cross_entropy(input W^T + b, target)`` with the conventions of ``ops.linear_cross_entropy``.
+    """Cross-entropy of the logits ``input W^T + b``, as ``ops.linear_cross_entropy`` defines it.
 
     Args:
         input: [N, E].

@@ -16,7 +16,7 @@ class MaskedTokens(NamedTuple):
     input_ids: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # tuple.count is of no use here
 
 
 def quota_scale(mlm_probability: float) -> int:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,9 @@ class Row:
     peak_bytes: int
 
 
-def compare(model: nn.Module, batches: Sequence[Batch], *, bf16: bool, rounds: int = 5) -> list[Row]:
+def compare(
+    model: nn.Module, batches: Sequence[Batch], *, bf16: bool, rounds: int = 5
+) -> list[Row]:
     """Measure a model of fastplm and its Hugging Face twins, with eager and SDPA attention.
 
     The twins get the weights by state dict and, for ELECTRA, the replacements that ours sampled, so
@@ -122,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def hugging_face_twin(model: nn.Module, attention: str) -> tuple[nn.Module, Step]:
+def hugging_face_twin(model: Any, attention: str) -> tuple[nn.Module, Step]:
     """Transformers' own model with the weights of ours, and its loss on a batch.
 
     Args:
@@ -133,8 +136,8 @@ def hugging_face_twin(model: nn.Module, attention: str) -> tuple[nn.Module, Step
         twin = _plain_copy(model, attention)
         return twin, lambda batch: twin(**_without(batch, _OURS)).loss
 
-    generator = _plain_copy(model.generator, attention)
-    discriminator = _plain_copy(model.discriminator, attention)
+    generator: Any = _plain_copy(model.generator, attention)
+    discriminator: Any = _plain_copy(model.discriminator, attention)
     for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
         setattr(
             generator.electra.embeddings,

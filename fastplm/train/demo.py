@@ -77,7 +77,7 @@ def _compare(args: PretrainArguments, bf16: bool) -> str:
     collator = make_collator(args, tokenizer)
     size = args.batch_size
     batches = [
-        collator([stream[i] for i in range(begin, begin + size)])  # type: ignore[index]
+        collator([stream[i] for i in range(begin, begin + size)])
         for begin in range(0, _COMPARED_BATCHES * size, size)
     ]
     return table(compare(model, batches, bf16=bf16))

@@ -52,9 +52,7 @@ PRESETS = {
     "electra-tiny": Preset("electra", 4, 128, 4, 2e-3, embedding=128, generator=1 / 2),
     "electra-small": Preset("electra", 12, 256, 4, 5e-4, embedding=128, generator=1 / 4),
     "electra-base": Preset("electra", 12, 768, 12, 2e-4, generator=1 / 3),
-    "electra-large": Preset(
-        "electra", 24, 1024, 16, 2e-4, generator=1 / 4, mlm_probability=0.25
-    ),
+    "electra-large": Preset("electra", 24, 1024, 16, 2e-4, generator=1 / 4, mlm_probability=0.25),
 }
 
 
@@ -76,8 +74,8 @@ def configuration(arch: str, **settings: Any) -> BertConfig | ElectraJointConfig
         settings: passed to the configuration of the encoder as they are, e.g. ``vocab_size``.
 
     Returns:
-        Transformers' ``BertConfig``, or our ``ElectraJointConfig`` whose generator is as deep as the
-        discriminator and as narrow as the preset says.
+        Transformers' ``BertConfig``, or our ``ElectraJointConfig`` whose generator is as deep as
+        the discriminator and as narrow as the preset says.
     """
     from transformers import BertConfig, ElectraConfig
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset
 
 from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
 from fastplm.data import (
@@ -114,7 +113,7 @@ class PretrainArguments:
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
-    """Run a pre-training and write checkpoints, ``metrics.json``, ``loss.png`` and TensorBoard logs.
+    """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
 
     Under torchrun every process calls it; the first one writes.
 
@@ -140,7 +139,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         documents = open_corpus(args.corpus)
         tokenizer = _tokenizer(args, out, documents)
         store = tokenize(documents, tokenizer, args.cache)
-    train_store, held_out = _split(store, args.block_size)
+    train_store, held_out = _split(args, store)
     samples = args.steps * args.gradient_accumulation * args.batch_size
     train_dataset = make_dataset(
         args, train_store, tokenizer, length=samples * training_arguments.world_size
@@ -188,19 +187,24 @@ def make_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     length: int | None = None,
-) -> Dataset:
+    at_most: int | None = None,
+) -> PretrainingStream | NextSentencePairs:
     """The training stream over a store: blocks, or pairs of segments for next-sentence prediction.
 
     Args:
         length: the number of samples; by default each block or run of sentences once.
+        at_most: an upper bound of it.
     """
     special = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id}
-    source: Dataset
+    source: SentenceChunks | BlockDataset
     if args.nsp:
         source = SentenceChunks(store, args.block_size)
     else:
         source = BlockDataset(store, args.block_size, **special)
-    stream = PretrainingStream(source, seed=args.seed, length=length or len(source))
+    length = length or len(source)
+    if at_most is not None:
+        length = min(length, at_most)
+    stream = PretrainingStream(source, seed=args.seed, length=length)
     return NextSentencePairs(stream, **special) if args.nsp else stream
 
 
@@ -329,12 +333,14 @@ def _tokenizer(
     return train_tokenizer(documents, args.vocab_size, args.cache)
 
 
-def _split(store: TokenStore, block_size: int) -> tuple[TokenStore, TokenStore | None]:
-    """The tokens to train on, and a tail held out of them where there is enough for a block."""
-    train, held_out = store.split(_HELD_OUT)
-    if len(held_out) < block_size or len(train) < block_size:
-        return store, None
-    return train, held_out
+def _split(args: PretrainArguments, store: TokenStore) -> tuple[TokenStore, TokenStore | None]:
+    """The tokens to train on, and a tail held out of them where both can be trained on."""
+    parts = store.split(_HELD_OUT)
+    for part in parts:
+        documents = len(part.documents) - 1
+        if len(part) < args.block_size or (args.nsp and documents < 2):
+            return store, None
+    return parts
 
 
 def _record_run(
@@ -411,13 +417,8 @@ def _finish(
         "picture": str(out / "loss.png"),
     }
     if held_out is not None:
-        dataset = make_dataset(args, held_out, tokenizer)
-        metrics["held_out"] = evaluate(
-            model,
-            torch.utils.data.Subset(dataset, range(min(len(dataset), _HELD_OUT_SAMPLES))),
-            trainer.data_collator,
-            args.batch_size,
-        )
+        dataset = make_dataset(args, held_out, tokenizer, at_most=_HELD_OUT_SAMPLES)
+        metrics["held_out"] = evaluate(model, dataset, trainer.data_collator, args.batch_size)
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)
     return metrics

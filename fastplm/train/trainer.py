@@ -279,7 +279,9 @@ class Progress(TrainerCallback):
         shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
         if self.bar.disable:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {state.global_step}/{state.max_steps}  {text}", file=sys.stderr, flush=True)
+            print(
+                f"step {state.global_step}/{state.max_steps}  {text}", file=sys.stderr, flush=True
+            )
         else:
             self.bar.set_postfix(shown)
 

@@ -112,7 +112,9 @@ def test_a_plain_list_of_encodings(documents, tokenizer):
     torch.manual_seed(0)
     first, second = collator(samples), collator(samples)
     assert first["input_ids"].shape == (4, 20)
-    assert first["attention_mask"].sum(1).tolist() == [4, 20, 20, 20]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert lengths[0] < 20
+    assert first["attention_mask"].sum(1).tolist() == lengths
     assert not torch.equal(first["labels"], second["labels"])
     torch.manual_seed(0)
     again = collator(samples)

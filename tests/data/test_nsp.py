@@ -49,7 +49,7 @@ def test_pairs_are_what_their_label_says(store):
     pairs = pairs_of(store, 600)
     chunks = pairs.stream.dataset
     words = " ".join(map(str, store.tokens.tolist()))
-    for item, source in zip(items_of(pairs), items_of(pairs.stream), strict=True):
+    for item, source in zip(items_of(pairs), pairs.stream, strict=True):
         chunk = source["chunk"]
         first, second = segments(item)
         assert first and second and len(first) + len(second) <= BLOCK - 3

@@ -102,12 +102,36 @@ def test_a_fully_padded_row_changes_nothing_for_the_others(hold):
     mask[3], labels[3] = 0, -100
 
     def run(model, rows=ROWS):
-        return {
-            "loss": model(ids[:rows], attention_mask=mask[:rows], labels=labels[:rows]).loss
-        }
+        return {"loss": model(ids[:rows], attention_mask=mask[:rows], labels=labels[:rows]).loss}
 
     parent = transformers.BertForMaskedLM._from_config(config(), attn_implementation="eager")
     hold(BertForMaskedLM(config()), parent, run, lambda model: run(model, 3))
+
+
+def test_mixed_precision_is_as_exact_as_the_parents(hold):
+    mask = MASKS["right"]
+    ids, labels = batch(mask)
+
+    def run(model, **extra):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(ids, attention_mask=mask, labels=labels, **extra)
+        return {"loss": out.loss, "logits": kept(out.logits, mask)}
+
+    parent = transformers.BertForMaskedLM._from_config(config(), attn_implementation="eager")
+    hold(BertForMaskedLM(config()), parent, lambda m: run(m, output_logits=True), run)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    ids, labels = batch()
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = BertForMaskedLM(config()).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=labels).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_label_0_is_a_label():
@@ -125,9 +149,7 @@ def test_nothing_labelled_is_loss_0_with_gradients_0(positions):
     ignored = torch.full_like(labels, -100)
     for items in (None, 0, torch.tensor(7)):
         model.zero_grad()
-        loss = model(
-            ids, labels=ignored, masked_positions=positions, num_items_in_batch=items
-        ).loss
+        loss = model(ids, labels=ignored, masked_positions=positions, num_items_in_batch=items).loss
         loss.backward()
         assert loss.item() == 0.0
         assert not any(p.grad.any() for p in model.parameters())
@@ -224,9 +246,7 @@ def test_pretraining_equals_its_parent(hold, given):
         cross_entropy = nn.functional.cross_entropy
         loss = {
             "both": lambda: out.loss,
-            "labels": lambda: cross_entropy(
-                out.prediction_logits.flatten(0, 1), labels.flatten()
-            ),
+            "labels": lambda: cross_entropy(out.prediction_logits.flatten(0, 1), labels.flatten()),
             "next_sentence_label": lambda: cross_entropy(out.seq_relationship_logits, pairs),
         }
         return {

@@ -21,7 +21,8 @@ def reference(input, context, key_mask, is_causal, **parameters):
     projections = zip(
         (input, source, source),
         parameters["qkv_proj.weight"].chunk(3),
-        parameters.get("qkv_proj.bias", torch.empty(0)).chunk(3) if "qkv_proj.bias" in parameters
+        parameters.get("qkv_proj.bias", torch.empty(0)).chunk(3)
+        if "qkv_proj.bias" in parameters
         else (None,) * 3,
         strict=True,
     )

@@ -61,10 +61,14 @@ def test_equals_a_head_on_all_rows(search, given, normalizer):
         return functional_call(module, parameters, (hidden, labels, positions), options)
 
     def reference(hidden, **parameters):
-        logits = functional_call(nn.Sequential(module.transform, module.decoder), {
-            name.replace("transform", "0").replace("decoder", "1"): parameter
-            for name, parameter in parameters.items()
-        }, (hidden,))
+        logits = functional_call(
+            nn.Sequential(module.transform, module.decoder),
+            {
+                name.replace("transform", "0").replace("decoder", "1"): parameter
+                for name, parameter in parameters.items()
+            },
+            (hidden,),
+        )
         total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return total / ((labels != -100).sum() if normalizer is None else normalizer)
 

@@ -33,7 +33,9 @@ def test_equals_the_formula(masked, dtype, normalizer):
     def reference(hidden, **parameters):
         dense = nn.functional.linear(hidden, parameters["dense.weight"], parameters["dense.bias"])
         logits = nn.functional.linear(
-            nn.functional.gelu(dense), parameters["prediction.weight"], parameters["prediction.bias"]
+            nn.functional.gelu(dense),
+            parameters["prediction.weight"],
+            parameters["prediction.bias"],
         ).squeeze(-1)
         counted = torch.ones_like(replaced).bool() if mask is None else mask.bool()
         logits, target = logits[counted], replaced[counted].to(logits.dtype)

@@ -1,4 +1,4 @@
-"""ops.gather_rows against its reference: exact rows, gradients by the error budget, nasty inputs."""
+"""ops.gather_rows against its reference: exact rows, gradients by the error budget."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ def parameters(inputs: dict) -> tuple[str, ...]:
 
 def check(backend: str, inputs: dict) -> None:
     candidate = functools.partial(run, backend)
-    assert_within_budget(
-        candidate, linear_cross_entropy_ref, inputs, wrt=parameters(inputs)
-    )
+    assert_within_budget(candidate, linear_cross_entropy_ref, inputs, wrt=parameters(inputs))
 
 
 def make(device, rows=33, vocab=70, width=32, dtype=torch.float32, bias=True):
@@ -273,9 +271,7 @@ if hasattr(F, "linear_cross_entropy"):
 def test_agrees_with_pytorch(device, backend, theirs, reduction):
     inputs = make(device, rows=65) | {"reduction": reduction}
     inputs["target"][::3] = -100
-    assert_within_budget(
-        functools.partial(run, backend), theirs, inputs, wrt=parameters(inputs)
-    )
+    assert_within_budget(functools.partial(run, backend), theirs, inputs, wrt=parameters(inputs))
 
 
 @WIDTHS

@@ -98,9 +98,7 @@ def test_evaluation_is_the_mean_loss_of_the_model(trained):
         share = 1 - counts["positives"] / counts["total"]
         assert together["accuracy_of_always_original"] == share
     else:
-        found = [
-            result["mlm_loss"] + result["next_sentence_loss"] for result in (together, apart)
-        ]
+        found = [result["mlm_loss"] + result["next_sentence_loss"] for result in (together, apart)]
     for value in found:
         out = torch.tensor(value)
         check_error("loss", out, expected.double().cpu(), [out], FORWARD_FACTOR)

@@ -106,6 +106,15 @@ def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
     assert str(tmp_path / "out" / "model") in captured.out
 
 
+def test_a_corpus_too_small_to_hold_text_out(run, arguments, tmp_path):
+    # Of the last twentieth there is one document: no pair has a random segment in it.
+    corpus = tmp_path / "three.txt"
+    corpus.write_text("\n\n".join([" ".join(TEXT * 20)] * 3))
+    metrics = run(tmp_path / "out", corpus=corpus, steps=2)
+    assert "held_out" not in metrics
+    assert (tmp_path / "out" / "model").is_dir()
+
+
 # --- resuming -------------------------------------------------------------------------------------
 
 
@@ -208,6 +217,23 @@ def test_a_finished_run_can_be_resumed(bert, run, tmp_path):
 # --- several processes ----------------------------------------------------------------------------
 
 
+def run_to_its_end(words, environment):
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+
+
 @pytest.mark.parametrize("arch", ["bert-tiny", "electra-tiny"])
 def test_two_processes_are_one_with_twice_the_batch(
     arch, run, arguments, command, tmp_path, monkeypatch
@@ -215,17 +241,10 @@ def test_two_processes_are_one_with_twice_the_batch(
     options = {"arch": arch, "dropout": 0, "steps": 4, "save_every": 100}
     one = run(tmp_path / "one", batch_size=8, **options)
     accumulated = run(tmp_path / "accumulated", gradient_accumulation=2, **options)
-    _, environment = command
-    two = tmp_path / "two"
-    subprocess.run(
-        ["torchrun", "--nproc-per-node=2", "--master-port=0", "-m", "fastplm"]
-        + arguments(two, **options),
-        env={**environment, "PATH": os.path.dirname(command[0][0]) + ":" + environment["PATH"]},
-        check=True,
-        capture_output=True,
-        timeout=240,
-    )
-    two = json.loads((two / "metrics.json").read_text())
+    (python, *fastplm), environment = command
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run_to_its_end(torchrun + fastplm + arguments(tmp_path / "two", **options), environment)
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
     assert two["processes"] == 2
     make_model = module.make_model
     monkeypatch.setattr(module, "make_model", lambda *args: make_model(*args).double())
@@ -307,9 +326,7 @@ def test_a_file_as_output(arguments, tmp_path, capsys):
 
 
 def test_bad_tokenizer(arguments, tmp_path, capsys):
-    refused(
-        capsys, arguments(tmp_path / "out", vocab_size=None, tokenizer=tmp_path), str(tmp_path)
-    )
+    refused(capsys, arguments(tmp_path / "out", vocab_size=None, tokenizer=tmp_path), str(tmp_path))
 
 
 @pytest.mark.parametrize(

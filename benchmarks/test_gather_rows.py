@@ -1,0 +1,70 @@
+"""ops.gather_rows against its eager reference and index_select, at the masked share of 15 %."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastplm import ops
+from fastplm.reference.gather_rows import gather_rows_ref
+from harness import Case, default_device
+
+GPU = default_device().type == "cuda"
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+def inputs(rows, width, slots):
+    def make(device: torch.device):
+        # Ascending and unique with a few spare slots at the end, as mask_tokens gives them.
+        used = slots - slots // 20
+        positions = torch.randperm(rows, device=device)[:used].sort().values
+        spare = positions.new_full((slots - used,), -1)
+        return dict(
+            input=torch.randn(rows, width, device=device, dtype=DTYPE),
+            positions=torch.cat([positions, spare]),
+        )
+
+    return make
+
+
+def index_select(input, positions):
+    """The library path where no slot is unused: it leaves row 0 in those that are."""
+    return input.index_select(0, positions.clamp(min=0))
+
+
+def case(label, rows, width):
+    slots = rows * 15 // 100
+    variants = {"eager": gather_rows_ref, "fastplm": ops.gather_rows, "index_select": index_select}
+    if GPU:
+        variants["compiled"] = torch.compile(gather_rows_ref)
+    row = DTYPE.itemsize * width
+    moved = (2 * row + 8) * slots
+    return Case(
+        op="gather_rows",
+        label=label,
+        make=inputs(rows, width, slots),
+        make_small=inputs(257, width, 38),
+        variants=variants,
+        wrt=("input",),
+        bytes=moved,
+        # The backward reads the gradient of each slot and writes the gradient of every row.
+        training_bytes=moved + (row + 8) * slots + row * rows,
+    )
+
+
+if GPU:
+    CASES = [
+        case("BERT-base 256x128", 256 * 128, 768),
+        case("ELECTRA-small 128x128", 128 * 128, 256),
+    ]
+else:
+    CASES = [
+        case("BERT-base 8x128", 8 * 128, 768),
+        case("ELECTRA-small 32x128", 32 * 128, 256),
+    ]
+
+
+@pytest.mark.parametrize("direction", ("forward", "training"))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gather_rows(case, direction, bench):
+    bench(case, direction)

