@@ -5,6 +5,13 @@ from __future__ import annotations
 from fastplm.ops.attention import attention
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.linear_cross_entropy import linear_cross_entropy
+from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 
-__all__ = ["attention", "gather_rows", "linear_cross_entropy", "replaced_token_loss"]
+__all__ = [
+    "attention",
+    "gather_rows",
+    "linear_cross_entropy",
+    "mask_tokens",
+    "replaced_token_loss",
+]
