@@ -7,8 +7,10 @@ from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.linear_cross_entropy import linear_cross_entropy
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
+from fastplm.reference.mask_tokens import MaskedTokens
 
 __all__ = [
+    "MaskedTokens",
     "attention",
     "gather_rows",
     "linear_cross_entropy",
