@@ -64,7 +64,7 @@ def assert_within_budget(
     siblings = tuple(gold_grads.values())
     largest = max(map(_max_norm, siblings), default=0.0)
     for name, grad in grads.items():
-        bases = plain_grads[name], reversed_grads[name]
+        bases: tuple[torch.Tensor, ...] = (plain_grads[name], reversed_grads[name])
         gold = gold_grads[name]
         if not gold.any():
             bases = tuple(base + largest * torch.finfo(base.dtype).eps for base in bases)

@@ -19,6 +19,7 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op, autocast
+from fastplm.ops._common import last_dim_contiguous
 from fastplm.reference.attention import attention_ref
 
 _MAX_HEAD_DIM = 128
@@ -79,7 +80,7 @@ def attention(
     backend = OP.resolve(query, key, value, key_mask, is_causal, scale)
     if backend == "eager":
         return attention_ref(query, key, value, key_mask=key_mask, is_causal=is_causal, scale=scale)
-    query, key, value = (_last_dim_contiguous(tensor) for tensor in (query, key, value))
+    query, key, value = (last_dim_contiguous(tensor) for tensor in (query, key, value))
     out, _ = torch.ops.fastplm.attention_fwd(query, key, value, key_mask, is_causal, scale, backend)
     return out
 
@@ -137,10 +138,6 @@ def _check(
             "[B, Tk]",
             "Pass one boolean per key of each sample; causality is is_causal=True.",
         )
-
-
-def _last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _projection_layout(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +290,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_out, _grad_stats):
     query, key, value, key_mask, out, stats = ctx.saved_tensors
     grads = torch.ops.fastplm.attention_bwd(
-        _last_dim_contiguous(grad_out),
+        last_dim_contiguous(grad_out),
         query,
         key,
         value,

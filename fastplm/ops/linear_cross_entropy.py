@@ -13,7 +13,6 @@ from fastplm._checks import (
     ArgumentValueError,
     UnsupportedError,
     check,
-    check_choice,
     check_dtype,
     check_same,
     check_same_device,
@@ -22,8 +21,9 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op, autocast
+from fastplm.ops._common import check_reduction, last_dim_contiguous
+from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref
-from fastplm.reference.replaced_token_loss import reduce_loss
 
 _NAME = "linear_cross_entropy"
 
@@ -83,10 +83,10 @@ def linear_cross_entropy(
     check_tensor(_NAME, "input", input, ndim=2)
     check_tensor(_NAME, "linear_weight", linear_weight, ndim=2)
     check_tensor(_NAME, "target", target, ndim=1)
-    _check_options(reduction, label_smoothing, normalizer)
+    _check_unsupported(label_smoothing)
+    check_reduction(_NAME, input, reduction, normalizer)
     input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
-    check_same_device(_NAME, input=input, normalizer=normalizer)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
     if backend == "eager":
         if not torch.compiler.is_compiling():  # the values of a traced tensor are not known
@@ -101,9 +101,9 @@ def linear_cross_entropy(
             normalizer=normalizer,
         )
     loss, _, _ = torch.ops.fastplm.linear_cross_entropy_fwd(
-        _last_dim_contiguous(input),
-        _last_dim_contiguous(linear_weight),
-        None if linear_bias is None else _last_dim_contiguous(linear_bias),
+        last_dim_contiguous(input),
+        last_dim_contiguous(linear_weight),
+        None if linear_bias is None else last_dim_contiguous(linear_bias),
         target.contiguous(),
         ignore_index,
         backend,
@@ -111,28 +111,16 @@ def linear_cross_entropy(
     return reduce_loss(loss, target != ignore_index, reduction, normalizer)
 
 
-def _check_options(reduction: str, label_smoothing: float, normalizer: torch.Tensor | None) -> None:
-    check_choice(_NAME, "reduction", reduction, ("mean", "sum", "none"))
-    if label_smoothing != 0.0:
-        raise UnsupportedError(
-            message(
-                _NAME,
-                "label_smoothing",
-                label_smoothing,
-                "0.0 in this version",
-                "Use torch.nn.functional.linear_cross_entropy where smoothed labels are needed.",
-            )
-        )
-    if normalizer is not None:
-        check_tensor(_NAME, "normalizer", normalizer, ndim=0)
-        check(
-            reduction == "mean",
-            _NAME,
-            "normalizer",
-            f"a tensor with reduction={reduction!r}",
-            "None, as there is no mean whose denominator it could replace",
-            "Leave it out, or use reduction='mean'.",
-        )
+def _check_unsupported(label_smoothing: float) -> None:
+    check(
+        label_smoothing == 0.0,
+        _NAME,
+        "label_smoothing",
+        label_smoothing,
+        "0.0 in this version",
+        "Use torch.nn.functional.linear_cross_entropy where smoothed labels are needed.",
+        UnsupportedError,
+    )
 
 
 def _check(
@@ -173,10 +161,6 @@ def _check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_ind
                 "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
             )
         )
-
-
-def _last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _statistic_dtype(tensor: torch.Tensor) -> torch.dtype:

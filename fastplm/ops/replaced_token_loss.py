@@ -11,7 +11,6 @@ from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
     check,
-    check_choice,
     check_dtype,
     check_same,
     check_same_device,
@@ -19,9 +18,9 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.reference.replaced_token_loss import reduce_loss, replaced_token_loss_ref
-
-_REDUCTIONS = ("mean", "sum", "none")
+from fastplm.ops._common import check_reduction, last_dim_contiguous
+from fastplm.reference._reduce import reduce_loss
+from fastplm.reference.replaced_token_loss import replaced_token_loss_ref
 
 
 def replaced_token_loss(
@@ -82,7 +81,7 @@ def replaced_token_loss(
         bias = bias.reshape(())
     if mask is not None:
         check_tensor("replaced_token_loss", "mask", mask, ndim=1)
-    _check_reduction(input, reduction, normalizer)
+    check_reduction("replaced_token_loss", input, reduction, normalizer)
     input, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
     _check(input, weight, bias, replaced, mask)
     backend = OP.resolve(input, weight, bias, replaced, mask)
@@ -97,7 +96,7 @@ def replaced_token_loss(
             normalizer=normalizer,
         )
     loss, _ = torch.ops.fastplm.replaced_token_loss_fwd(
-        input if input.stride(1) == 1 else input.contiguous(),
+        last_dim_contiguous(input),
         weight.contiguous(),
         bias,
         replaced.contiguous(),
@@ -105,22 +104,6 @@ def replaced_token_loss(
         backend,
     )
     return reduce_loss(loss, mask, reduction, normalizer)
-
-
-def _check_reduction(input: torch.Tensor, reduction: str, normalizer: torch.Tensor | None) -> None:
-    check_choice("replaced_token_loss", "reduction", reduction, _REDUCTIONS)
-    if normalizer is None:
-        return
-    check_tensor("replaced_token_loss", "normalizer", normalizer, ndim=0)
-    check_same_device("replaced_token_loss", input=input, normalizer=normalizer)
-    check(
-        reduction == "mean",
-        "replaced_token_loss",
-        "normalizer",
-        f"a tensor with reduction='{reduction}'",
-        "None, as only a mean has a denominator",
-        "Use reduction='mean', or divide the result yourself.",
-    )
 
 
 def _check(

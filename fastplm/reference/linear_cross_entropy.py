@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fastplm.reference.replaced_token_loss import reduce_loss
+from fastplm.reference._reduce import reduce_loss
 
 
 def linear_cross_entropy_ref(

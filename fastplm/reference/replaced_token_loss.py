@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fastplm.reference._reduce import reduce_loss
+
 
 def replaced_token_loss_ref(
     input: torch.Tensor,
@@ -44,24 +46,3 @@ def replaced_token_loss_ref(
     if mask is not None:
         loss = loss.masked_fill(~mask, 0.0)
     return reduce_loss(loss, mask, reduction, normalizer)
-
-
-def reduce_loss(
-    loss: torch.Tensor,
-    mask: torch.Tensor | None,
-    reduction: str,
-    normalizer: torch.Tensor | None,
-) -> torch.Tensor:
-    """The losses of rows [N], 0 where they do not count, as their ``reduction``.
-
-    The mean over no row is 0, with gradient 0: a step on such a batch must survive.
-    """
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    if reduction == "sum":
-        return total
-    if normalizer is not None:
-        return total / normalizer.to(loss.dtype)
-    counted = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
-    return total / counted.sum().clamp(min=1)

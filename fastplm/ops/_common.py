@@ -1,0 +1,31 @@
+"""What the public functions of several ops share."""
+
+from __future__ import annotations
+
+import torch
+
+from fastplm._checks import check, check_choice, check_same_device, check_tensor
+
+
+def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if its last stride is not 1: the one layout that kernels ask for."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def check_reduction(
+    where: str, input: torch.Tensor, reduction: str, normalizer: torch.Tensor | None
+) -> None:
+    """``reduction`` is a known one, and ``normalizer`` a 0-d tensor with "mean" alone."""
+    check_choice(where, "reduction", reduction, ("mean", "sum", "none"))
+    if normalizer is None:
+        return
+    check_tensor(where, "normalizer", normalizer, ndim=0)
+    check_same_device(where, input=input, normalizer=normalizer)
+    check(
+        reduction == "mean",
+        where,
+        "normalizer",
+        f"a tensor with reduction={reduction!r}",
+        "None, as only a mean has a denominator",
+        "Leave it out, or use reduction='mean'.",
+    )
