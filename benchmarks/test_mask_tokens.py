@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from harness import Case, default_device
 
 from fastplm import ops
 from fastplm.reference.mask_tokens import mask_tokens_ref
+from harness import Case, default_device
 
 GPU = default_device().type == "cuda"
 VOCAB, MASK = 30_522, 103
