@@ -57,6 +57,7 @@ $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel ninja torch
 	$(PIP) --no-build-isolation --editable .
+	@$(BIN)/python -c "from fastplm._extension import lacks; print('csrc/:', lacks('mask_tokens', 'CPU') or 'built')"
 	touch $@
 
 # fastplm is installed already, so this adds what the extra asks for and builds nothing again.

@@ -8,6 +8,7 @@ missing costs one notice, never the installation. What is built follows from the
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -42,12 +43,20 @@ def find_compiler() -> str | None:
     return next((name for name in names if shutil.which(name)), None)
 
 
+def find_cuda_home() -> str | None:
+    """The toolkit that nvcc belongs to: what stands on the PATH is often a script elsewhere."""
+    if "CUDA_HOME" in os.environ or shutil.which("nvcc") is None:
+        return os.environ.get("CUDA_HOME")
+    here = re.search(r"_HERE_=(.+)", run("nvcc", "--dryrun", "-x", "cu", os.devnull))
+    return str(Path(here[1]).parent) if here else None
+
+
 def find_nvcc(torch_cuda: str | None, cuda_home: str | None) -> str | None:
     """The nvcc to use, or None with a notice that says why csrc/*.cu is left out."""
     nvcc = Path(cuda_home or "") / "bin" / "nvcc"
     if torch_cuda is None:
         notice("this torch has no CUDA; csrc/ is built for the CPU alone")
-    elif not cuda_home or not nvcc.exists():
+    elif cuda_home is None or not nvcc.exists():
         notice("nvcc was not found; csrc/ is built for the CPU alone")
     elif f"release {torch_cuda.split('.')[0]}." not in run(nvcc, "--version"):
         notice(f"nvcc is not of torch's CUDA {torch_cuda}; csrc/ is built for the CPU alone")
@@ -57,7 +66,8 @@ def find_nvcc(torch_cuda: str | None, cuda_home: str | None) -> str | None:
 
 
 def run(*command: str | Path) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return result.stdout
 
 
 def gencode(nvcc: str) -> list[str]:
@@ -74,6 +84,9 @@ def extension_arguments() -> dict:
         notice("no C++ compiler was found; csrc/ is not built")
         return {}
     os.environ["CXX"] = compiler
+    cuda_home = find_cuda_home()
+    if cuda_home is not None:
+        os.environ["CUDA_HOME"] = cuda_home  # torch reads it when imported
     try:
         import torch
         from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
@@ -87,12 +100,13 @@ def extension_arguments() -> dict:
                 super().build_extensions()
             except Exception as error:
                 notice(f"csrc/ could not be built and is left out: {error}")
+                self.extensions.clear()
 
     nvcc = find_nvcc(torch.version.cuda, CUDA_HOME)
     sources = ["csrc/mask_tokens.cpp"]
-    compile_args = {"cxx": ["-O3", "-fvisibility=hidden", STABLE_ABI]}
+    compile_args = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]}
     if nvcc is not None:
-        sources.append("csrc/mask_tokens.cu")
+        sources.append("csrc/mask_tokens_cuda.cu")
         compile_args["cxx"].append("-DUSE_CUDA")
         compile_args["nvcc"] = ["-O3", "-DUSE_CUDA", STABLE_ABI, *gencode(nvcc)]
     extension = (CppExtension if nvcc is None else CUDAExtension)(
@@ -101,7 +115,6 @@ def extension_arguments() -> dict:
         depends=[str(path) for path in sorted(Path("csrc").iterdir())],
         extra_compile_args=compile_args,
         py_limited_api=True,
-        optional=True,
     )
     # The library holds no Python symbol at all, so one wheel serves every Python from 3.10 on.
     return {

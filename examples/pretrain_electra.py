@@ -13,7 +13,7 @@ import sys
 
 from transformers import AutoTokenizer, ElectraForPreTraining
 
-from fastplm.train import PretrainArguments, pretrain
+from fastplm.train.pretrain import PretrainArguments, pretrain
 from fastplm.train.report import summary
 
 metrics = pretrain(

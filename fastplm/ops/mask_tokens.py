@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastplm import _extension
-from fastplm._backends import needs_cpu
+from fastplm._backends import accepts_all, needs_cpu
 from fastplm._checks import (
     INTEGER,
     ArgumentTypeError,
@@ -21,8 +21,12 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op
-from fastplm.reference.mask_tokens import MaskedTokens, mask_tokens_ref, quota_scale, row_capacity
-from fastplm.reference.philox import fixed_point
+from fastplm.reference.mask_tokens import (
+    MaskedTokens,
+    fixed_point_plan,
+    mask_tokens_by_plan,
+    mask_tokens_ref,
+)
 
 _UNITS = ("token", "word", "ngram")
 
@@ -96,38 +100,15 @@ def mask_tokens(
     _check_numbers(vocab_size, mask_token_id, max_predictions, step)
     _check_probabilities(mlm_probability, mask_replace_prob, random_replace_prob)
     _check_seed(input_ids, seed)
-    backend = OP.resolve(input_ids, maskable)
-    if backend == "eager":
-        return mask_tokens_ref(
-            input_ids,
-            vocab_size=vocab_size,
-            mask_token_id=mask_token_id,
-            maskable=maskable,
-            mlm_probability=mlm_probability,
-            mask_replace_prob=mask_replace_prob,
-            random_replace_prob=random_replace_prob,
-            max_predictions=max_predictions,
-            sample_index=sample_index,
-            seed=seed,
-            step=step,
-        )
     if not isinstance(seed, torch.Tensor):
         seed = torch.full((), seed, dtype=torch.int64, device=input_ids.device)
-    mask_below = fixed_point(mask_replace_prob)
+    plan = fixed_point_plan(
+        input_ids.shape[1], mlm_probability, mask_replace_prob, random_replace_prob, max_predictions
+    )
+    backend = OP.resolve(input_ids, maskable)
     return MaskedTokens(
         *torch.ops.fastplm.mask_tokens(
-            input_ids,
-            maskable,
-            sample_index,
-            seed,
-            step,
-            row_capacity(input_ids.shape[1], mlm_probability, max_predictions),
-            quota_scale(mlm_probability),
-            mask_below,
-            mask_below + fixed_point(random_replace_prob),
-            mask_token_id,
-            vocab_size,
-            backend,
+            input_ids, maskable, sample_index, seed, step, *plan, mask_token_id, vocab_size, backend
         )
     )
 
@@ -284,6 +265,9 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("mask_tokens", reference=mask_tokens_ref, smoke=_smoke)
+# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
+# integer arithmetic of Philox.
+OP.backend("eager", forward=mask_tokens_by_plan, rejects=accepts_all)
 OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
 OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
 OP.define(

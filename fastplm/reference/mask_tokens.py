@@ -19,17 +19,31 @@ class MaskedTokens(NamedTuple):
     count: torch.Tensor  # type: ignore[assignment]  # tuple.count is of no use here
 
 
-def quota_scale(mlm_probability: float) -> int:
-    """``mlm_probability * 2^32``, rounded up: then ``(n * scale + 2^31) >> 32`` is the share of n
-    with halves rounded up, even where the float lies just below its decimal, as 0.15 does."""
-    return math.ceil(mlm_probability * 2**32)
+def fixed_point_plan(
+    length: int,
+    mlm_probability: float,
+    mask_replace_prob: float,
+    random_replace_prob: float,
+    max_predictions: int | None,
+) -> tuple[int, int, int, int]:
+    """The probabilities as integers, so that no device's floating point rounds a choice its way.
 
-
-def row_capacity(length: int, mlm_probability: float, max_predictions: int | None) -> int:
-    """The most tokens that can be chosen in a row: ``P = B * capacity``, fixed by the shapes."""
-    if max_predictions is not None:
-        return max_predictions
-    return max(1, (length * quota_scale(mlm_probability) + 2**31) >> 32)
+    Returns:
+        capacity: the most tokens that can be chosen in a row.
+        quota_scale: ``(n * quota_scale + 2^31) >> 32`` is the share of n, halves rounded up.
+        mask_below, random_below: a word below the first makes [MASK], else one below the second a
+            random id.
+    """
+    # Rounded up, or a float just below its decimal, as 0.15 is, would round its halves down.
+    quota_scale = math.ceil(mlm_probability * 2**32)
+    capacity = max(1, (length * quota_scale + 2**31) >> 32)
+    mask_below = fixed_point(mask_replace_prob)
+    return (
+        capacity if max_predictions is None else max_predictions,
+        quota_scale,
+        mask_below,
+        mask_below + fixed_point(random_replace_prob),
+    )
 
 
 def mask_tokens_ref(
@@ -57,9 +71,30 @@ def mask_tokens_ref(
     Returns:
         MaskedTokens of input_ids [B, T], positions [P], labels [P] and count [].
     """
+    plan = fixed_point_plan(
+        input_ids.shape[1], mlm_probability, mask_replace_prob, random_replace_prob, max_predictions
+    )
+    return mask_tokens_by_plan(
+        input_ids, maskable, sample_index, seed, step, *plan, mask_token_id, vocab_size
+    )
+
+
+def mask_tokens_by_plan(
+    input_ids: torch.Tensor,
+    maskable: torch.Tensor | None,
+    sample_index: torch.Tensor | None,
+    seed: int | torch.Tensor,
+    step: int,
+    capacity: int,
+    quota_scale: int,
+    mask_below: int,
+    random_below: int,
+    mask_token_id: int,
+    vocab_size: int,
+) -> MaskedTokens:
+    """``mask_tokens_ref`` with the numbers of ``fixed_point_plan``: what every backend is given."""
     batch, length = input_ids.shape
     device = input_ids.device
-    capacity = row_capacity(length, mlm_probability, max_predictions)
     if maskable is None:
         maskable = torch.ones_like(input_ids, dtype=torch.bool)
     if sample_index is None:
@@ -68,7 +103,7 @@ def mask_tokens_ref(
     position = torch.arange(length, device=device)
 
     n = maskable.sum(-1, keepdim=True)
-    quota = (n * quota_scale(mlm_probability) + 2**31) >> 32
+    quota = (n * quota_scale + 2**31) >> 32
     quota = quota.clamp(min=1).minimum(n).clamp(max=capacity)
 
     high, low, _, _ = draw(
@@ -84,21 +119,17 @@ def mask_tokens_ref(
     decision, choice, _, _ = draw(
         seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
     )
-    mask_below = fixed_point(mask_replace_prob)
-    random_below = mask_below + fixed_point(random_replace_prob)
-    corrupted = input_ids.masked_fill(decision < mask_below, mask_token_id)
-    random = (decision >= mask_below) & (decision < random_below)
     random_ids = ((choice * vocab_size) >> 32).to(input_ids.dtype)
-    corrupted = torch.where(random, random_ids, corrupted)
+    corrupted = torch.where(decision < random_below, random_ids, input_ids)
+    corrupted = corrupted.masked_fill(decision < mask_below, mask_token_id)
 
     # A token that is not chosen writes to a slot past the end.
     slots = batch * capacity
     slot = torch.where(chosen.flatten(), chosen.flatten().cumsum(0) - 1, slots)
     flat = torch.arange(batch * length, device=device)
-    positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, flat)[:slots]
-    labels = torch.full((slots + 1,), -100, device=device).scatter(
-        0, slot, input_ids.flatten().long()
-    )
+    positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, flat)
+    labels = torch.full((slots + 1,), -100, device=device)
+    labels = labels.scatter(0, slot, input_ids.flatten().long())
     return MaskedTokens(
-        torch.where(chosen, corrupted, input_ids), positions, labels[:slots], chosen.sum()
+        torch.where(chosen, corrupted, input_ids), positions[:slots], labels[:slots], chosen.sum()
     )

@@ -97,7 +97,6 @@ def fixed_point(probability: float) -> int:
 
 
 def _multiply(multiplier: int, word: Any) -> tuple[Any, Any]:
-    """High and low word of a 32 x 32 bit product, by halves so that int64 never overflows."""
-    low = multiplier * (word & 0xFFFF)
-    high = multiplier * (word >> 16) + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
+    """High and low word of a 32 x 32 bit product; with a negative factor int64 never overflows."""
+    product = (multiplier - 2**32) * word
+    return (product >> 32) + word, product & _WORD

@@ -31,7 +31,13 @@ def test_kernels_compile_without_spills(arch, tmp_path, capsys):
         pytest.skip(f"this nvcc does not know sm_{arch}")
     includes = [f"-isystem={path}" for path in include_paths()]
     command = [NVCC, "-std=c++20", "-O3", f"-arch=sm_{arch}", "-c", "-Xptxas", "-v", "-DUSE_CUDA"]
-    command += [STABLE_ABI, *includes, str(ROOT / "csrc/mask_tokens.cu"), "-o", tmp_path / "out.o"]
+    command += [
+        STABLE_ABI,
+        *includes,
+        str(ROOT / "csrc/mask_tokens_cuda.cu"),
+        "-o",
+        tmp_path / "out.o",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
