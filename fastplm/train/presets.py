@@ -30,6 +30,7 @@ class Preset:
         embedding: width of the embeddings, ``hidden`` by default.
         generator: ELECTRA's generator has this share of the discriminator's width and heads.
         mlm_probability: share of the tokens that is masked.
+        initializer_range: standard deviation of the initial weights.
     """
 
     family: str
@@ -40,6 +41,7 @@ class Preset:
     embedding: int | None = None
     generator: float = 1.0
     mlm_probability: float = 0.15
+    initializer_range: float = 0.02
 
 
 PRESETS = {
@@ -49,7 +51,8 @@ PRESETS = {
     "bert-medium": Preset("bert", 8, 512, 8, 1e-4),
     "bert-base": Preset("bert", 12, 768, 12, 1e-4),
     "bert-large": Preset("bert", 24, 1024, 16, 1e-4),
-    "electra-tiny": Preset("electra", 4, 128, 4, 2e-3, embedding=128, generator=1 / 2),
+    # 0.02 suits the width of a thousand; its layers at 128 would start out as good as absent.
+    "electra-tiny": Preset("electra", 2, 128, 4, 1e-3, generator=1 / 4, initializer_range=0.06),
     "electra-small": Preset("electra", 12, 256, 4, 5e-4, embedding=128, generator=1 / 4),
     "electra-base": Preset("electra", 12, 768, 12, 2e-4, generator=1 / 3),
     "electra-large": Preset("electra", 24, 1024, 16, 2e-4, generator=1 / 4, mlm_probability=0.25),
@@ -87,10 +90,11 @@ def configuration(arch: str, **settings: Any) -> BertConfig | ElectraJointConfig
         "hidden_size": chosen.hidden,
         "num_attention_heads": chosen.heads,
         "intermediate_size": 4 * chosen.hidden,
+        "initializer_range": chosen.initializer_range,
     }
     if chosen.family == "bert":
-        return BertConfig(**sizes, **settings)
+        return BertConfig(**{**sizes, **settings})
     sizes["embedding_size"] = chosen.embedding or chosen.hidden
     return ElectraJointConfig.from_discriminator(
-        ElectraConfig(**sizes, **settings), generator_size=chosen.generator
+        ElectraConfig(**{**sizes, **settings}), generator_size=chosen.generator
     )

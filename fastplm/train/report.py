@@ -70,7 +70,10 @@ def summary(metrics: dict[str, Any]) -> str:
         (name.replace("_", " "), f"{history[0][name]:.4f} -> {history[-1][name]:.4f}")
         for name in names
     ]
-    for name, value in metrics.get("held_out", {}).items():
+    held_out = dict(metrics.get("held_out", {}))
+    words = held_out.pop("words", {})
+    held_out.update({f"words: {name}": value for name, value in words.items()})
+    for name, value in held_out.items():
         shown = f"{value:.4f}" if isinstance(value, float) else str(value)
         rows.append((f"held out: {name.replace('_', ' ')}", shown))
     rows += [

@@ -156,6 +156,12 @@ class PretrainingTrainer(Trainer):
         self._window_began, self._window_step = now, self.state.global_step
         return {**parts, "tokens_per_second": tokens / seconds}
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Tied parameters are saved under one of their names: the others are not missing.
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _get_output_dir(self, trial: Any) -> str:
         return self._scratch or super()._get_output_dir(trial)
 

@@ -82,8 +82,13 @@ def test_fingerprint_sees_boundaries():
     assert fingerprint(["ab"]) == fingerprint(iter(["ab"]))
 
 
-def test_embedded_corpus_is_english_of_a_useful_size():
-    documents = embedded_corpus()
+@pytest.fixture(scope="module")
+def embedded():
+    return embedded_corpus()
+
+
+def test_embedded_corpus_is_english_of_a_useful_size(embedded):
+    documents = embedded
     text = " ".join(documents)
     assert len(documents) > 300
     assert 1_000_000 < len(text) < 20_000_000
@@ -93,7 +98,7 @@ def test_embedded_corpus_is_english_of_a_useful_size():
     assert not any(line.startswith(">>>") for line in text.splitlines())
 
 
-def test_embedded_corpus_is_the_same_in_every_process():
+def test_embedded_corpus_is_the_same_in_every_process(embedded):
     command = (
         "from fastplm.data.corpus import embedded_corpus, fingerprint;"
         "print(fingerprint(embedded_corpus()))"
@@ -105,7 +110,7 @@ def test_embedded_corpus_is_the_same_in_every_process():
         check=True,
         env={"PYTHONHASHSEED": "7", "PATH": ""},
     )
-    assert other.stdout.strip() == fingerprint(embedded_corpus())
+    assert other.stdout.strip() == fingerprint(embedded)
 
 
 def test_real_text(real_text):
