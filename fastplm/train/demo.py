@@ -93,13 +93,13 @@ def _learned(metrics: dict[str, Any]) -> dict[str, bool]:
     words = held_out["words"]
     balanced, error = words["balanced_accuracy"], words["balanced_accuracy_error"]
     checks[
-        f"on held-out words, replaced ones are found with precision {words['precision']:.3f} (their "
-        f"share is {words['share_replaced']:.3f}) and recall {words['recall']:.3f}: balanced "
-        f"accuracy {balanced:.3f} ± {error:.3f} against 0.5 of always answering original"
+        f"on held-out words, replaced ones are found with precision {words['precision']:.3f} "
+        f"(their share is {words['share_replaced']:.3f}) and recall {words['recall']:.3f}: "
+        f"balanced accuracy {balanced:.3f} ± {error:.3f} against 0.5 of always answering original"
     ] = balanced - 0.5 > 3 * error
     checks[
-        f"its loss there, {words['loss']:.4f}, is below {words['loss_of_best_constant']:.4f} of the "
-        f"best constant answer"
+        f"its loss there, {words['loss']:.4f}, is below the "
+        f"{words['loss_of_best_constant']:.4f} of the best constant answer"
     ] = words["loss"] < words["loss_of_best_constant"]
     print(
         f"At even odds: accuracy {held_out['accuracy']:.4f} against "

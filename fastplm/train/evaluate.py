@@ -30,10 +30,11 @@ def evaluate(
         tokens that could have been replaced; with next-sentence pairs also ``next_sentence_loss``
         and ``next_sentence_accuracy``.
     """
+    module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     sums: dict[str, float] = {}
-    scores_of_words: list[torch.Tensor] = []
+    word_scores: list[torch.Tensor] = []
     replaced_words: list[torch.Tensor] = []
 
     def add(name: str, value: Any) -> None:
@@ -58,8 +59,8 @@ def evaluate(
                 add(name, outputs[name])
         if _is_joint(model):
             replaced_ids = outputs["replaced_ids"]
-            scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
-            scores_of_words.append(scores.cpu()[words])
+            scores = module.discriminator(replaced_ids, batch["attention_mask"]).logits
+            word_scores.append(scores.cpu()[words])
             replaced_words.append((replaced_ids.cpu() != _originals(batch).cpu())[words])
         if pair_labels is not None:
             scores = outputs["seq_relationship_logits"].float()
@@ -70,12 +71,15 @@ def evaluate(
             add("next_sentence_accuracy", (scores.argmax(-1) == pair_labels).sum())
     model.train(was_training)
 
-    result = {"samples": int(sums["samples"]), "mlm_loss": sums["mlm_loss"] / sums["labels"]}
+    result: dict[str, Any] = {
+        "samples": int(sums["samples"]),
+        "mlm_loss": sums["mlm_loss"] / sums["labels"],
+    }
     if "rtd_loss" in sums:
         result["rtd_loss"] = sums["rtd_loss"] / sums["tokens"]
         result.update(detection(sums))
         result["words"] = detection_at_base_rate(
-            torch.cat(scores_of_words).float(), torch.cat(replaced_words)
+            torch.cat(word_scores).float(), torch.cat(replaced_words)
         )
     for name in ("next_sentence_loss", "next_sentence_accuracy"):
         if name in sums:
@@ -84,7 +88,7 @@ def evaluate(
 
 
 def detection_at_base_rate(scores: torch.Tensor, replaced: torch.Tensor) -> dict[str, float]:
-    """How well replaced tokens are told from originals when the answer is not biased by their share.
+    """How well replaced tokens are told from originals, whatever the share of the two.
 
     Of the tokens six in seven are original, so a weak detector best answers "original" always, and
     its accuracy says nothing. Here a token counts as found if its probability is above the share of
