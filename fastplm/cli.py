@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(**args)
     except FastplmError as error:
-        print(f"fastplm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"fastplm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
@@ -33,6 +35,7 @@ def _info() -> int:
 
 
 def _pretrain(**settings: Any) -> int:
+    import torch
     from transformers.utils import logging
 
     from fastplm.train.pretrain import PretrainArguments, pretrain
@@ -40,7 +43,12 @@ def _pretrain(**settings: Any) -> int:
 
     # Its bars for the writing of each checkpoint would break ours.
     logging.disable_progress_bar()
-    metrics = pretrain(PretrainArguments(**settings))
+    try:
+        metrics = pretrain(PretrainArguments(**settings))
+    finally:
+        # A process that leaves its threads running aborts now and then.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if metrics:
         print(summary(metrics))
     return 0

@@ -21,7 +21,7 @@ from fastplm.train.report import summary, write_json
 _COMPARED_BATCHES = 4
 
 
-def demo(out: str | Path = "runs/demo", *, steps: int = 600) -> bool:
+def demo(out: str | Path = "runs/demo", *, steps: int = 2200) -> bool:
     """Pre-train, print the results, compare with Hugging Face, and load the checkpoints there.
 
     Args:
@@ -31,6 +31,9 @@ def demo(out: str | Path = "runs/demo", *, steps: int = 600) -> bool:
     Returns:
         Whether everything that the demo is to show was seen.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
     out = Path(out)
     if (out / "demo.json").is_file():
         shutil.rmtree(out)

@@ -167,9 +167,9 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if not first:
-        return {}
-    return _finish(args, out, trainer, tokenizer, held_out)
+    metrics = _finish(args, out, trainer, tokenizer, held_out) if first else {}
+    trainer.accelerator.wait_for_everyone()
+    return metrics
 
 
 def open_corpus(corpus: Sequence[str | Path]) -> Iterable[str]:
