@@ -32,17 +32,25 @@ def draw(folder: Path, target: Path) -> None:
         (row["op"], row["case"], row["direction"], row["variant"]): float(row["vs_eager"])
         for row in rows
     }
-    height = 0.8 / max(len(variants), 1)
+    colors = {name: f"C{index}" for index, name in enumerate(variants)}
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.33 * len(labels)), layout="constrained")
-    for index, variant in enumerate(variants):
-        bars = [(y, values.get((*label, variant))) for y, label in enumerate(labels)]
-        bars = [(y + index * height, value) for y, value in bars if value]
-        color = "#2a6f97" if variant == "fastplm" else f"C{index + 1}"
-        ys, widths = zip(*bars, strict=True)
-        axes.barh(ys, [w - 1 for w in widths], height, left=1, label=variant, color=color)
+    drawn = set()
+    for y, label in enumerate(labels):
+        present = [name for name in variants if (*label, name) in values]
+        height = 0.8 / len(present)
+        for index, name in enumerate(present):
+            axes.barh(
+                y + (index + 0.5) * height - 0.4,
+                values[(*label, name)] - 1,
+                height,
+                left=1,
+                color=colors[name],
+                label=None if name in drawn else name,
+            )
+            drawn.add(name)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(
-        [y + 0.4 - height / 2 for y in range(len(labels))],
+        range(len(labels)),
         [f"{op}: {case}, {direction}" for op, case, direction in labels],
         fontsize=8,
     )
@@ -50,7 +58,7 @@ def draw(folder: Path, target: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axes.invert_yaxis()
     axes.set_xlabel(f"speed relative to the eager reference, {rows[0]['machine']}")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
     figure.savefig(target, dpi=120)
     plt.close(figure)
 
