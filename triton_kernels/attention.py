@@ -40,7 +40,8 @@ from fastplm.triton_kernels._launch import (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 # (arch, 16-bit?, BLOCK_D) -> (BLOCK_Q, BLOCK_K, num_warps, num_stages) of forward, dK/dV and dQ.
-# Not measured on a device yet: chosen by the compile lane as the largest tiles without spills.
+# Not measured on a device yet: large tiles that the compile lane finds free of spills, under Triton
+# 3.6.0 and 3.7.1.
 _CONFIGS = {
     (80, True, 16): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
     (80, True, 32): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
