@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from fastplm.ops.attention import attention
+from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.linear_cross_entropy import linear_cross_entropy
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
+from fastplm.reference.attention import T5RelativeBias
 from fastplm.reference.mask_tokens import MaskedTokens
 
 __all__ = [
     "MaskedTokens",
+    "T5RelativeBias",
     "attention",
+    "attention_varlen",
     "gather_rows",
     "linear_cross_entropy",
     "mask_tokens",

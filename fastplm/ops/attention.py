@@ -1,28 +1,88 @@
-"""``ops.attention``: checks, schema, fake, autograd formula and backends."""
+"""``ops.attention`` and ``ops.attention_varlen``: checks, schema, fake, autograd and backends.
+
+Both are one op with two layouts: a ragged call carries ``cu_seqlens``, a dense one does not.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
 from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
-    UnsupportedError,
+    ArgumentTypeError,
     check,
     check_dtype,
     check_same,
     check_same_device,
     check_shape,
     check_tensor,
-    message,
 )
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import last_dim_contiguous
-from fastplm.reference.attention import attention_ref
+from fastplm.reference.attention import (
+    T5RelativeBias,
+    attention_ref,
+    attention_varlen_ref,
+    dropout_threshold,
+    t5_buckets,
+)
 
-_MAX_HEAD_DIM = 128
+_MAX_HEAD_DIM = 256
+
+#: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
+_MAX_DROPOUT_KEYS = 2**20
+_MAX_DROPOUT_HEADS = 2**12
+
+
+class _Call(NamedTuple):
+    """The arguments of ``fastplm::attention_fwd`` but the last, in the order of its schema."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    bias_weight: torch.Tensor | None
+    bias_bidirectional: bool
+    bias_max_distance: int
+    seed: torch.Tensor | None
+    sample_index: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.numel() - 1
+        return self.query.shape[0]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords that the two public functions and the two references share."""
+        bias = None
+        if self.bias_weight is not None:
+            bias = T5RelativeBias(self.bias_weight, self.bias_bidirectional, self.bias_max_distance)
+        return dict(
+            key_mask=self.key_mask,
+            is_causal=self.is_causal,
+            dropout_p=self.dropout_p,
+            scale=self.scale,
+            relative_bias=bias,
+            seed=self.seed,
+            sample_index=self.sample_index,
+        )
 
 
 def attention(
@@ -34,118 +94,371 @@ def attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
-    relative_bias: object | None = None,
+    relative_bias: T5RelativeBias | None = None,
     seed: int | torch.Tensor | None = None,
+    sample_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention with key padding, causal and cross-attention, without a score matrix.
+    """Softmax attention with padding, causality, T5's bias and dropout, without a score matrix.
 
-    ``O = softmax(scale * Q K^T + mask) V``
+    ``O = dropout(softmax(scale * Q K^T + bias + mask)) V``
 
     Args:
         query: [B, H, Tq, D], fp32, fp16 or bf16; any strides whose last is 1 (a view of packed
             projections or of [B, T, H, D] is not copied).
         key, value: [B, H, Tk, D], dtype and device of ``query``; strides of their own.
         key_mask: bool [B, Tk], True = attend. The content of a masked key never matters.
-        is_causal: query i sees the keys j <= i + (Tk - Tq) (bottom-right aligned).
-        dropout_p: must be 0.0 in this version.
-        scale: factor on the scores; default ``D ** -0.5``.
-        relative_bias: must be None in this version.
-        seed: seed of the dropout; unused while ``dropout_p`` is 0.
+        is_causal: query i sees the keys j <= i + (Tk - Tq) (bottom-right aligned), so that few
+            queries, down to one, continue a cache of keys and values.
+        dropout_p: the probability of dropping an attention probability, in steps of 1/256; the
+            others are divided by the probability of keeping that is really used. A probability
+            that rounds to 0 or 1 but is neither takes 1/256 or 255/256.
+        scale: factor on the scores; default ``D ** -0.5`` (T5 uses 1.0).
+        relative_bias: ``T5RelativeBias(weight [buckets, H], bidirectional, max_distance)``: a bias
+            by the bucket of the distance, computed on the fly; ``weight`` gets a gradient.
+        seed: of the dropout: int, or 0-d int64 tensor on the device of ``query`` (which a captured
+            graph can advance). Default: drawn from PyTorch's generator of the device. Give each
+            layer and step a seed of its own.
+        sample_index: int64 [B], what the dropout's random bits depend on besides ``seed`` and the
+            indices of head, query and key; default ``arange(B)``. With a global index the bits do
+            not depend on how a batch is spread over devices.
 
     Returns:
         [B, H, Tq, D] in the dtype of ``query``. A row that may attend to nothing is 0 and passes
         no gradient.
 
     Numerics:
-        Products in the input dtype (fp32 without TF32); softmax and sums in fp32.
+        Products in the input dtype (fp32 without TF32); bias, softmax and sums in fp32.
 
     Determinism:
-        Forward and backward repeat bit for bit on one backend; no atomics.
+        Forward and backward repeat bit for bit on one backend, the gradient of the bias included;
+        no atomics. A dropped probability is the same one on every backend, device and layout.
 
     Raises:
-        ArgumentValueError, ArgumentTypeError: shapes, dtypes or devices that do not fit.
-        UnsupportedError: ``dropout_p > 0`` or ``relative_bias``.
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
-    Source: Vaswani et al. 2017, eq. 1; Dao 2023 (arXiv 2307.08691).
+    Source: Vaswani et al. 2017, eq. 1; Dao 2023 (arXiv 2307.08691); bias: Raffel et al. 2020, §2.1.
     Reference: ``fastplm.reference.attention.attention_ref``.
     """
-    _check_unsupported(dropout_p, relative_bias)
-    check_tensor("attention", "query", query, ndim=4)
-    check_tensor("attention", "key", key, ndim=4)
-    check_tensor("attention", "value", value, ndim=4)
+    where = "attention"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(where, name, tensor, ndim=4)
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
-    _check(query, key, value, key_mask)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    backend = OP.resolve(query, key, value, key_mask, is_causal, scale)
+    weight, bidirectional, max_distance = _bias(where, relative_bias)
+    call = _Call(
+        query,
+        key,
+        value,
+        key_mask,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        weight,
+        bidirectional,
+        max_distance,
+        _seed(where, seed, dropout_p, query.device),
+        sample_index,
+        float(dropout_p),
+        is_causal,
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    _check(call)
+    return _run(call)
+
+
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    key_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    relative_bias: T5RelativeBias | None = None,
+    seed: int | torch.Tensor | None = None,
+    sample_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attention`` of a ragged batch: sequences packed one after the other, without padding.
+
+    ``O_b = dropout(softmax(scale * Q_b K_b^T + bias + mask)) V_b`` for every sequence b.
+
+    Args:
+        query: [Nq, H, D]; sequence b owns the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+            Rows past ``cu_seqlens_q[-1]`` are spare capacity; their content never matters.
+        key, value: [Nk, H, D], cut by ``cu_seqlens_k`` in the same way.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], from 0, not decreasing, on the device of
+            ``query``: lengths of queries and keys (an encoder and a decoder); a length may be 0.
+        max_seqlen_q, max_seqlen_k: not less than the longest sequence; they choose the kernel, so
+            fixed ones let a captured or compiled step serve every batch. A sequence that is longer
+            is an error on the CPU; on a GPU, where looking would wait for the device, the rows
+            beyond are not computed.
+        key_mask: bool [Nk], True = attend.
+        is_causal, dropout_p, scale, relative_bias, seed: as in ``attention``, with the lengths of
+            each sequence as its Tq and Tk.
+        sample_index: int64 [B], as in ``attention``.
+
+    Returns:
+        [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. On one backend
+        the same bits as ``attention`` gives for the batch padded at the right, dropout included.
+
+    Numerics:
+        As ``attention``.
+
+    Determinism:
+        As ``attention``.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
+        BackendError: a forced backend cannot run the call.
+
+    Source: as ``attention``.
+    Reference: ``fastplm.reference.attention.attention_varlen_ref``.
+    """
+    where = "attention_varlen"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(where, name, tensor, ndim=3)
+    check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
+    check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
+    query, key, value = autocast(query, key, value)  # type: ignore[assignment]
+    weight, bidirectional, max_distance = _bias(where, relative_bias)
+    call = _Call(
+        query,
+        key,
+        value,
+        key_mask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        weight,
+        bidirectional,
+        max_distance,
+        _seed(where, seed, dropout_p, query.device),
+        sample_index,
+        float(dropout_p),
+        is_causal,
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    _check(call)
+    return _run(call)
+
+
+def _run(call: _Call) -> torch.Tensor:
+    backend = OP.resolve(*call)
     if backend == "eager":
-        return attention_ref(query, key, value, key_mask=key_mask, is_causal=is_causal, scale=scale)
-    query, key, value = (last_dim_contiguous(tensor) for tensor in (query, key, value))
-    out, _ = torch.ops.fastplm.attention_fwd(query, key, value, key_mask, is_causal, scale, backend)
-    return out
+        if call.ragged:
+            return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
+        return attention_ref(*call[:3], **call.options)
+    query, key, value = (last_dim_contiguous(tensor) for tensor in call[:3])
+    return torch.ops.fastplm.attention_fwd(query, key, value, *call[3:], backend)[0]
 
 
-def _check_unsupported(dropout_p: float, relative_bias: object | None) -> None:
-    if dropout_p != 0.0:
-        raise UnsupportedError(
-            message(
-                "attention",
-                "dropout_p",
-                dropout_p,
-                "0.0 in this version",
-                "Use torch.nn.functional.scaled_dot_product_attention where attention dropout is "
-                "needed (attn_implementation='fastplm' does so by itself).",
-            )
+def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None, bool, int]:
+    if bias is None:
+        return None, False, 0
+    check(
+        isinstance(bias, T5RelativeBias),
+        where,
+        "relative_bias",
+        f"a {type(bias).__name__}",
+        "ops.T5RelativeBias or None",
+        "Wrap the table: T5RelativeBias(weight, bidirectional=…, max_distance=…).",
+        ArgumentTypeError,
+    )
+    check_tensor(where, "relative_bias.weight", bias.weight, ndim=2)
+    return bias.weight, bool(bias.bidirectional), int(bias.max_distance)
+
+
+def _seed(
+    where: str, seed: int | torch.Tensor | None, dropout_p: float, device: torch.device
+) -> torch.Tensor | None:
+    check(
+        0.0 <= dropout_p <= 1.0,
+        where,
+        "dropout_p",
+        dropout_p,
+        "a probability in [0, 1]",
+        "Pass the share of attention probabilities to drop.",
+    )
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device=device)
+    if isinstance(seed, torch.Tensor):
+        check_tensor(where, "seed", seed, ndim=0)
+        check_dtype(where, "seed", seed, (torch.int64,))
+        return seed
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def _check(call: _Call) -> None:
+    where = "attention_varlen" if call.ragged else "attention"
+    query, key, value = call[:3]
+    check_dtype(where, "query", query, FLOATING)
+    check_same(where, query=query, key=key, value=value)
+    heads, head_dim = query.shape[1], query.shape[-1]
+    shape: tuple[int, ...]
+    if call.ragged:
+        names, shape = "[Nk, H, D]", (key.shape[0], heads, head_dim)
+    else:
+        names, shape = "[B, H, Tk, D]", (query.shape[0], heads, key.shape[2], head_dim)
+    check_shape(where, "key", key, shape, f"{names} with the sizes of `query`")
+    check_shape(where, "value", value, shape, f"{names}, the shape of `key`")
+    check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
+    if call.ragged:
+        _check_ragged(call)
+    _check_key_mask(where, call)
+    _check_bias(where, call)
+    _check_dropout(where, call)
+
+
+def _check_ragged(call: _Call) -> None:
+    where = "attention_varlen"
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None
+    check(
+        cu_seqlens_q.numel() > 0,
+        where,
+        "cu_seqlens_q",
+        "no element",
+        "int32 [B + 1], from 0",
+        "Prepend the 0: pad(lengths.cumsum(0), (1, 0)).",
+    )
+    check_shape(
+        where, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "[B + 1], as `cu_seqlens_q`"
+    )
+    for name, rows, longest in (
+        ("q", call.query, call.max_seqlen_q),
+        ("k", call.key, call.max_seqlen_k),
+    ):
+        cu_seqlens = cu_seqlens_q if name == "q" else cu_seqlens_k
+        check_dtype(where, f"cu_seqlens_{name}", cu_seqlens, (torch.int32,))
+        check_same_device(where, query=call.query, **{f"cu_seqlens_{name}": cu_seqlens})
+        check(
+            longest >= 0,
+            where,
+            f"max_seqlen_{name}",
+            longest,
+            "the length of the longest sequence",
+            "Pass it, or any upper bound.",
         )
-    if relative_bias is not None:
-        raise UnsupportedError(
-            message(
-                "attention",
-                "relative_bias",
-                f"a {type(relative_bias).__name__}",
-                "None in this version",
-                "Use scaled_dot_product_attention with attn_mask= for an additive bias.",
-            )
-        )
+        if cu_seqlens.device.type == "cpu" and not _traced(cu_seqlens):
+            _check_lengths(where, name, cu_seqlens, rows.shape[0], longest)
 
 
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+def _traced(tensor: torch.Tensor) -> bool:
+    """Whether the values are not there to look at: under torch.compile, in a fake or on meta."""
+    return torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
+
+
+def _check_lengths(
+    where: str, name: str, cu_seqlens: torch.Tensor, rows: int, longest: int
 ) -> None:
-    check_dtype("attention", "query", query, FLOATING)
-    check_same("attention", query=query, key=key, value=value)
-    batch, heads, _, head_dim = query.shape
-    seqlen_k = key.shape[2]
-    shape = (batch, heads, seqlen_k, head_dim)
-    check_shape("attention", "key", key, shape, "[B, H, Tk, D] with B, H, D of `query`")
-    check_shape("attention", "value", value, shape, "[B, H, Tk, D], the shape of `key`")
-    check(head_dim > 0, "attention", "query", "head dim 0", "at least 1", "Check the reshape.")
-    if key_mask is not None:
-        check_tensor("attention", "key_mask", key_mask, ndim=2)
-        check_dtype(
-            "attention",
-            "key_mask",
-            key_mask,
-            (torch.bool,),
-            "Use attention_mask.bool(), True = attend.",
-        )
-        check_same_device("attention", query=query, key_mask=key_mask)
-        check_shape(
-            "attention",
-            "key_mask",
-            key_mask,
-            (batch, seqlen_k),
-            "[B, Tk]",
-            "Pass one boolean per key of each sample; causality is is_causal=True.",
-        )
+    values = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(values[:-1], values[1:], strict=True)]
+    check(
+        values[0] == 0 and min(lengths, default=0) >= 0 and values[-1] <= rows,
+        where,
+        f"cu_seqlens_{name}",
+        f"{values[0]} … {values[-1]} with lengths from {min(lengths, default=0)}",
+        f"0 first, never decreasing, at most {rows} (the rows of the tensor) last",
+        "Build it as pad(lengths.cumsum(0), (1, 0)).",
+    )
+    check(
+        max(lengths, default=0) <= longest,
+        where,
+        f"max_seqlen_{name}",
+        longest,
+        f"at least {max(lengths, default=0)}, the longest sequence",
+        "Pass the longest length, or any upper bound.",
+    )
+
+
+def _check_key_mask(where: str, call: _Call) -> None:
+    if call.key_mask is None:
+        return
+    check_tensor(where, "key_mask", call.key_mask)
+    check_dtype(
+        where,
+        "key_mask",
+        call.key_mask,
+        (torch.bool,),
+        "Use attention_mask.bool(), True = attend.",
+    )
+    check_same_device(where, query=call.query, key_mask=call.key_mask)
+    shape = call.key.shape[:1] if call.ragged else (call.batch, call.key.shape[2])
+    check_shape(
+        where,
+        "key_mask",
+        call.key_mask,
+        shape,
+        "[Nk]" if call.ragged else "[B, Tk]",
+        "Pass one boolean per key of each sample; causality is is_causal=True.",
+    )
+
+
+def _check_bias(where: str, call: _Call) -> None:
+    weight = call.bias_weight
+    if weight is None:
+        return
+    name, heads = "relative_bias.weight", call.query.shape[1]
+    check_dtype(where, name, weight, FLOATING)
+    check_same_device(where, query=call.query, **{name: weight})
+    check_shape(where, name, weight, (weight.shape[0], heads), "[buckets, H]")
+    least = 4 if call.bias_bidirectional else 2
+    check(
+        weight.shape[0] >= least and weight.shape[0] % 2 == 0,
+        where,
+        name,
+        f"{weight.shape[0]} buckets",
+        f"an even number, at least {least}",
+        "T5 has 32: half of those of a side are exact distances.",
+    )
+    exact = weight.shape[0] // least
+    check(
+        call.bias_max_distance > exact,
+        where,
+        "relative_bias.max_distance",
+        call.bias_max_distance,
+        f"more than {exact}, the distances with a bucket of their own",
+        "T5 has 128.",
+    )
+
+
+def _check_dropout(where: str, call: _Call) -> None:
+    if call.sample_index is not None:
+        check_tensor(where, "sample_index", call.sample_index, ndim=1)
+        check_dtype(where, "sample_index", call.sample_index, (torch.int64,))
+        check_same_device(where, query=call.query, sample_index=call.sample_index)
+        check_shape(where, "sample_index", call.sample_index, (call.batch,), "[B]")
+    if call.seed is None:
+        return
+    check_same_device(where, query=call.query, seed=call.seed)
+    heads, longest = call.query.shape[1], call.max_seqlen_k
+    check(
+        longest <= _MAX_DROPOUT_KEYS and heads < _MAX_DROPOUT_HEADS,
+        where,
+        "dropout_p",
+        f"{call.dropout_p} with {longest} keys and {heads} heads",
+        f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
+        "Turn dropout off for such a call.",
+    )
 
 
 def _projection_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, D] over [B, T, H, D] memory, the layout every backend returns."""
+    """[B, H, T, D] over [B, T, H, D] memory, the dense layout every backend returns."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _empty_like_projection(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 3:
+        return tensor.new_empty(tensor.shape)
     batch, heads, length, dim = tensor.shape
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
 
@@ -153,8 +466,16 @@ def _empty_like_projection(tensor: torch.Tensor) -> torch.Tensor:
 # --- backend "torch": the flash kernel that PyTorch has for CPUs ----------------------------------
 
 
-def _torch_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(query)
+def _torch_rejects(*arguments: Any, forced: bool) -> str | None:
+    call = _Call(*arguments)
+    for name, present in (
+        ("cu_seqlens", call.ragged),
+        ("relative_bias", call.bias_weight is not None),
+        ("dropout", call.seed is not None),
+    ):
+        if present:
+            return f"it has no {name} yet"
+    return needs_cpu(call.query)
 
 
 def _visible_rows(
@@ -183,16 +504,13 @@ def _zero_masked(tensor: torch.Tensor, key_mask: torch.Tensor | None) -> torch.T
     return tensor.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
-def _torch_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _Call(*arguments)
+    query, key, value, key_mask = call[:4]
+    is_causal, scale = call.is_causal, call.scale
+    stats = _statistics(call, "torch")
     if 0 in query.shape or key.shape[2] == 0:
-        return _empty_like_projection(query).zero_(), _row_statistics(query).zero_()
+        return _empty_like_projection(query).zero_(), stats.zero_()
     bias, dead = _visible_rows(query, key, key_mask, is_causal)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query,
@@ -205,24 +523,21 @@ def _torch_forward(
     )
     if dead is not None:
         out.masked_fill_(dead, 0.0)
-    stats = _row_statistics(query)
-    stats[0], stats[1] = lse, 0.0
+    batch, heads, seqlen_q = lse.shape
+    stats[0].view(heads, batch, seqlen_q).copy_(lse.transpose(0, 1))
+    stats[1] = 0.0
     return _projection_layout(out), stats
 
 
 def _torch_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    out: torch.Tensor,
-    stats: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Call(*arguments)
+    query, key, value, key_mask = call[:4]
+    is_causal, scale = call.is_causal, call.scale
+    no_bias = query.new_empty(0)
     if 0 in query.shape or key.shape[2] == 0:
-        return tuple(_empty_like_projection(t).zero_() for t in (query, key, value))  # type: ignore[return-value]
+        return (*(_empty_like_projection(t).zero_() for t in (query, key, value)), no_bias)  # type: ignore[return-value]
     bias, dead = _visible_rows(query, key, key_mask, is_causal)
     if dead is not None:
         grad_out = grad_out.masked_fill(dead, 0.0)
@@ -232,76 +547,120 @@ def _torch_backward(
         _zero_masked(key, key_mask),
         _zero_masked(value, key_mask),
         out,
-        stats[0],
+        stats[0].unflatten(1, (query.shape[0], -1)).transpose(0, 1).contiguous(),
         0.0,
         is_causal and bias is None,
         attn_mask=bias,
         scale=scale,
     )
-    return tuple(_projection_layout(grad) for grad in grads)  # type: ignore[return-value]
+    return (*(_projection_layout(grad) for grad in grads), no_bias)  # type: ignore[return-value]
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
-def _triton_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if query.shape[-1] > _MAX_HEAD_DIM:
-        return f"head dim {query.shape[-1]} is over {_MAX_HEAD_DIM}"
-    if query.dtype is torch.float64:
+def _triton_rejects(*arguments: Any, forced: bool) -> str | None:
+    call = _Call(*arguments)
+    if call.query.shape[-1] > _MAX_HEAD_DIM:
+        return f"head dim {call.query.shape[-1]} is over {_MAX_HEAD_DIM}"
+    if call.query.dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
-    return needs_triton(query, forced)
+    if call.scale <= 0.0:
+        return f"scale {call.scale}: the kernels take a positive one"
+    return needs_triton(call.query, forced)
+
+
+@functools.lru_cache
+def _bucket_table(
+    num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
+) -> torch.Tensor:
+    return t5_buckets(num_buckets, bidirectional, max_distance).to(device)
+
+
+def _kernel_arguments(call: _Call) -> dict[str, Any]:
+    arguments = call._asdict()
+    bidirectional = arguments.pop("bias_bidirectional")
+    max_distance = arguments.pop("bias_max_distance")
+    arguments["buckets"] = None
+    if call.bias_weight is not None:
+        arguments["buckets"] = _bucket_table(
+            call.bias_weight.shape[0], bidirectional, max_distance, call.query.device
+        )
+    arguments["dropout_threshold"] = dropout_threshold(arguments.pop("dropout_p"))
+    return arguments
 
 
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from fastplm.triton_kernels.attention import attention_fwd
 
-    return attention_fwd(*arguments)
+    return attention_fwd(**_kernel_arguments(_Call(*arguments)))
 
 
-def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton_backward(
+    grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from fastplm.triton_kernels.attention import attention_bwd
 
-    return attention_bwd(*arguments)
+    return attention_bwd(grad_out, out, stats, bias_grad, **_kernel_arguments(_Call(*arguments)))
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _row_statistics(query: torch.Tensor) -> torch.Tensor:
-    """[2, B, H, Tq]: what a backend's own backward needs to rebuild the softmax of each row."""
+def _statistics(call: _Call, backend: str) -> torch.Tensor:
+    """[2, H, rows of query]: what a backend's own backward needs to rebuild the softmax of a row.
+
+    [2, H, 0] where it needs nothing.
+    """
+    query = call.query
+    rows = query.shape[0] if call.ragged else query.shape[0] * query.shape[2]
+    if backend == "triton":
+        from fastplm.triton_kernels.attention import needs_statistics
+
+        if not needs_statistics(query.dtype, query.shape[-1], call.max_seqlen_k):
+            rows = 0
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return query.new_empty((2, *query.shape[:3]), dtype=dtype)
+    return query.new_empty((2, query.shape[1], rows), dtype=dtype)
 
 
-def _fake_forward(query, key, value, key_mask, is_causal, scale, backend):
-    _check(query, key, value, key_mask)
-    return _empty_like_projection(query), _row_statistics(query)
+def _fake_forward(*arguments):
+    call = _Call(*arguments[:-1])
+    _check(call)
+    return _empty_like_projection(call.query), _statistics(call, arguments[-1])
 
 
-def _fake_backward(grad_out, query, key, value, key_mask, out, stats, is_causal, scale, backend):
-    return tuple(_empty_like_projection(tensor) for tensor in (query, key, value))
+def _fake_backward(grad_out, out, stats, bias_grad, *arguments):
+    call = _Call(*arguments[:-1])
+    bias = call.bias_weight if bias_grad else None
+    return (
+        *(_empty_like_projection(tensor) for tensor in call[:3]),
+        call.query.new_empty(0) if bias is None else torch.empty_like(bias),
+    )
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, key_mask, ctx.is_causal, ctx.scale, ctx.backend = inputs
-    ctx.save_for_backward(query, key, value, key_mask, *output)
+    tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
+    ctx.plain = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+    out, stats = output
+    # A backward without row statistics rebuilds the output as well.
+    ctx.save_for_backward(*tensors, out if stats.numel() else None, stats)
 
 
 def _backward(ctx, grad_out, _grad_stats):
-    query, key, value, key_mask, out, stats = ctx.saved_tensors
-    grads = torch.ops.fastplm.attention_bwd(
-        last_dim_contiguous(grad_out),
-        query,
-        key,
-        value,
-        key_mask,
-        out,
-        stats,
-        ctx.is_causal,
-        ctx.scale,
-        ctx.backend,
-    )
-    return *grads, None, None, None, None
+    *tensors, out, stats = ctx.saved_tensors
+    inputs = [
+        plain if tensor is None else tensor
+        for plain, tensor in zip(ctx.plain, tensors, strict=True)
+    ]
+    bias = _Call._fields.index("bias_weight")
+    bias_grad = ctx.needs_input_grad[bias]
+    grad_out = last_dim_contiguous(grad_out)
+    out = grad_out if out is None else out
+    grads = torch.ops.fastplm.attention_bwd(grad_out, out, stats, bias_grad, *inputs)
+    result: list[Any] = [None] * len(inputs)
+    result[:3] = grads[:3]
+    result[bias] = grads[3] if bias_grad else None
+    return tuple(result)
 
 
 def _smoke(device: torch.device) -> None:
@@ -311,14 +670,20 @@ def _smoke(device: torch.device) -> None:
     attention(query, key, key, key_mask=key_mask).sum().backward()
 
 
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? bias_weight, "
+    "bool bias_bidirectional, int bias_max_distance, Tensor? seed, Tensor? sample_index, "
+    "float dropout_p, bool is_causal, float scale, str backend"
+)
+
 OP = Op("attention", reference=attention_ref, smoke=_smoke)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(
-    "(Tensor query, Tensor key, Tensor value, Tensor? key_mask, bool is_causal, float scale, "
-    "str backend) -> (Tensor out, Tensor stats)",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor out, "
-    "Tensor stats, bool is_causal, float scale, str backend) -> (Tensor, Tensor, Tensor)",
+    f"({_INPUTS}) -> (Tensor out, Tensor stats)",
+    f"(Tensor grad_out, Tensor out, Tensor stats, bool bias_grad, {_INPUTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
     setup_context=_setup_context,
