@@ -30,6 +30,8 @@ from fastplm.testing import assert_within_budget
 
 Inputs = dict[str, Any]
 
+TARGETS_GPU = "H200"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,9 +47,12 @@ class Case:
         gate: ``gate(variant, eager, inputs)`` raises AssertionError if it does not; by default the
             error budget, outputs and gradients.
         wrt: inputs that get gradients (none: the op has no backward).
+        directions: what is measured if there are gradients, of "forward", "backward", "training".
         bytes: moved by a forward that reads each input and writes each output once.
         flops: of the forward.
         training_bytes, training_flops: the same for forward and backward together.
+        targets: (floor, must) of a direction: the microseconds that the arithmetic allows on the
+            ``TARGETS_GPU``, and those that fastplm must not exceed there.
     """
 
     op: str
@@ -58,10 +63,12 @@ class Case:
     gated: Sequence[str] = ("fastplm",)
     gate: Callable[[Callable[..., Any], Callable[..., Any], Inputs], None] | None = None
     wrt: Sequence[str] = ()
+    directions: Sequence[str] = ("forward", "training")
     bytes: int = 0
     flops: int = 0
     training_bytes: int = 0
     training_flops: int = 0
+    targets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.label.replace(" ", "_")
@@ -95,6 +102,8 @@ class Session:
     """Rows of this run; the plug-in in conftest.py prints and writes them."""
 
     rows: list[Row] = field(default_factory=list)
+    #: (floor, must) by (op, case, direction), on the GPU that they are meant for
+    targets: dict[tuple[str, str, str], tuple[float, float]] = field(default_factory=dict)
 
 
 SESSION = Session()
@@ -107,7 +116,7 @@ def default_device() -> torch.device:
 def measure(
     case: Case, direction: str, benchmark: Any = None, rounds: int | None = None
 ) -> list[Row]:
-    """Gate and time all variants of ``case``; ``direction`` is "forward" or "training".
+    """Gate and time all variants of ``case``; ``direction`` is one of ``case.directions``.
 
     ``benchmark`` is pytest-benchmark's fixture, if there is one: it then drives the rounds, each of
     which runs every variant once.
@@ -147,6 +156,7 @@ def measure(
         if eager and row.p50_us:
             row.vs_eager = round(eager / row.p50_us, 2)
     SESSION.rows += rows
+    SESSION.targets |= targets([case])
     gate = [f"{name}: {failures[name]}" for name in case.gated if name in failures]
     if gate:
         raise AssertionError("; ".join(gate))
@@ -158,12 +168,15 @@ class _Runner:
 
     #: Inputs are rotated so that a GPU's L2 (60 MB on an H200) does not serve a repeated call.
     _ROTATED_BYTES = 256 * 2**20
+    #: About half a millisecond.
+    _SLEEP_CYCLES = 10**6
 
     def __init__(
         self, case: Case, function: Callable[..., Any], direction: str, device: torch.device
     ) -> None:
         self.function, self.device = function, device
-        self.wrt = case.wrt if direction == "training" else ()
+        self.wrt = () if direction == "forward" else case.wrt
+        self.forward_timed = direction != "backward"
         copies = 1
         if device.type == "cuda":
             copies = min(8, 1 + self._ROTATED_BYTES // max(case.bytes, 2**20))
@@ -182,29 +195,34 @@ class _Runner:
         """Run the variant once and keep the time in seconds."""
         inputs = self.sets[self.calls % len(self.sets)]
         self.calls += 1
+        out = None if self.forward_timed else self._forward(inputs)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The device sleeps while the call is enqueued: its own time is measured, not Python's.
+            torch.cuda._sleep(self._SLEEP_CYCLES)
             start.record()
-            self._call(inputs)
+            self._call(inputs, out)
             end.record()
             end.synchronize()
             self.times.append(start.elapsed_time(end) / 1e3)
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before)
         else:
             started = time.perf_counter()
-            self._call(inputs)
+            self._call(inputs, out)
             self.times.append(time.perf_counter() - started)
 
-    def _call(self, inputs: Inputs) -> None:
-        if not self.wrt:
-            with torch.no_grad():
-                self.function(**inputs)
-            return
-        out = self.function(**inputs)
-        upstream = torch.ones_like(out)
-        torch.autograd.grad(out, [inputs[name] for name in self.wrt], upstream)
+    def _call(self, inputs: Inputs, out: Any) -> None:
+        out = self._forward(inputs) if self.forward_timed else out
+        if self.wrt:
+            leaves = [inputs[name] for name in self.wrt]
+            # A variant may leave an input out, to show what it costs.
+            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+    def _forward(self, inputs: Inputs) -> Any:
+        with torch.set_grad_enabled(bool(self.wrt)):
+            return self.function(**inputs)
 
 
 def _row(
@@ -214,9 +232,11 @@ def _row(
     if runner is not None:
         times = torch.tensor(runner.times, dtype=torch.float64)
         p20, p50, p80 = (round(1e6 * float(times.quantile(q)), 2) for q in (0.2, 0.5, 0.8))
-        training = direction == "training"
-        moved = case.training_bytes if training else case.bytes
-        done = case.training_flops if training else case.flops
+        moved, done = {
+            "forward": (case.bytes, case.flops),
+            "training": (case.training_bytes, case.training_flops),
+            "backward": (case.training_bytes - case.bytes, case.training_flops - case.flops),
+        }[direction]
         gbs = round(moved / p50 / 1e3, 2) if moved else None
         flops = round(done / p50 / 1e3, 2) if done else None
         peak = round(runner.peak / 2**20, 1) if runner.peak else None
@@ -235,6 +255,17 @@ def _row(
         vs_eager=None,
         status=status,
     )
+
+
+def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, float]]:
+    """(floor, must) by (op, case, direction), if this is the GPU that they are meant for."""
+    if TARGETS_GPU not in machine_line()["machine"]:
+        return {}
+    return {
+        (case.op, case.label, direction): pair
+        for case in cases
+        for direction, pair in case.targets.items()
+    }
 
 
 @functools.cache
@@ -312,12 +343,14 @@ def table(rows: Sequence[Row]) -> str:
         "GB/s",
         "GFLOP/s",
         "vs eager",
+        "floor/must us",
     )
     lines = [head]
     for row in rows:
         if row.status != "ok":
-            lines.append((row.op, row.case, row.direction, row.variant, row.status, *[""] * 4))
+            lines.append((row.op, row.case, row.direction, row.variant, row.status, *[""] * 5))
             continue
+        targets = SESSION.targets.get((row.op, row.case, row.direction))
         lines.append(
             (
                 row.op,
@@ -329,6 +362,7 @@ def table(rows: Sequence[Row]) -> str:
                 "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
                 "" if row.gflop_per_s is None else f"{row.gflop_per_s:.1f}",
                 "" if row.vs_eager is None else f"{row.vs_eager:.2f}x",
+                "" if targets is None else "{:g}/{:g}".format(*targets),
             )
         )
     # A failure's message runs over the columns to its right instead of widening one.
@@ -346,7 +380,7 @@ def main() -> int:
     sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
     failed = False
     for case in importlib.import_module(f"test_{options.op}").CASES:
-        for direction in ("forward", "training") if case.wrt else ("forward",):
+        for direction in case.directions if case.wrt else ("forward",):
             SESSION.rows.clear()
             try:
                 measure(case, direction, rounds=options.rounds)

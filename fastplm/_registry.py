@@ -95,7 +95,7 @@ class Op:
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Floating tensors in the autocast dtype of their device, as ``nn.Linear`` would see them."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

@@ -8,12 +8,16 @@ Importing this module registers the name with Transformers::
 Two functions are registered. Transformers calls ``fastplm_mask`` once a forward to turn the user's
 padding mask into what the attention understands, a boolean key mask [B, Tk]; without it,
 Transformers would pass no mask at all. It calls ``fastplm_attention_forward`` in every layer.
-Whatever ``ops.attention`` does not do yet runs on Transformers' own SDPA function with an
-equivalent mask: dropout in training, T5's position bias, masks that are neither causal nor
-bidirectional (packed sequences, sliding windows, a 4-D mask of the user). What neither of them does
-raises.
+Dropout is fused as well, and so is the position bias of T5 (from its table; see ``_relative_bias``)
+and a row of packed sequences that comes with ``cu_seq_lens_q`` and its kin. Whatever
+``ops.attention`` does not do runs on Transformers' own SDPA function with an equivalent mask:
+grouped heads, a position bias of unknown origin or in a cache, and masks that are neither causal
+nor bidirectional (sliding windows, a 4-D mask of the user). Such is the mask that Transformers
+makes of ``position_ids`` that start again where a causal model gets no ``attention_mask``: beside
+``cu_seq_lens_q`` give it one of ones. What neither of them does raises.
 
-Neither function changes any Python state, or a compiled model would be compiled again each call.
+Neither function changes any Python state that outlives a forward, or a compiled model would be
+compiled again each call.
 """
 
 from __future__ import annotations
@@ -32,11 +36,20 @@ from transformers.masking_utils import (
 )
 
 from fastplm._checks import UnsupportedError, check
-from fastplm.ops import attention
+from fastplm.ops import T5RelativeBias, attention, attention_varlen
 
 NAME = "fastplm"
+_WHERE = "attn_implementation='fastplm'"
 # Arguments of some models' attention that change its result and that no path here honours.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
+# In the order of the arguments of ``ops.attention_varlen``.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The layers whose ``position_bias`` is known. Others of the same look make theirs elsewhere (UDOP).
+_T5_ATTENTION = (
+    ("transformers.models.t5.modeling_t5", "T5Attention"),
+    ("transformers.models.mt5.modeling_mt5", "MT5Attention"),
+)
+_NOTE = "_fastplm_relative_bias"
 
 
 def fastplm_mask(
@@ -128,10 +141,14 @@ def fastplm_attention_forward(
         key, value: [B, H, Tk, D], or with fewer heads.
         attention_mask: None or bool [B, Tk] beside causality, else a complete 4-D mask, boolean
             (True = attend) or additive.
-        dropout: probability of dropping an attention weight, 0 outside training.
+        dropout: probability of dropping an attention weight, 0 outside training. Every call draws
+            its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
+            checkpointing restores.
         scaling: factor on the scores.
         is_causal: query i sees the keys j <= i + (Tk - Tq); a 4-D mask replaces it.
-        kwargs: ``position_bias`` and ``output_attentions`` are honoured.
+        kwargs: ``position_bias`` and ``output_attentions`` are honoured, and ``cu_seq_lens_q``,
+            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k`` for sequences packed into a batch
+            of one, but not beside a 4-D mask, which tells them apart itself.
 
     Returns:
         The output [B, Tq, H, D], and the weights [B, H, Tq, Tk] if ``output_attentions``, else
@@ -139,21 +156,56 @@ def fastplm_attention_forward(
 
     Raises:
         UnsupportedError: an argument that changes the result and that no path honours.
+        ArgumentValueError, ArgumentTypeError: packed sequences or a mask that do not fit.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     complete = attention_mask is not None and attention_mask.dim() == 4
-    _check_supported(attention_mask, complete, kwargs)
+    _check_supported(attention_mask, kwargs)
+    packed = not complete and _is_packed(query, kwargs)
     with_weights = kwargs.get("output_attentions", False)
+    position_bias = kwargs.get("position_bias")
     fused = (
         not complete
         and not with_weights
-        and dropout == 0.0
-        and kwargs.get("position_bias") is None
         and key.shape == value.shape
         and key.shape[:2] == query.shape[:2]
     )
+    relative_bias = None
+    if fused and position_bias is not None:
+        relative_bias, fused = _relative_bias(module, query, key, position_bias)
+    if packed:
+        check(
+            fused,
+            _WHERE,
+            "cu_seq_lens_q",
+            "a value beside grouped heads, output_attentions or an unknown position_bias",
+            "None with these",
+            "Pad the batch instead of packing it.",
+            UnsupportedError,
+        )
+        out = attention_varlen(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            *(kwargs[name] for name in _PACKED),
+            key_mask=None if attention_mask is None else attention_mask[0],
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=scaling,
+            relative_bias=relative_bias,
+        )
+        return out[None], None
     if fused:
-        out = attention(query, key, value, key_mask=attention_mask, is_causal=causal, scale=scaling)
+        out = attention(
+            query,
+            key,
+            value,
+            key_mask=attention_mask,
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=scaling,
+            relative_bias=relative_bias,
+        )
         return out.transpose(1, 2), None
 
     mask, dead = attention_mask, None
@@ -162,7 +214,7 @@ def fastplm_attention_forward(
     weights = None
     if with_weights:
         out, weights = _attention_with_weights(
-            query, key, value, mask, dropout, scaling, kwargs.get("position_bias")
+            query, key, value, mask, dropout, scaling, position_bias
         )
     else:
         out, _ = sdpa_attention_forward(
@@ -173,13 +225,11 @@ def fastplm_attention_forward(
     return out, weights
 
 
-def _check_supported(mask: Tensor | None, complete: bool, kwargs: dict[str, Any]) -> None:
-    # Packed rows are told apart by a 4-D mask made from position_ids, or not at all.
-    packed = () if complete else ("cu_seq_lens_q", "cu_seq_lens_k")
-    for name in (*_UNSUPPORTED, *packed):
+def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
         check(
             kwargs.get(name) is None,
-            "attn_implementation='fastplm'",
+            _WHERE,
             name,
             "a value",
             "None in this version",
@@ -188,12 +238,74 @@ def _check_supported(mask: Tensor | None, complete: bool, kwargs: dict[str, Any]
         )
     check(
         mask is None or mask.dim() in (2, 4),
-        "attn_implementation='fastplm'",
+        _WHERE,
         "attention_mask",
         f"{0 if mask is None else mask.dim()} dimensions",
         "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
         "Give the model a mask [B, T], True or 1 where there is a token.",
     )
+
+
+def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
+    if all(kwargs.get(name) is None for name in _PACKED):
+        return False
+    for name in _PACKED:
+        check(
+            kwargs.get(name) is not None,
+            _WHERE,
+            name,
+            "None",
+            f"a value, as some of {', '.join(_PACKED)} have one",
+            "Packed sequences need all four.",
+        )
+    check(
+        query.shape[0] == 1,
+        _WHERE,
+        "cu_seq_lens_q",
+        f"a value with a batch of {query.shape[0]}",
+        "a batch of one row that holds all sequences",
+        "Lay them one after the other: input_ids [1, N] with their own position_ids.",
+    )
+    return True
+
+
+def _relative_bias(
+    module: nn.Module, query: Tensor, key: Tensor, position_bias: Tensor
+) -> tuple[T5RelativeBias | None, bool]:
+    """(what the fused op adds in place of ``position_bias``, whether that is certain).
+
+    Transformers' T5 hands a dense ``position_bias`` [1, H, Tq, Tk] to every layer. A layer with a
+    table has just made it; the others get that very tensor, on which the first one leaves a note
+    of its table. Cross-attention, which has no table, gets zeros. A bias without a note, as after
+    something copied the tensor, is added as it stands. (A ``position_bias`` that the caller of a
+    single first layer makes himself is not seen; no model of Transformers does that.)
+    """
+    owner = type(module)
+    if (owner.__module__, owner.__name__) not in _T5_ATTENTION:
+        return None, False
+    if module.is_decoder and getattr(module, "is_causal", None) is False:
+        return None, True
+    if query.shape[2] != key.shape[2]:
+        # A cache: the lengths alone do not say where a static one puts the queries.
+        return None, False
+    note = getattr(position_bias, _NOTE, None)
+    if note is not None:
+        return note, True
+    table = getattr(module, "relative_attention_bias", None)
+    # A subclass (a parametrised or adapted table) may look up something other than its weight.
+    if type(table) is not nn.Embedding or table.weight.device != query.device:
+        return None, False
+    bias = T5RelativeBias(
+        # A copy, as the later layers read it: FSDP frees the weight itself with this layer.
+        table.weight.clone(),
+        bidirectional=not module.is_decoder,
+        max_distance=module.relative_attention_max_distance,  # type: ignore[arg-type]
+    )
+    # Reentrant checkpointing runs forward without gradients, and again in backward on copies
+    # without the note. Both must take one path, or they would drop different probabilities.
+    if torch.is_grad_enabled() or not module.training:
+        setattr(position_bias, _NOTE, bias)
+    return bias, True
 
 
 def _complete_mask(

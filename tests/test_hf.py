@@ -9,20 +9,27 @@ import torch
 import torch._dynamo.testing
 from transformers import (
     AlbertConfig,
+    AlbertForMaskedLM,
     AlbertModel,
+    AttentionInterface,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
+    BertForMaskedLM,
     BertLMHeadModel,
     BertModel,
     ElectraConfig,
+    ElectraForMaskedLM,
     ElectraModel,
     EncoderDecoderConfig,
     EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
+    MT5Config,
+    MT5ForConditionalGeneration,
     RobertaConfig,
+    RobertaForMaskedLM,
     RobertaModel,
     StaticCache,
     T5Config,
@@ -38,7 +45,7 @@ from transformers.masking_utils import (
 
 from fastplm import hf
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentTypeError, UnsupportedError
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, ReversedReductions, check_error
 
 VOCAB = 40
@@ -94,6 +101,8 @@ T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+# Without the peaked probabilities of factor 3, which make rounding errors a matter of luck.
+CALM_T5 = T5 | {"initializer_factor": 1.0}
 ENCODERS = {
     "bert": (BertModel, BertConfig(**BASE)),
     "roberta": (RobertaModel, RobertaConfig(**BASE)),
@@ -109,12 +118,28 @@ SEQ2SEQ = {
         EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**BASE), BertConfig(**BASE)),
     ),
 }
+TASKS = {
+    "bert": (BertForMaskedLM, ENCODERS["bert"][1]),
+    "roberta": (RobertaForMaskedLM, ENCODERS["roberta"][1]),
+    "albert": (AlbertForMaskedLM, ENCODERS["albert"][1]),
+    "electra": (ElectraForMaskedLM, ENCODERS["electra"][1]),
+    "gpt2": (GPT2LMHeadModel, ENCODERS["gpt2"][1]),
+    "bart": SEQ2SEQ["bart"],
+    "t5": (T5ForConditionalGeneration, T5Config(**CALM_T5)),
+    "mt5": (MT5ForConditionalGeneration, MT5Config(**CALM_T5)),
+    "bert2bert": SEQ2SEQ["bert2bert"],
+}
 CROSS = {
     "bert decoder": (
         BertLMHeadModel,
         BertConfig(**BASE, is_decoder=True, add_cross_attention=True),
     ),
     "gpt2 decoder": (GPT2LMHeadModel, GPT2Config(**GPT2, add_cross_attention=True)),
+}
+# Longest target row for the shortest source row: the two paddings are independent.
+TARGETS = {
+    "right": torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1] * 6]),
+    "left": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1], [1] * 6]),
 }
 PADDINGS = {
     "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 2 + [0] * 7]),
@@ -161,7 +186,8 @@ def measures(run, model, implementations):
 
 def other_ids(ids, mask):
     """The same ids where the mask is 1, others where it is 0."""
-    return torch.where(mask.bool(), ids, (ids + 7) % VOCAB)
+    # Neither 0, from which RoBERTa counts its positions, nor one of the other special ids.
+    return torch.where(mask.bool(), ids, 3 + (ids + 4) % (VOCAB - 3))
 
 
 def random_ids(*shape):
@@ -212,8 +238,7 @@ def test_padding_of_source_and_target(family, padding):
     ours, theirs = pair(*SEQ2SEQ[family])
     mask = PADDINGS[padding]
     ids, target = random_ids(*mask.shape), random_ids(3, 6)
-    # Longest target row for the shortest source row: the two paddings are independent.
-    target_mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1] * 6])
+    target_mask = TARGETS["right"]
 
     def run(model, ids=ids):
         out = model(
@@ -227,9 +252,10 @@ def test_padding_of_source_and_target(family, padding):
         )
 
     kept = hold(family, run, ours, theirs)
-    with torch.no_grad():
+    with torch.no_grad(), record_decisions() as decisions:
         assert torch.equal(kept, run(ours, other_ids(ids, mask)))
         assert not torch.equal(kept, run(ours, (ids + 7) % VOCAB))
+    assert len(decisions) == 2 * 6, "self- and cross-attention of all layers are fused"
 
 
 @pytest.mark.parametrize("family", CROSS)
@@ -277,26 +303,135 @@ def test_without_the_mask_interface_padding_would_be_ignored(monkeypatch):
     assert not torch.equal(out, ignored)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_gradients_equal_eager(family):
-    ours, theirs = pair(*ENCODERS[family])
-    mask = PADDINGS["left"]
-    ids = random_ids(*mask.shape)
-    upstream = torch.randn(int(mask.sum()), 32)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", TASKS)
+def test_loss_and_every_gradient_equal_eager(family, padding):
+    ours, theirs = pair(*TASKS[family])
+    mask = PADDINGS[padding]
+    inputs = {"input_ids": random_ids(*mask.shape), "attention_mask": mask}
+    labelled = mask
+    if family not in ENCODERS:
+        labelled = TARGETS[padding]
+        inputs["decoder_input_ids"] = random_ids(*labelled.shape)
+        inputs["decoder_attention_mask"] = labelled
+    labels = random_ids(*labelled.shape).masked_fill(labelled == 0, -100)
 
-    def grads(model):
-        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        found = torch.autograd.grad(out, parameters, upstream.to(out.dtype), allow_unused=True)
-        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    def run(model):
+        return model(**inputs, labels=labels, use_cache=False).loss
 
-    out, gold = grads(ours), grads(copy.deepcopy(theirs).double())
-    bases = measures(grads, theirs, ("eager", "sdpa"))
+    with record_decisions() as decisions:
+        grads = value_and_gradients(run, ours)
+    assert len(decisions) == (2 if family in ENCODERS else 6), "every layer is fused"
+    tables = [name for name in grads if name.endswith("relative_attention_bias.weight")]
+    assert len(tables) == (2 if "t5" in family else 0)
+    assert all(grads[name].any() for name in tables)
+    gold = value_and_gradients(run, copy.deepcopy(theirs).double())
+    check_gradients(
+        grads,
+        gold,
+        measures(lambda model: value_and_gradients(run, model), theirs, ("eager", "sdpa")),
+    )
+
+
+def value_and_gradients(run, model):
+    """Every gradient of ``run(model)`` by the name of its parameter, and the value as "value"."""
+    value = run(model)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(value, parameters, upstream(value), allow_unused=True)
+    found = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    return found | {"value": value.detach()}
+
+
+def upstream(value):
+    """A gradient for ``value``, the same one each time: 1 for a loss."""
+    if value.dim() == 0:
+        return torch.ones_like(value)
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
+
+
+def check_gradients(out, gold, bases):
     assert out.keys() == gold.keys()
-    siblings = tuple(gold.values())
-    for name in gold:
+    values = [base["value"] for base in bases]
+    check_error("value", out["value"], gold["value"], values, FORWARD_FACTOR)
+    names = [name for name in gold if name != "value"]
+    siblings = [gold[name] for name in names]
+    for name in names:
         own = [base[name] for base in bases]
         check_error(name, out[name], gold[name], own, GRADIENT_FACTOR, siblings)
+
+
+# --- the position bias of T5 ----------------------------------------------------------------------
+
+
+def self_attentions(model):
+    return [block.layer[0].SelfAttention for block in model.encoder.block]
+
+
+def test_a_t5_bias_of_unknown_origin_is_added_as_it_stands():
+    """Whatever the other layers' tables say: a copy, or one that the caller made."""
+    ours, theirs = pair(*SEQ2SEQ["t5"])
+    hidden, bias = torch.randn(2, 7, 32), torch.randn(1, 2, 7, 7)
+
+    def run(model):
+        layer = self_attentions(model)[1]
+        return layer(hidden.to(model.dtype), position_bias=bias.to(model.dtype))[0]
+
+    with record_decisions() as decisions:
+        hold("unknown", run, ours, theirs)
+    assert not decisions
+
+
+def test_a_table_that_is_more_than_its_weight_is_added_as_it_stands():
+    class Doubled(torch.nn.Embedding):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    ours, theirs = pair(*SEQ2SEQ["t5"])
+    for model in (ours, theirs):
+        layer = self_attentions(model)[0]
+        table = layer.relative_attention_bias
+        layer.relative_attention_bias = Doubled(*table.weight.shape, _weight=table.weight.data)
+    ids = random_ids(2, 7)
+    with record_decisions() as decisions:
+        hold("doubled", lambda model: model.encoder(ids).last_hidden_state, ours, theirs)
+    assert not decisions
+
+
+def test_a_bias_in_a_layer_that_only_looks_like_t5s_is_added_as_it_stands():
+    module = torch.nn.Identity()
+    module.relative_attention_bias = torch.nn.Embedding(8, 2)
+    module.is_decoder = module.is_causal = False
+    module.relative_attention_max_distance = 16
+    query, bias = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 3)
+    with record_decisions() as decisions:
+        out, _ = hf.fastplm_attention_forward(
+            module, query, query, query, None, position_bias=bias, scaling=1.0
+        )
+    assert not decisions
+    base = torch.nn.functional.scaled_dot_product_attention
+    bases = [base(query, query, query, bias, scale=1.0).transpose(1, 2)]
+    gold = base(*(t.double() for t in (query, query, query, bias)), scale=1.0).transpose(1, 2)
+    check_error("look-alike", out, gold, bases, FORWARD_FACTOR)
+
+
+def test_t5_continues_a_cache_with_the_dense_bias():
+    ours, theirs = pair(*SEQ2SEQ["t5"])
+    mask = PADDINGS["right"]
+    ids, target = random_ids(*mask.shape), random_ids(3, 6)
+    fused = []
+
+    def run(model):
+        encoded = model.encoder(ids, attention_mask=mask)
+        options = {"encoder_outputs": encoded, "attention_mask": mask, "use_cache": True}
+        first = model(decoder_input_ids=target[:, :4], **options)
+        with record_decisions() as decisions:
+            options["past_key_values"] = first.past_key_values
+            second = model(decoder_input_ids=target[:, 4:], **options)
+        fused.append(len(decisions))
+        return torch.cat((first.logits, second.logits), 1)
+
+    hold("continued", run, ours, theirs)
+    assert fused[0] == 2, "cross-attention, which has no bias, is fused; a cache is not certain"
 
 
 # --- generation and caches ------------------------------------------------------------------------
@@ -389,6 +524,105 @@ def test_packed_sequences_do_not_see_each_other():
     assert torch.equal(out[:, 4:7], changed[:, 4:7])
 
 
+PACKED = ("bert", "gpt2", "t5")
+
+
+def packed_and_padded(family, mask):
+    """(inputs of the packed row, of the padded batch, the function from a model to its run)."""
+    ids = random_ids(*mask.shape)
+    lengths = mask.sum(1)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    packed = {
+        "input_ids": ids[mask.bool()][None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends.clone(),
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
+    }
+    if family != "t5":
+        packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    if family == "gpt2":
+        # Without a mask, Transformers would make a dense one of the position_ids.
+        packed |= {"attention_mask": torch.ones_like(packed["input_ids"]), "use_cache": False}
+
+    def run(model, given):
+        model = model.encoder if family == "t5" else model
+        out = model(**given).last_hidden_state
+        return out[given.get("attention_mask", torch.ones(out.shape[:2])).bool()]
+
+    return packed, {"input_ids": ids, "attention_mask": mask}, run
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_rows_equal_the_padded_batch(family):
+    ours, theirs = pair(*(TASKS["t5"] if family == "t5" else ENCODERS[family]))
+    packed, padded, run = packed_and_padded(family, PADDINGS["right"])
+    with record_decisions() as decisions:
+        out = value_and_gradients(lambda model: run(model, packed), ours)
+    assert [each.arguments.split("@")[0] for each in decisions] == ["float32[16, 2, 16]"] * 2
+    gold = value_and_gradients(lambda model: run(model, padded), copy.deepcopy(theirs).double())
+    check_gradients(
+        out,
+        gold,
+        measures(
+            lambda model: value_and_gradients(lambda model: run(model, padded), model),
+            theirs,
+            ("eager", "sdpa"),
+        ),
+    )
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_rows_drop_what_the_padded_batch_drops(family):
+    model = with_dropout(family)
+    packed, padded, run = packed_and_padded(family, PADDINGS["right"])
+
+    def seeded(given):
+        def call(model):
+            torch.manual_seed(1)
+            return run(model, given)
+
+        return call
+
+    out = value_and_gradients(seeded(packed), model)
+    gold = value_and_gradients(seeded(padded), copy.deepcopy(model).double())
+    with ReversedReductions():
+        other = value_and_gradients(seeded(padded), model)
+    check_gradients(out, gold, [value_and_gradients(seeded(padded), model), other])
+
+
+def test_a_4d_mask_tells_packed_sequences_apart_by_itself():
+    """Transformers makes one of ``position_ids``; it may hold more than the lengths say."""
+    ours, theirs = pair(GPT2Model, GPT2Config(**GPT2))
+    packed, _, _ = packed_and_padded("gpt2", PADDINGS["right"])
+    del packed["attention_mask"]
+    with record_decisions() as decisions:
+        hold("packed", lambda model: model(**packed).last_hidden_state, ours, theirs)
+    assert not decisions
+
+
+def test_packed_rows_that_do_not_fit_raise():
+    model = build(*ENCODERS["bert"], "fastplm")
+    packed, _, _ = packed_and_padded("bert", PADDINGS["right"])
+    for name in hf._PACKED:
+        with pytest.raises(ArgumentValueError, match=f"`{name}` got None"):
+            model(**packed | {name: None})
+    two = {name: packed[name].repeat(2, 1) for name in ("input_ids", "position_ids")}
+    with pytest.raises(ArgumentValueError, match="batch of 2"):
+        model(**packed | two)
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
+        model(**packed, output_attentions=True)
+    bounds = {name: packed[name] for name in hf._PACKED}
+    query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
+    with pytest.raises(UnsupportedError, match="grouped heads"):
+        hf.fastplm_attention_forward(torch.nn.Identity(), query, key, key, None, **bounds)
+    bias = torch.zeros(1, 4, 16, 16)
+    with pytest.raises(UnsupportedError, match="position_bias"):
+        hf.fastplm_attention_forward(
+            torch.nn.Identity(), query, query, query, None, position_bias=bias, **bounds
+        )
+
+
 MASKS = {
     "square": (6, 6, 0, 0),
     "continued": (3, 9, 6, 0),
@@ -432,29 +666,114 @@ def test_the_mask_means_what_sdpas_means(name, function, padded):
     assert torch.equal(mask.expand_as(expected), expected)
 
 
-# --- what the fused kernel does not do yet --------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
+
+DROPOUT = 0.3
+FUSED = {"bert": 2, "gpt2": 2, "bart": 6, "t5": 6}
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_dropout_in_training_falls_back_to_sdpa(family):
-    cls, config = ENCODERS[family]
-    name = "attn_pdrop" if family == "gpt2" else "attention_probs_dropout_prob"
+def with_dropout(family):
+    """A model in training that drops attention probabilities and nothing else."""
+    cls, config = ENCODERS.get(family) or TASKS[family]
     config = copy.deepcopy(config)
-    setattr(config, name, 0.5)
-    ours, theirs = pair(cls, config, reference="sdpa")
+    for name in vars(config):
+        if isinstance(getattr(config, name), float) and "drop" in name:
+            setattr(config, name, 0.0)
+    own = {"gpt2": "attn_pdrop", "bart": "attention_dropout", "t5": "dropout_rate"}
+    setattr(config, own.get(family, "attention_probs_dropout_prob"), DROPOUT)
+    model = build(cls, config, "fastplm").train()
+    if family == "t5":  # one rate for all of the model
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return model
+
+
+def seeded_run(family):
+    """A function from (model, seed) to the output, on the same inputs each time."""
     mask = PADDINGS["right"]
-    ids = random_ids(*mask.shape)
+    inputs = {"input_ids": random_ids(*mask.shape), "attention_mask": mask}
+    if family in SEQ2SEQ:
+        inputs |= {
+            "decoder_input_ids": random_ids(3, 6),
+            "decoder_attention_mask": TARGETS["right"],
+        }
 
-    def run(model):
-        torch.manual_seed(1)
-        return model.train()(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    def run(model, seed=1):
+        torch.manual_seed(seed)
+        return model(**inputs, use_cache=False)[0]
 
+    return run
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_dropout_in_training_is_fused_and_seeded(family):
+    model, run = with_dropout(family), seeded_run(family)
     with torch.no_grad(), record_decisions() as decisions:
-        dropped = run(ours)
-        # The same kernel with the same generator: the same bits.
-        assert torch.equal(dropped, run(theirs))
-        assert not torch.equal(dropped, ours.eval()(ids, attention_mask=mask).last_hidden_state)
-    assert len(decisions) == 2, "only the run in eval mode is fused"
+        kept, again, other = run(model), run(model), run(model, seed=2)
+        quiet = run(model.eval())
+    assert torch.equal(kept, again)
+    assert not torch.equal(kept, other)
+    assert not torch.equal(kept, quiet)
+    # Without gradients, T5's later layers take the dense bias in training.
+    assert len(decisions) == (3 * (FUSED[family] - 2 * (family == "t5")) + FUSED[family])
+    with record_decisions() as decisions:
+        run(model.train())
+    assert len(decisions) == FUSED[family]
+
+
+def test_the_expectation_of_dropout_is_no_dropout():
+    query, key, value = (torch.randn(2, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    mask, module = PADDINGS["right"][:2].bool(), torch.nn.Identity()
+
+    def run(dropout):
+        return hf.fastplm_attention_forward(
+            module, query, key, value, mask, dropout=dropout, is_causal=False
+        )[0]
+
+    draws = torch.stack([run(DROPOUT) for _ in range(400)])
+    standard_error = draws.std(0) / len(draws) ** 0.5
+    score = (draws.mean(0) - run(0.0)) / standard_error
+    # Of 288 standard normal numbers, the largest passes 5 once in six thousand times.
+    assert score.abs().max() < 5
+    assert draws.std(0).min() > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", FUSED)
+def test_activation_checkpointing_replays_the_dropout(monkeypatch, family, reentrant):
+    """Backward computes every layer again, and drops the same probabilities."""
+    model, run = with_dropout(family), seeded_run(family)
+    plain = value_and_gradients(run, model)
+    outputs = []
+
+    def recorded(*args, **kwargs):
+        result = hf.fastplm_attention_forward(*args, **kwargs)
+        outputs.append(result[0].detach())
+        return result
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, hf.NAME, recorded)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with record_decisions() as forward:
+        value = run(model)
+    assert len(outputs) == FUSED[family]
+    with record_decisions() as backward:
+        value.backward(upstream(value))
+    assert len(forward) == len(backward) == FUSED[family] - 2 * (reentrant and family == "t5")
+    first, second = outputs[: FUSED[family]], outputs[FUSED[family] :]
+    assert len(first) == len(second)
+    for output in first:
+        assert any(
+            torch.equal(output, replayed) for replayed in second if replayed.shape == output.shape
+        )
+    if not reentrant:
+        # Transformers' own reentrant BART loses gradients, and T5 takes the dense bias there.
+        assert torch.equal(value, plain.pop("value"))
+        grads = dict(model.named_parameters())
+        assert all(torch.equal(grads[name].grad, grad) for name, grad in plain.items())
+
+
+# --- what the fused kernel does not do ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "t5"])
@@ -494,7 +813,7 @@ def test_is_causal_false_makes_gpt2_bidirectional():
         assert not torch.equal(out, causal)
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask", "cu_seq_lens_q"])
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask"])
 def test_what_no_path_honours_raises(argument):
     model = build(*ENCODERS["bert"], "fastplm")
     with pytest.raises(UnsupportedError, match=argument):
@@ -524,14 +843,14 @@ def test_grouped_heads_fall_back():
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "bart"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "bart", "t5"])
 def test_compiled_once_for_all_masks_of_a_shape(family):
     cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
     model = build(cls, config, "fastplm")
     frames = torch._dynamo.testing.CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=frames, fullgraph=True)
-    extra = {"decoder_input_ids": random_ids(3, 6)} if family == "bart" else {}
+    extra = {"decoder_input_ids": random_ids(3, 6)} if family in SEQ2SEQ else {}
     with torch.no_grad():
         for mask in (*PADDINGS.values(), torch.ones_like(PADDINGS["left"])):
             ids = random_ids(*mask.shape)
@@ -539,6 +858,40 @@ def test_compiled_once_for_all_masks_of_a_shape(family):
             out = compiled(ids, attention_mask=mask, use_cache=False, **extra)[0]
             assert torch.equal(out, expected)
     assert frames.frame_count == 1
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("bert", True), ("t5", False)])
+def test_training_with_dropout_compiles_to_one_graph(family, checkpointing):
+    """(Checkpointed T5 does not compile, whatever its attention: it sets ``requires_grad``.)"""
+    model = with_dropout(family)
+    model = model.encoder if family == "t5" else model
+    mask = PADDINGS["right"]
+    ids = random_ids(*mask.shape)
+
+    def run(model):
+        torch.manual_seed(1)
+        return model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    gold = value_and_gradients(run, copy.deepcopy(model).double())
+    with record_decisions() as decisions:
+        bases = [value_and_gradients(run, model)]
+    assert len(decisions) == 2
+    with ReversedReductions():
+        bases.append(value_and_gradients(run, model))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    # This backend draws from PyTorch's generator as eager mode does.
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def compiled_run(_):
+        return run(compiled)
+
+    out = value_and_gradients(compiled_run, model)
+    assert torch.equal(out["value"], value_and_gradients(compiled_run, model)["value"])
+    # SDPA would drop others, so this shows as well that the fused op ran. A compiled step gives
+    # unused parameters a gradient of 0.
+    check_gradients({name: out[name] for name in gold}, gold, bases)
 
 
 def test_the_output_is_contiguous_in_the_layout_of_the_projections():

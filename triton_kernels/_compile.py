@@ -6,6 +6,7 @@ specialisation of ones and multiples of 16, the launch table of the architecture
 disassembler come with the Triton wheel.
 
     python -m fastplm.triton_kernels._compile [--all] [--arch 90] [name …]     prints the table
+    python -m fastplm.triton_kernels._compile --markdown docs/kernels.md       writes the page
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastplm.triton_kernels import _sass
 from fastplm.triton_kernels._launch import Launch, record_launches
 
 ARCHS = (80, 90, 100)
-#: Bytes of shared memory one block may take (CUDA C++ programming guide, table of capabilities).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+#: Bytes of shared memory one block may take: 1 KB of an SM's is the system's own.
+SHARED_LIMIT = {arch: size - 1024 for arch, size in _sass.SHARED_PER_SM.items()}
 _TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -47,6 +50,10 @@ _TYPES = {
 }
 
 
+#: The rows of a matmul's result.
+_DOT = re.compile(r"tt\.dot .*-> tensor<(\d+)x")
+
+
 @dataclass(frozen=True)
 class Report:
     """What one kernel became in one configuration on one architecture."""
@@ -56,12 +63,22 @@ class Report:
     case: str
     arch: int
     tiles: str
+    warps: int
+    stages: int
     registers: int
     spills: int
     shared: int
+    blocks: int  # that an SM holds at once
     hgmma: bool
-    dots: bool
+    dots: bool  # whether a matmul has the 64 rows that a warp group needs
     half: bool
+    mix: dict[str, int]  # instructions of the inner loop, by kind
+    cycles: dict[str, float]  # of one block and one iteration, by the unit that needs them
+    overflows: list[str]
+
+    def bound(self) -> tuple[str, float]:
+        """The unit that an iteration of the inner loop keeps busy longest, and its cycles."""
+        return max(self.cycles.items(), key=lambda item: item[1])
 
     def problems(self) -> list[str]:
         """Why this kernel must not ship; empty if it may."""
@@ -72,6 +89,7 @@ class Report:
             found.append(f"{self.shared} bytes of shared memory over {SHARED_LIMIT[self.arch]}")
         if self.arch == 90 and self.dots and self.half and not self.hgmma:
             found.append("a 16-bit matmul without HGMMA")
+        found += (f"32-bit offset arithmetic: {place}" for place in self.overflows)
         return found
 
 
@@ -106,12 +124,13 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, int], str]:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = given.pop(parameter.name)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        plain = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (plain and value == 1):
             signature[parameter.name] = "constexpr"
             constants[index,] = value
             continue
         signature[parameter.name] = _type(value)
-        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (plain and value % 16 == 0):
             attributes[index,] = [["tt.divisibility", 16]]
     if given:
         raise TypeError(f"{kernel.__name__} has no arguments {sorted(given)}")
@@ -134,24 +153,140 @@ def _compile(
 ) -> Report:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     sass, usage = disassemble(compiled.asm["cubin"])
-    blocks = (
-        f"{name[6:].lower()}={value}"
-        for name, value in launch.arguments.items()
-        if name.startswith("BLOCK_")
+    registers = int(re.search(r"REG:(\d+)", usage).group(1))
+    metadata = compiled.metadata
+    mix, cycles = _sass.loop_mix(sass, metadata.num_warps, arch)
+    tiles = (
+        f"{parameter.name}={launch.arguments[parameter.name]}"
+        for parameter in launch.kernel.params
+        if parameter.is_constexpr and type(launch.arguments[parameter.name]) is int
     )
     return Report(
         op=op,
         kernel=launch.kernel.__name__.strip("_").removesuffix("_kernel"),
         case=label.removeprefix("slow: "),
         arch=arch,
-        tiles=" ".join([*blocks, f"w={options.get('num_warps', 4)}"]),
-        registers=int(re.search(r"REG:(\d+)", usage).group(1)),
+        tiles=" ".join(tiles),
+        warps=metadata.num_warps,
+        stages=metadata.num_stages,
+        registers=registers,
         spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        shared=compiled.metadata.shared,
+        shared=metadata.shared,
+        blocks=_sass.blocks_per_sm(
+            arch, metadata.num_warps, registers, metadata.shared, metadata.tmem_size
+        ),
         hgmma="HGMMA" in sass,
-        dots="tt.dot" in compiled.asm["ttir"],
+        dots=any(int(rows) >= 64 for rows in _DOT.findall(compiled.asm["ttir"])),
         half=any(kind in str(source.signature) for kind in ("*fp16", "*bf16")),
+        mix=mix,
+        cycles=cycles,
+        overflows=offset_overflows(compiled.asm["ttir"]),
     )
+
+
+@dataclass
+class _Value:
+    """Where a value of the Triton IR comes from."""
+
+    made_by: str
+    sources: list[int]
+    product: str | None = None  # the place where two 32-bit run-time values are multiplied
+
+
+def offset_overflows(ttir: str) -> list[str]:
+    """The places ("file.py:line") of 32-bit products that become pointer offsets.
+
+    A product with a compile-time constant (``tile * BLOCK``) counts positions within a row of less
+    than 2^31 elements; one of two run-time values (``row * stride``) runs past 2^31 in a large
+    tensor, also where it is widened only afterwards. A bound ends the search: a minimum is as small
+    as its smaller side, a loop counter as the loop's end.
+    """
+    values, offsets = _read_ttir(ttir)
+    found: dict[int, frozenset[str]] = {}
+
+    def products(value: int) -> frozenset[str]:
+        if value not in found and value in values:
+            found[value] = frozenset()  # a loop carries the value into itself
+            origin = values[value]
+            sources = [products(source) for source in origin.sources]
+            inherited = frozenset().union(*sources)
+            if origin.made_by in ("arith.minsi", "arith.minui") and not all(sources):
+                inherited = frozenset()
+            found[value] = inherited | ({origin.product} if origin.product else frozenset())
+        return found.get(value, frozenset())
+
+    return sorted(frozenset().union(*map(products, offsets)))
+
+
+def _read_ttir(ttir: str) -> tuple[dict[int, _Value], list[int]]:
+    """(what every value is made from, the offsets of all pointer additions)."""
+    context = ir.context()
+    ir.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+        file.write(ttir)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    values: dict[int, _Value] = {}
+    offsets: list[int] = []
+    blocks: dict[int, list[Any]] = {}  # the blocks of a region
+    ends: dict[int, list[int]] = {}  # what the last operation of a block hands on
+
+    def visit(operation: Any) -> None:
+        name = operation.get_name()
+        operands = [operation.get_operand(i).id() for i in range(operation.get_num_operands())]
+        results = [operation.get_result(i) for i in range(operation.get_num_results())]
+        block = operation.get_block()
+        if block is not None:
+            ends[block.id()] = operands
+            region = blocks.setdefault(block.get_parent().id(), [])
+            if all(block.id() != other.id() for other in region):
+                region.append(block)
+        inside = [
+            inner
+            for i in range(operation.get_num_regions())
+            for inner in blocks.get(operation.get_region(i).id(), [])
+        ]
+        if name == "tt.addptr":
+            offsets.append(operands[1])
+        if name == "scf.for":
+            _, end, _, *carried = operands
+            counter, *arguments = _arguments(inside[0])
+            values[counter] = _Value("counter", [end])
+            rounds = zip(carried, ends[inside[0].id()], strict=True)
+            for argument, result, sources in zip(arguments, results, rounds, strict=True):
+                values[argument] = values[result.id()] = _Value(name, list(sources))
+            return
+        sources = operands
+        if name == "scf.if":
+            sources = []
+        elif name in ("arith.divsi", "arith.divui", "arith.remsi", "arith.remui"):
+            sources = operands[:1]
+        elif name == "arith.select":
+            sources = operands[1:]
+        elif name in ("tt.load", "arith.cmpi"):
+            sources = []
+        if name.startswith("scf."):
+            sources = sources + [value for inner in inside for value in ends[inner.id()]]
+            for inner in inside:
+                values.update((value, _Value(name, sources)) for value in _arguments(inner))
+        for result in results:
+            made = values[result.id()] = _Value(name, sources)
+            narrow = re.search(r"(^|x)i(8|16|32)>?$", str(result.get_type()))
+            if name == "arith.muli" and narrow:
+                if all(values[o].made_by != "arith.constant" for o in operands if o in values):
+                    made.product = _place(result)
+
+    module.walk(visit)
+    return values, offsets
+
+
+def _arguments(block: Any) -> list[int]:
+    return [block.arg(i).id() for i in range(block.get_num_arguments())]
+
+
+def _place(value: Any) -> str:
+    found = re.search(r'"([^"]*)":(\d+)', str(value.get_loc()))
+    return f"{Path(found[1]).name}:{found[2]}" if found else "unknown place"
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:
@@ -178,16 +313,68 @@ def compile_all(
             yield from reports
 
 
+def _aligned(rows: list[tuple[Any, ...]]) -> list[tuple[str, ...]]:
+    texts = [tuple(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [tuple(map(str.ljust, row, widths)) for row in texts]
+
+
 def table(reports: Iterable[Report]) -> str:
     """The reports as aligned text."""
-    rows = [("kernel", "configuration", "arch", "tiles", "regs", "spills", "shared", "HGMMA")]
+    head = "kernel configuration arch tiles warps stages regs spills shared blocks/SM HGMMA bound"
+    rows: list[tuple[Any, ...]] = [tuple(head.split())]
     for r in reports:
         hgmma = ("yes" if r.hgmma else "no") if r.dots else "-"
-        row = (r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.registers, r.spills, r.shared, hgmma)
-        rows.append(tuple(map(str, row)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+        unit, cycles = r.bound()
+        code = (r.registers, r.spills, r.shared, r.blocks, hgmma, f"{unit} {cycles:.0f}")
+        rows.append((r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, *code))
+    return "\n".join("  ".join(row).rstrip() for row in _aligned(rows))
+
+
+_PAGE = """# The kernels, as compiled
+
+Written by `python -m fastplm.triton_kernels._compile --markdown docs/kernels.md` with Triton
+{triton}, without a GPU. Registers, shared memory and instructions are read from the machine code;
+blocks, warps and cycles follow from them by arithmetic. **No time on this page is measured.**
+
+- `blocks/SM`, `warps/SM`: how many an SM holds at once, as registers, shared memory (and tensor
+  memory on sm_100) allow.
+- `tensor` … `smem`: instructions of the inner loop that a warp executes in one iteration: tensor
+  cores, special functions (how many of them `ex2`), fp32 lanes, integers with logic and selection,
+  loads and stores of shared memory. A kernel without a loop is counted as a whole.
+- `bound`: the cycles of one iteration of one block, and the unit that sets them, if every unit ran
+  at its full rate beside the others and nothing waited.
+  {rates}
+  `issue` is every instruction, 4 warp instructions a clock; `shared` moves 128 bytes a clock,
+  shuffles and the operands that the tensor cores read there included. Code behind a branch inside
+  the loop is counted as if taken.
+- `tensor share`: cycles of the tensor cores over those of the bound, the most that can be reached.
+"""
+
+
+def page(reports: Iterable[Report]) -> str:
+    """The reports as a Markdown page, a table for each op."""
+    head = (
+        "kernel|case|arch|tiles|warps|stages|registers|shared KB|blocks/SM|warps/SM|"
+        "tensor|MUFU (ex2)|fp32|int|smem|bound|tensor share"
+    ).split("|")
+    tables: dict[str, list[tuple[Any, ...]]] = {}
+    for r in reports:
+        rows = tables.setdefault(r.op, [tuple(head), ("---",) * len(head)])
+        unit, cycles = r.bound()
+        share = f"{r.cycles['tensor'] / cycles:.0%}" if r.mix["tensor"] else "-"
+        memory = (f"{r.shared / 1024:.1f}", r.blocks, r.blocks * r.warps)
+        special = f"{r.mix['mufu']} ({r.mix['ex2']})"
+        counts = (r.mix["tensor"], special, r.mix["fp32"], r.mix["integer"], r.mix["shared"])
+        where = (r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, r.registers)
+        rows.append((*where, *memory, *counts, f"{unit} {cycles:.0f}", share))
+    rates = ", ".join(f"{rate} (sm_{arch})" for arch, rate in _sass.TENSOR_FLOPS.items())
+    rates = f"`tensor`: {rates} 16-bit FLOPs a clock; `MUFU`: 16 results a clock."
+    sections = [_PAGE.format(triton=triton.__version__, rates=rates)]
+    for op, rows in tables.items():
+        lines = ("| " + " | ".join(map(str, row)) + " |" for row in rows)
+        sections.append(f"## {op}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(sections)
 
 
 def main() -> int:
@@ -196,9 +383,12 @@ def main() -> int:
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS)
     parser.add_argument("--all", action="store_true", help="the slow cases too")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the page there")
     options = parser.parse_args()
     reports = list(compile_all(options.ops or kernel_modules(), options.arch or ARCHS, options.all))
-    if options.json:
+    if options.markdown:
+        options.markdown.write_text(page(reports), encoding="utf-8")
+    elif options.json:
         print("\n".join(json.dumps(asdict(report)) for report in reports))
     else:
         print(table(reports))

@@ -1,31 +1,39 @@
-"""Multi-head attention over ``ops.attention``."""
+"""Multi-head attention over ``ops.attention`` and ``ops.attention_varlen``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import check, check_shape, check_tensor
+from fastplm._checks import check, check_same, check_shape, check_tensor
+
+_WHERE = "FusedAttention"
 
 
 class FusedAttention(nn.Module):
-    """Multi-head self- or cross-attention, batch first, with key padding and causality.
+    """Multi-head self- or cross-attention, batch first or ragged.
 
-    ``out_proj(softmax(Q K^T / sqrt(D) + mask) V)``, where Q, K, V are projections of the input, or
-    K and V of ``context``.
+    ``out_proj(dropout(softmax(scale * Q K^T + bias + mask)) V)``, where Q, K, V are projections of
+    the input, or K and V of ``context``.
 
     Args:
-        embed_dim: E, a multiple of ``num_heads``.
+        embed_dim: E.
         num_heads: H.
+        head_dim: D; default ``embed_dim / num_heads``, which must be whole then. (T5 calls it
+            ``d_kv``.)
         bias: whether both projections have one.
+        dropout: the probability of dropping an attention probability; active in training alone.
+        scale: factor on the scores; default ``D ** -0.5`` (T5 uses 1.0).
         device, dtype: of the parameters.
 
-    Parameters are ``qkv_proj`` (weight [3 E, E], in the order Q, K, V) and ``out_proj``
-    (weight [E, E]), initialised as ``nn.Linear`` does.
+    Parameters are ``qkv_proj`` (weight [3 H D, E], in the order Q, K, V) and ``out_proj``
+    (weight [E, H D]), initialised as ``nn.Linear`` does.
 
     Raises:
-        ArgumentValueError: ``embed_dim`` is not a multiple of ``num_heads``.
+        ArgumentValueError: sizes that do not fit, or a dropout that is no probability.
 
     Source: Vaswani et al. 2017, §3.2.2.
     """
@@ -35,23 +43,46 @@ class FusedAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        head_dim: int | None = None,
         bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check(
-            num_heads > 0 and embed_dim % num_heads == 0,
-            "FusedAttention",
+            num_heads > 0 and (head_dim is not None or embed_dim % num_heads == 0),
+            _WHERE,
             "embed_dim",
             f"{embed_dim} with {num_heads} heads",
             "a multiple of `num_heads`",
-            "Change one of the two.",
+            "Change one of the two, or give `head_dim`.",
+        )
+        check(
+            head_dim is None or head_dim > 0,
+            _WHERE,
+            "head_dim",
+            head_dim,
+            "at least 1",
+            "Leave it out for embed_dim / num_heads.",
+        )
+        check(
+            0.0 <= dropout <= 1.0,
+            _WHERE,
+            "dropout",
+            dropout,
+            "a probability in [0, 1]",
+            "Pass the share of attention probabilities to drop.",
         )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.dropout = dropout
+        self.scale = scale
+        width = num_heads * self.head_dim
+        self.qkv_proj = nn.Linear(embed_dim, 3 * width, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(width, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -60,44 +91,143 @@ class FusedAttention(nn.Module):
         *,
         key_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
+        relative_bias: ops.T5RelativeBias | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        max_seqlen_context: int | None = None,
+        past: tuple[Tensor, Tensor] | None = None,
+        use_cache: bool = False,
+        seed: int | Tensor | None = None,
+        sample_index: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
         """Attend from ``input`` to itself, or to ``context``.
 
         Args:
-            input: [B, Tq, E].
-            context: [B, Tk, E], or None for self-attention.
-            key_mask: bool [B, Tk], True = attend.
-            is_causal: query i sees the keys j <= i + (Tk - Tq).
+            input: [B, Tq, E], or ragged [N, E] with ``cu_seqlens``.
+            context: [B, Tk, E], or ragged [Nk, E] with ``cu_seqlens_context``; None for
+                self-attention.
+            key_mask: bool [B, Tk], True = attend, those of ``past`` first; ragged [Nk].
+            is_causal: query i sees the keys j <= i + (Tk - Tq), Tk with those of ``past``.
+            relative_bias: as in ``ops.attention``.
+            cu_seqlens, max_seqlen: int32 [B + 1] from 0 and a bound of the lengths, where sequence
+                b is the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
+            cu_seqlens_context, max_seqlen_context: the same of ``context``.
+            past: keys and values [B, H, Tp, D] that come before the new ones, for decoding: a call
+                with ``use_cache`` returned them. (Those of a context are complete after the first
+                step: pass a context of no rows, [B, 0, E], from then on.)
+            use_cache: also return all keys and values.
+            seed, sample_index: of the dropout, as in ``ops.attention``; without a seed each call
+                draws one from PyTorch's generator.
 
         Returns:
-            [B, Tq, E].
+            The shape of ``input``; with ``use_cache`` beside it (key, value), [B, H, Tp + Tk, D].
+            Rows of a ragged input past ``cu_seqlens[-1]`` attend to nothing: ``out_proj`` of 0.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes or dtypes that do not fit.
         """
-        self._check("input", input)
+        ragged = cu_seqlens is not None
+        _check_given("max_seqlen", max_seqlen, ragged, ragged, context)
+        for name, given in (
+            ("cu_seqlens_context", cu_seqlens_context),
+            ("max_seqlen_context", max_seqlen_context),
+        ):
+            _check_given(name, given, ragged and context is not None, ragged, context)
+        if ragged:
+            _check_given("past", past, False, ragged, context)
+            _check_given("use_cache", use_cache or None, False, ragged, context)
+        self._check(ragged, "input", input)
         if context is None:
             query, key, value = self._heads(self.qkv_proj(input))
         else:
-            self._check("context", context)
-            weight, bias, width = self.qkv_proj.weight, self.qkv_proj.bias, self.embed_dim
+            self._check(ragged, "context", context)
+            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+            width = self.num_heads * self.head_dim
             query_bias, context_bias = (
                 (None, None) if bias is None else (bias[:width], bias[width:])
             )
             (query,) = self._heads(nn.functional.linear(input, weight[:width], query_bias))
             key, value = self._heads(nn.functional.linear(context, weight[width:], context_bias))
-        out = ops.attention(query, key, value, key_mask=key_mask, is_causal=is_causal)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        options: dict[str, Any] = {
+            "key_mask": key_mask,
+            "is_causal": is_causal,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "scale": self.scale,
+            "relative_bias": relative_bias,
+            "seed": seed,
+            "sample_index": sample_index,
+        }
+        if cu_seqlens is None:
+            if past is not None:
+                key, value = self._after(past, key, value)
+            out = ops.attention(query, key, value, **options).transpose(1, 2)
+        else:
+            if context is None:
+                cu_seqlens_context, max_seqlen_context = cu_seqlens, max_seqlen
+            out = ops.attention_varlen(
+                query,
+                key,
+                value,
+                cu_seqlens,
+                cu_seqlens_context,  # type: ignore[arg-type]
+                max_seqlen,  # type: ignore[arg-type]
+                max_seqlen_context,  # type: ignore[arg-type]
+                **options,
+            )
+        out = self.out_proj(out.flatten(-2))
+        return (out, (key, value)) if use_cache else out
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """[B, T, n E] -> n views [B, H, T, D]; the fused kernels read them where they lie."""
-        heads = projected.unflatten(-1, (-1, self.num_heads, self.embed_dim // self.num_heads))
-        return tuple(part.transpose(1, 2) for part in heads.unbind(2))
+        """[B, T, n H D] -> n views [B, H, T, D], or [N, n H D] -> n views [N, H, D].
 
-    def _check(self, argument: str, value: Tensor) -> None:
-        check_tensor("FusedAttention", argument, value, ndim=3)
-        shape = (*value.shape[:2], self.embed_dim)
-        check_shape("FusedAttention", argument, value, shape, "[B, T, embed_dim]")
+        The fused kernels read them where they lie.
+        """
+        parts = projected.unflatten(-1, (-1, self.num_heads, self.head_dim)).unbind(-3)
+        return parts if projected.dim() == 2 else tuple(part.transpose(1, 2) for part in parts)
+
+    def _after(
+        self, past: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values, those of the past first."""
+        past_key, past_value = past
+        check_tensor(_WHERE, "past[0]", past_key, ndim=4)
+        check_tensor(_WHERE, "past[1]", past_value, ndim=4)
+        batch, heads, _, head_dim = key.shape
+        shape = (batch, heads, past_key.shape[2], head_dim)
+        check_shape(_WHERE, "past[0]", past_key, shape, "[B, H, Tp, D]")
+        check_shape(_WHERE, "past[1]", past_value, shape, "[B, H, Tp, D], the shape of past[0]")
+        check_same(_WHERE, **{"projected keys": key, "past[0]": past_key, "past[1]": past_value})
+        if key.shape[2] == 0:
+            return past_key, past_value
+        return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+
+    def _check(self, ragged: bool, argument: str, value: Tensor) -> None:
+        check_tensor(_WHERE, argument, value)
+        names = "[N, embed_dim]" if ragged else "[B, T, embed_dim]"
+        check(
+            value.dim() == (2 if ragged else 3) and value.shape[-1] == self.embed_dim,
+            _WHERE,
+            argument,
+            f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
+            f"{names} with embed_dim = {self.embed_dim}",
+            "A ragged batch needs `cu_seqlens`, a dense one has none.",
+        )
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+        text = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        return f"{text}, dropout={self.dropout}, scale={self.scale}"
+
+
+def _check_given(
+    argument: str, value: object, wanted: bool, ragged: bool, context: Tensor | None
+) -> None:
+    check(
+        (value is not None) is wanted,
+        _WHERE,
+        argument,
+        f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
+        f"with{'out' if context is None else ''} `context`",
+        "a value" if wanted else "None",
+        "A ragged batch needs bounds of the input and of a context, and takes no cache.",
+    )

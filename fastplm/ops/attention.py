@@ -31,7 +31,8 @@ from fastplm.reference.attention import (
     t5_buckets,
 )
 
-_MAX_HEAD_DIM = 256
+#: Of the kernels, in 16 bits and in fp32.
+_MAX_HEAD_DIM = {2: 256, 4: 128}
 
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
 _MAX_DROPOUT_KEYS = 2**20
@@ -161,7 +162,7 @@ def attention(
         sample_index,
         float(dropout_p),
         is_causal,
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        _scale(where, scale, query.shape[-1]),
     )
     _check(call)
     return _run(call)
@@ -205,7 +206,8 @@ def attention_varlen(
 
     Returns:
         [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. On one backend
-        the same bits as ``attention`` gives for the batch padded at the right, dropout included.
+        the same bits as ``attention`` gives for the batch padded at the right to ``max_seqlen_q``
+        and ``max_seqlen_k``, dropout included.
 
     Numerics:
         As ``attention``.
@@ -243,7 +245,7 @@ def attention_varlen(
         sample_index,
         float(dropout_p),
         is_causal,
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        _scale(where, scale, query.shape[-1]),
     )
     _check(call)
     return _run(call)
@@ -255,8 +257,14 @@ def _run(call: _Call) -> torch.Tensor:
         if call.ragged:
             return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
         return attention_ref(*call[:3], **call.options)
-    query, key, value = (last_dim_contiguous(tensor) for tensor in call[:3])
-    return torch.ops.fastplm.attention_fwd(query, key, value, *call[3:], backend)[0]
+    # Backends find any row by its stride, and elements of a row side by side.
+    names = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
+    aligned: dict[str, Any] = {
+        name: last_dim_contiguous(tensor)
+        for name in names
+        if (tensor := getattr(call, name)) is not None
+    }
+    return torch.ops.fastplm.attention_fwd(*call._replace(**aligned), backend)[0]
 
 
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None, bool, int]:
@@ -273,6 +281,11 @@ def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None,
     )
     check_tensor(where, "relative_bias.weight", bias.weight, ndim=2)
     return bias.weight, bool(bias.bidirectional), int(bias.max_distance)
+
+
+def _scale(where: str, scale: float | None, head_dim: int) -> float:
+    check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
+    return head_dim**-0.5 if scale is None else float(scale)
 
 
 def _seed(
@@ -310,7 +323,6 @@ def _check(call: _Call) -> None:
         names, shape = "[B, H, Tk, D]", (query.shape[0], heads, key.shape[2], head_dim)
     check_shape(where, "key", key, shape, f"{names} with the sizes of `query`")
     check_shape(where, "value", value, shape, f"{names}, the shape of `key`")
-    check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
     if call.ragged:
         _check_ragged(call)
     _check_key_mask(where, call)
@@ -349,7 +361,7 @@ def _check_ragged(call: _Call) -> None:
             "Pass it, or any upper bound.",
         )
         if cu_seqlens.device.type == "cpu" and not _traced(cu_seqlens):
-            _check_lengths(where, name, cu_seqlens, rows.shape[0], longest)
+            _check_lengths_on_cpu(where, name, cu_seqlens, rows.shape[0], longest)
 
 
 def _traced(tensor: torch.Tensor) -> bool:
@@ -357,7 +369,7 @@ def _traced(tensor: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
 
 
-def _check_lengths(
+def _check_lengths_on_cpu(
     where: str, name: str, cu_seqlens: torch.Tensor, rows: int, longest: int
 ) -> None:
     values = cu_seqlens.tolist()
@@ -463,97 +475,26 @@ def _empty_like_projection(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-# --- backend "torch": the flash kernel that PyTorch has for CPUs ----------------------------------
+# --- backend "torch" ------------------------------------------------------------------------------
 
 
 def _torch_rejects(*arguments: Any, forced: bool) -> str | None:
-    call = _Call(*arguments)
-    for name, present in (
-        ("cu_seqlens", call.ragged),
-        ("relative_bias", call.bias_weight is not None),
-        ("dropout", call.seed is not None),
-    ):
-        if present:
-            return f"it has no {name} yet"
-    return needs_cpu(call.query)
-
-
-def _visible_rows(
-    query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, is_causal: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(additive mask [B|1, 1, Tq|1, Tk] or None, dead rows [B|1, 1, Tq|1, 1] or None)."""
-    if key_mask is not None and bool(key_mask.all()):
-        key_mask = None  # a full batch takes the unmasked kernel
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    allowed = None if key_mask is None else key_mask[:, None, None, :]
-    if is_causal and not (key_mask is None and seqlen_q == seqlen_k):
-        causal = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
-        allowed = causal if allowed is None else causal & allowed
-    if allowed is None:
-        return None, None
-    dead = ~allowed.any(-1, keepdim=True)
-    bias = torch.zeros(allowed.shape, dtype=query.dtype)
-    bias.masked_fill_(~(allowed | dead), float("-inf"))
-    return bias, dead if bool(dead.any()) else None
-
-
-def _zero_masked(tensor: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
-    """The tensor with its masked keys set to 0, as a NaN there would survive ``0 * NaN``."""
-    if key_mask is None or bool(key_mask.all()):
-        return tensor
-    return tensor.masked_fill(~key_mask[:, None, :, None], 0.0)
+    return needs_cpu(_Call(*arguments).query)
 
 
 def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from fastplm.ops._attention_torch import attention_fwd
+
     call = _Call(*arguments)
-    query, key, value, key_mask = call[:4]
-    is_causal, scale = call.is_causal, call.scale
-    stats = _statistics(call, "torch")
-    if 0 in query.shape or key.shape[2] == 0:
-        return _empty_like_projection(query).zero_(), stats.zero_()
-    bias, dead = _visible_rows(query, key, key_mask, is_causal)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query,
-        _zero_masked(key, key_mask),
-        _zero_masked(value, key_mask),
-        0.0,
-        is_causal and bias is None,
-        attn_mask=bias,
-        scale=scale,
-    )
-    if dead is not None:
-        out.masked_fill_(dead, 0.0)
-    batch, heads, seqlen_q = lse.shape
-    stats[0].view(heads, batch, seqlen_q).copy_(lse.transpose(0, 1))
-    stats[1] = 0.0
-    return _projection_layout(out), stats
+    return attention_fwd(call, _statistics(call, "torch"))
 
 
 def _torch_backward(
     grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _Call(*arguments)
-    query, key, value, key_mask = call[:4]
-    is_causal, scale = call.is_causal, call.scale
-    no_bias = query.new_empty(0)
-    if 0 in query.shape or key.shape[2] == 0:
-        return (*(_empty_like_projection(t).zero_() for t in (query, key, value)), no_bias)  # type: ignore[return-value]
-    bias, dead = _visible_rows(query, key, key_mask, is_causal)
-    if dead is not None:
-        grad_out = grad_out.masked_fill(dead, 0.0)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out,
-        query,
-        _zero_masked(key, key_mask),
-        _zero_masked(value, key_mask),
-        out,
-        stats[0].unflatten(1, (query.shape[0], -1)).transpose(0, 1).contiguous(),
-        0.0,
-        is_causal and bias is None,
-        attn_mask=bias,
-        scale=scale,
-    )
-    return (*(_projection_layout(grad) for grad in grads), no_bias)  # type: ignore[return-value]
+    from fastplm.ops._attention_torch import attention_bwd
+
+    return attention_bwd(_Call(*arguments), grad_out, out, stats, bias_grad)
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
@@ -561,10 +502,11 @@ def _torch_backward(
 
 def _triton_rejects(*arguments: Any, forced: bool) -> str | None:
     call = _Call(*arguments)
-    if call.query.shape[-1] > _MAX_HEAD_DIM:
-        return f"head dim {call.query.shape[-1]} is over {_MAX_HEAD_DIM}"
     if call.query.dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
+    most = _MAX_HEAD_DIM[call.query.dtype.itemsize]
+    if call.query.shape[-1] > most:
+        return f"head dim {call.query.shape[-1]} is over {most}"
     if call.scale <= 0.0:
         return f"scale {call.scale}: the kernels take a positive one"
     return needs_triton(call.query, forced)
@@ -617,8 +559,12 @@ def _statistics(call: _Call, backend: str) -> torch.Tensor:
     if backend == "triton":
         from fastplm.triton_kernels.attention import needs_statistics
 
-        if not needs_statistics(query.dtype, query.shape[-1], call.max_seqlen_k):
+        has_bias = call.bias_weight is not None
+        lengths = call.max_seqlen_q, call.max_seqlen_k
+        if not needs_statistics(query.dtype, query.shape[-1], *lengths, has_bias):
             rows = 0
+    if backend == "torch" and (call.seed is not None or call.bias_weight is not None):
+        rows = 0
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return query.new_empty((2, query.shape[1], rows), dtype=dtype)
 
@@ -634,7 +580,7 @@ def _fake_backward(grad_out, out, stats, bias_grad, *arguments):
     bias = call.bias_weight if bias_grad else None
     return (
         *(_empty_like_projection(tensor) for tensor in call[:3]),
-        call.query.new_empty(0) if bias is None else torch.empty_like(bias),
+        call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape),
     )
 
 

@@ -260,7 +260,10 @@ def _attend(
     if relative_bias is not None:
         weight, bidirectional, furthest = relative_bias
         buckets = t5_buckets(weight.shape[0], bidirectional, furthest).to(query.device)
-        bucket = buckets[distance.clamp(-furthest, furthest) + furthest].squeeze(1)
+        bucket = buckets[distance.clamp(-furthest, furthest) + furthest]
+        # A bucket for every sample even where all are alike: autograd then adds up the table's
+        # gradient in one order, and a padded and a ragged batch get the same bits.
+        bucket = bucket.expand(batch, 1, seqlen_q, seqlen_k).squeeze(1)
         scores = scores + weight[bucket].movedim(-1, 1).to(scores.dtype)
     # Dead rows get finite scores first: softmax over -inf alone is NaN, and so is its gradient.
     scores = scores.masked_fill(~(allowed | ~alive), float("-inf"))

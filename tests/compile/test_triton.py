@@ -9,21 +9,109 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fastplm.triton_kernels._compile import ARCHS, Report, kernel_modules, table
+from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels._compile import ARCHS, Report, kernel_modules, page, table
 
 pytestmark = pytest.mark.compile
 
+# Kernels whose machine code, or fault, is known beforehand.
+PLANTED = """
+import torch
+import triton
+import triton.language as tl
 
-def compile_reports(*flags: str) -> list[Report]:
+from fastplm.triton_kernels._launch import launch
+
+
+@triton.jit
+def _matmul_kernel(x_ptr, out_ptr, steps, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tile = offs[:, None] * BLOCK + offs[None, :]
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for step in range(0, steps):
+        x = tl.load(x_ptr + step * BLOCK * BLOCK + tile)
+        acc = tl.dot(x, x, acc)
+    tl.store(out_ptr + tile, acc)
+
+
+@triton.jit
+def _exponential_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, SPILLS: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    if SPILLS:
+        x -= tl.max(x, 0)
+    tl.store(out_ptr + offs, tl.exp2(x))
+
+
+@triton.jit
+def _narrow_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    offs = row * stride + tl.arange(0, BLOCK)  # narrow
+    tl.store(out_ptr + offs.to(tl.int64), tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _carried_kernel(x_ptr, out_ptr, stride, steps, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    jump = 0
+    for step in range(0, steps):
+        total += tl.load(x_ptr + offs + jump)
+        jump = (step + 1) * stride  # carried
+    tl.store(out_ptr + offs, total)
+
+
+@triton.jit
+def _wide_kernel(x_ptr, out_ptr, stride, size, split, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * split
+    for start in range(first, tl.minimum(first + split, size), BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, tl.load(x_ptr + row * stride + offs))
+    tl.store(out_ptr + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), 0.0)
+
+
+def _run(kernel, dtype=torch.float32, **arguments):
+    x = torch.empty(1 << 14, dtype=dtype, device="meta")
+    launch(kernel, (1,), x.device, x_ptr=x, out_ptr=x.float(), **arguments)
+
+
+def compile_cases():
+    yield "matmul", lambda: _run(
+        _matmul_kernel, torch.bfloat16, steps=8, BLOCK=64, PARTS=2, num_warps=4, num_stages=2
+    )
+    yield "exp", lambda: _run(_exponential_kernel, BLOCK=256, SPILLS=False, num_warps=1)
+    yield "spill", lambda: _run(_exponential_kernel, BLOCK=16384, SPILLS=True, num_warps=1)
+    yield "narrow", lambda: _run(_narrow_kernel, stride=7, BLOCK=64)
+    yield "carried", lambda: _run(_carried_kernel, stride=7, steps=8, BLOCK=64)
+    yield "wide", lambda: _run(_wide_kernel, stride=7, size=999, split=70, BLOCK=64)
+"""
+SCRIPT = """
+import dataclasses, json, sys
+import fastplm.triton_kernels
+from fastplm.triton_kernels import _compile
+fastplm.triton_kernels.__path__.append(sys.argv[1])
+for arch in _compile.ARCHS:
+    for report in _compile.compile_op("planted", arch):
+        print(json.dumps(dataclasses.asdict(report)))
+"""
+
+
+def run_reports(*arguments: str) -> list[Report]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "fastplm.triton_kernels._compile", "--json", *flags]
+    command = [sys.executable, *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     reports = [Report(**json.loads(line)) for line in run.stdout.splitlines()]
     assert reports, run.stderr
     return reports
+
+
+def compile_reports(*flags: str) -> list[Report]:
+    return run_reports("-m", "fastplm.triton_kernels._compile", "--json", *flags)
 
 
 def assert_shippable(reports: list[Report]) -> None:
@@ -36,6 +124,14 @@ def reports() -> list[Report]:
     return compile_reports()
 
 
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> dict[tuple[str, int], Report]:
+    folder = tmp_path_factory.mktemp("planted")
+    Path(folder, "planted.py").write_text(PLANTED)
+    found = run_reports("-c", SCRIPT, str(folder))
+    return {(report.case, report.arch): report for report in found}
+
+
 def test_every_kernel_compiles_for_every_architecture(reports, capsys):
     with capsys.disabled():
         print("\n" + table(reports))
@@ -43,8 +139,13 @@ def test_every_kernel_compiles_for_every_architecture(reports, capsys):
     assert compiled == {(op, arch) for op in kernel_modules() for arch in ARCHS}
 
 
-def test_no_spills_shared_memory_fits_and_hopper_matmuls_use_hgmma(reports):
+def test_no_spills_shared_memory_fits_hopper_matmuls_use_hgmma_and_offsets_are_wide(reports):
     assert_shippable(reports)
+
+
+def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
+    assert all(report.blocks > 0 and report.bound()[1] > 0 for report in reports)
+    assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)
 
 
 @pytest.mark.slow
@@ -52,17 +153,108 @@ def test_the_long_list_of_configurations():
     assert_shippable(compile_reports("--all"))
 
 
-def test_the_gate_sees_a_spill(tmp_path, monkeypatch):
-    """A kernel planted with far too large a tile must be reported, or the gate proves nothing."""
-    script = (
-        "import torch\n"
-        "from fastplm.triton_kernels import _compile, attention\n"
-        "attention._CONFIGS[90, True, 64] = ((256, 256, 4, 1),) * 3\n"
-        "reports = _compile.compile_op('attention', 90)\n"
-        "print([p for r in reports if 'bfloat16 D=64' in r.case for p in r.problems()])\n"
+def test_the_page_has_a_row_for_every_report(planted):
+    text = page(planted.values())
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert text.count("## planted") == 1
+    assert len(rows) == len(planted) + 2
+    assert len({row.count("|") for row in rows}) == 1
+    assert sum("BLOCK=64 PARTS=2" in row for row in rows) == len(ARCHS)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_gate_sees_a_spill(planted, arch):
+    """A kernel with far too large a tile must be reported, or the gate proves nothing."""
+    assert any("register spills" in problem for problem in planted["spill", arch].problems())
+    assert not planted["exp", arch].problems()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_matmul_loop_costs_its_flops(planted, arch):
+    report = planted["matmul", arch]
+    flops = {80: 2 * 16 * 8 * 16 * 4, 90: 2 * 64 * 64 * 16, 100: 2 * 64 * 64 * 16}[arch]
+    assert report.cycles["tensor"] == 2 * 64**3 / _sass.TENSOR_FLOPS[arch]
+    assert report.mix["tensor"] == 2 * 64**3 // flops
+    assert report.hgmma == (arch == 90)
+    assert report.mix["mufu"] == 0
+    assert (report.warps, report.stages, report.tiles) == (4, 2, "BLOCK=64 PARTS=2")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_kernel_without_a_loop_is_counted_whole(planted, arch):
+    report = planted["exp", arch]
+    assert report.mix["ex2"] == report.mix["mufu"] == 256 // 32
+    assert report.bound() == ("MUFU", 256 / 16)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_narrow_offsets_are_reported_where_they_are_multiplied(planted, arch):
+    lines = PLANTED.splitlines()
+    for case in ("narrow", "carried"):
+        line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
+        assert planted[case, arch].problems() == [f"32-bit offset arithmetic: planted.py:{line}"]
+    for case in ("wide", "matmul"):
+        assert not planted[case, arch].problems()
+
+
+def sass(*instructions: str) -> str:
+    """Machine code as the disassembler prints it: 16 bytes an instruction."""
+    return "".join(
+        f"        /*{16 * i:04x}*/    {text} ;    /* 0x0 */\n"
+        for i, text in enumerate(instructions)
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+
+
+def names(text: str) -> list[str]:
+    return [instruction.name for instruction in _sass.inner_loop(_sass.parse(text))]
+
+
+def test_the_inner_loop_is_the_innermost_with_the_most_tensor_work():
+    nested = sass(
+        "LDG R0, [R2]",
+        "@P0 BRA 0xa0",
+        "FADD R0, R0, R1",  # 0x20, outer loop
+        "HMMA.16816.F32.BF16 R4, R8, R12, R4",  # 0x30, inner loop
+        "MUFU.EX2 R0, R0",
+        "@!P1 BRA 0x30",
+        "FMUL R1, R1, R1",  # 0x60, a longer inner loop without tensor work
+        "FMUL R1, R1, R1",
+        "@P2 BRA 0x60",
+        "@P3 BRA 0x20",
+        "EXIT",
+        "BRA 0xb0",
     )
-    assert "register spills" in run.stdout
+    assert names(nested) == ["HMMA.16816.F32.BF16", "MUFU.EX2", "BRA"]
+    assert names(nested.replace("HMMA.16816.F32.BF16", "FFMA")) == ["FFMA", "MUFU.EX2", "BRA"]
+
+
+def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
+    text = sass(
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0",
+        "@!P0 BRA 0x50",
+        "FADD R0, R0, R1",  # 0x20
+        "EXIT",
+        "NOP",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0",  # 0x50
+        "@!P0 BRA 0x50",
+        "BRA 0x20",
+    )
+    assert len(names(text)) == 8
+
+
+@pytest.mark.parametrize(
+    "arch, warps, registers, shared, columns, blocks",
+    [
+        (90, 8, 168, 0, 0, 1),  # 5,376 registers a warp: 3 warps a scheduler
+        (90, 4, 128, 0, 0, 4),
+        (90, 4, 121, 0, 0, 4),  # rounded up to 128
+        (90, 4, 32, 100 * 1024, 0, 2),
+        (80, 4, 32, 100 * 1024, 0, 1),
+        (90, 4, 32, 75 * 1024, 0, 3),  # 3 * (75 + 1) KB are all of it
+        (90, 32, 16, 0, 0, 2),  # 2,048 threads
+        (90, 1, 16, 0, 0, 32),
+        (100, 4, 32, 0, 256, 2),
+    ],
+)
+def test_blocks_per_sm(arch, warps, registers, shared, columns, blocks):
+    assert _sass.blocks_per_sm(arch, warps, registers, shared, columns) == blocks

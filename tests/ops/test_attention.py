@@ -1,33 +1,94 @@
-"""ops.attention against its reference: forward and gradients, by the budget, on nasty inputs."""
+"""ops.attention and ops.attention_varlen against their reference: by the budget, on nasty inputs,
+in every combination of layout, mask, bias and dropout; and the bits of dropout, one by one."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
 from fastplm import ops
-from fastplm.reference.attention import attention_ref
-from fastplm.testing import LAYOUTS, assert_repeatable, assert_within_budget
+from fastplm.reference.attention import (
+    attention_ref,
+    attention_varlen_ref,
+    dropout_keep_mask,
+    dropout_threshold,
+    t5_buckets,
+)
+from fastplm.testing import LAYOUTS, BudgetExceeded, assert_repeatable, assert_within_budget
 
 BACKENDS = ("torch", "triton")
 QKV = ("query", "key", "value")
+NAN = float("nan")
+LARGE_SAMPLE = 2**40 + 1
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+dense_and_ragged = pytest.mark.parametrize("ragged", (False, True), ids=("dense", "ragged"))
+full_and_causal = pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+#: A bias, and dropout without one, may each take kernels of their own.
+all_extras = pytest.mark.parametrize("extras", ("plain", "dropout", "bias and dropout"))
+layouts_and_extras = pytest.mark.parametrize(
+    ("ragged", "extras"),
+    ((False, "plain"), (False, "dropout"), (True, "bias and dropout")),
+    ids=("dense-plain", "dense-dropout", "ragged-bias-and-dropout"),
+)
+half_precision = pytest.mark.parametrize(
+    "dtype", (torch.float16, torch.bfloat16), ids=("fp16", "bf16")
+)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def attend(dense, varlen, bias_weight=None, bidirectional=True, max_distance=20, **inputs):
+    """The function that fits the inputs; the table of the bias is an argument, to have a gradient.
+
+    20 is a short distance: few keys away, tiles lie in the last bucket altogether.
+    """
+    if bias_weight is not None:
+        inputs["relative_bias"] = ops.T5RelativeBias(bias_weight, bidirectional, max_distance)
+    return (varlen if "cu_seqlens_q" in inputs else dense)(**inputs)
+
+
+reference = functools.partial(attend, attention_ref, attention_varlen_ref)
 
 
 def run(backend: str, **inputs):
     if backend == "torch" and inputs["query"].is_cuda:
         pytest.skip("the torch backend of attention is for CPU tensors")
     with fastplm.use_backend(backend):
-        return ops.attention(**inputs)
+        return attend(ops.attention, ops.attention_varlen, **inputs)
 
 
-def check(backend: str, inputs: dict, wrt=QKV) -> None:
-    assert_within_budget(functools.partial(run, backend), attention_ref, inputs, wrt=wrt)
+def leaves(inputs: dict) -> tuple[str, ...]:
+    return tuple(name for name in (*QKV, "bias_weight") if name in inputs)
+
+
+def check(backend: str, inputs: dict, wrt=None) -> None:
+    wrt = leaves(inputs) if wrt is None else wrt
+    assert_within_budget(functools.partial(run, backend), reference, inputs, wrt=wrt)
+
+
+def out_and_grads(backend: str, inputs: dict, upstream=None):
+    """The output and the gradients by name, of a random ``upstream`` gradient if none is given."""
+    names = leaves(inputs)
+    inputs = inputs | {name: inputs[name].detach().requires_grad_() for name in names}
+    out = run(backend, **inputs)
+    if upstream is None:
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    grads = torch.autograd.grad(out, [inputs[name] for name in names], upstream)
+    return out.detach(), dict(zip(names, grads, strict=True))
+
+
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def make(device, batch=2, heads=2, seqlen_q=33, seqlen_k=33, head_dim=32, dtype=torch.float32):
@@ -37,229 +98,1044 @@ def make(device, batch=2, heads=2, seqlen_q=33, seqlen_k=33, head_dim=32, dtype=
     return dict(query=draw(seqlen_q), key=draw(seqlen_k), value=draw(seqlen_k))
 
 
-def mask_keys(inputs: dict, lengths, poison: bool = False) -> dict:
-    """Right padding after each length, NaN in the masked keys and values if ``poison``."""
-    key = inputs["key"]
-    key_mask = torch.arange(key.shape[2])[None, :] < torch.tensor(lengths)[:, None]
-    key_mask = key_mask.to(key.device)
-    if poison:
-        hole = ~key_mask[:, None, :, None]
-        inputs = inputs | {n: inputs[n].masked_fill(hole, float("nan")) for n in ("key", "value")}
-    return inputs | {"key_mask": key_mask}
+def heads_for(extras: str) -> int:
+    """Enough for the gradient of the table: most of it lies in a few buckets a head, and of few
+    numbers not only the error of a kernel is luck, but also PyTorch's, which bounds it."""
+    return 4 if "bias" in extras else 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def with_extras(inputs: dict, extras="bias and dropout", dropout_p=0.1, dtype=None) -> dict:
+    """Bias, one-sided for causal calls, and dropout; ``dtype`` is that of the table."""
+    inputs, query = dict(inputs), inputs["query"]
+    if "bias" in extras:
+        weight = torch.randn(16, query.shape[1], device=query.device)
+        inputs["bias_weight"] = weight.to(dtype or query.dtype)
+        inputs["bidirectional"] = not inputs.get("is_causal", False)
+    if "dropout" in extras:
+        inputs |= dict(dropout_p=dropout_p, seed=-3)
+    return inputs
+
+
+def hide(inputs: dict, key_mask: torch.Tensor) -> dict:
+    """A dense call with these keys masked, and NaN behind the mask."""
+    hole = ~key_mask.to(inputs["key"].device)
+    hidden = {
+        name: inputs[name].masked_fill(hole[:, None, :, None], NAN) for name in ("key", "value")
+    }
+    return inputs | hidden | {"key_mask": ~hole}
+
+
+def up_to(lengths, longest: int) -> torch.Tensor:
+    return torch.arange(longest) < torch.tensor(lengths).reshape(-1, 1)
+
+
+def pack_rows(padded: torch.Tensor, lengths, spare: int = 0) -> torch.Tensor:
+    """[B, H, T, D] -> [N + spare, H, D], of ``lengths`` rows each; NaN in the spare ones."""
+    rows = padded.new_full((sum(lengths) + spare, padded.shape[1], padded.shape[3]), NAN)
+    for sequence, length, end in zip(padded, lengths, itertools.accumulate(lengths), strict=True):
+        rows[end - length : end] = sequence[:, :length].transpose(0, 1)
+    return rows
+
+
+def pack(inputs: dict, lengths_q, lengths_k=None, spare=(3, 5)) -> dict:
+    """The ragged call of the first rows of a dense one; the spare rows hold NaN, not masked."""
+    lengths_k = lengths_q if lengths_k is None else lengths_k
+    packed = dict(inputs)
+    for name, lengths, rows in (("q", lengths_q, spare[0]), ("k", lengths_k, spare[1])):
+        for tensor in ("query",) if name == "q" else ("key", "value"):
+            packed[tensor] = pack_rows(inputs[tensor], lengths, rows)
+        packed[f"cu_seqlens_{name}"] = torch.tensor(
+            [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=inputs["query"].device
+        )
+    packed["max_seqlen_q"], packed["max_seqlen_k"] = (inputs[n].shape[2] for n in QKV[:2])
+    if "key_mask" in inputs:
+        exists = up_to(lengths_k, packed["max_seqlen_k"])
+        packed["key_mask"] = F.pad(inputs["key_mask"][exists], (0, spare[1]), value=True)
+    return packed
+
+
+# --- every combination ----------------------------------------------------------------------------
+
+KINDS = ("full", "key mask", "causal", "cross")
+
+
+def combination(device, ragged, kind, extras, dtype=torch.float32) -> dict:
+    seqlen_q, seqlen_k = (21, 29) if kind == "cross" else (29, 29)
+    inputs = make(device, 2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16, dtype=dtype)
+    inputs["is_causal"] = kind == "causal"
+    if kind == "key mask":  # left padding and holes, and a sample without any key
+        key_mask = torch.rand(2, seqlen_k) < 0.6
+        key_mask[0, :9], key_mask[1] = False, False
+        inputs = hide(inputs, key_mask)
+    inputs = with_extras(inputs, extras)
+    if "dropout" in extras:
+        inputs["sample_index"] = torch.tensor([4, LARGE_SAMPLE], device=device)
+    if ragged and kind == "cross":  # the second sequence has queries and no key
+        return pack(inputs, (21, 6), (15, 0))
+    return pack(inputs, (29, 12)) if ragged else inputs
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extras", ("plain", "dropout", "bias", "bias and dropout"))
+def test_every_combination(device, backend, ragged, kind, extras):
+    check(backend, combination(device, ragged, kind, extras))
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "extras"),
+    (
+        (torch.float16, "dropout"),
+        (torch.bfloat16, "bias and dropout"),
+    ),
+    ids=("fp16-dropout", "bf16-bias-and-dropout"),
+)
+def test_every_combination_in_half_precision(device, backend, ragged, kind, extras, dtype):
+    check(backend, combination(device, ragged, kind, extras, dtype))
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@each_backend
+@layouts_and_extras
+@full_and_causal
 @pytest.mark.parametrize("seqlen", (1, 63, 65, 257))
-@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
-def test_lengths(device, backend, seqlen, is_causal):
-    inputs = make(device, batch=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16)
-    check(backend, inputs | {"is_causal": is_causal})
+def test_lengths(device, backend, seqlen, ragged, is_causal, extras):
+    heads = heads_for(extras) if seqlen < 100 else 1
+    inputs = make(device, 1, heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16)
+    inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
+    check(backend, pack(inputs, (seqlen,)) if ragged else inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", (1, 32, 40, 64, 80, 96, 128))
-def test_head_dims(device, backend, head_dim):
-    check(backend, make(device, batch=1, seqlen_q=20, seqlen_k=40, head_dim=head_dim))
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("seqlen_k", (40, 65, 130, 257, 513))
+@pytest.mark.parametrize(
+    ("head_dim", "extras", "is_causal"),
+    ((32, "plain", False), (32, "dropout", True), (128, "dropout", False)),
+    ids=("32-full", "32-causal-dropout", "128-full-dropout"),
+)
+def test_length_classes(device, backend, seqlen_k, head_dim, extras, is_causal, ragged):
+    """A kernel is chosen by the number of keys; 16 bits have more of them than 32."""
+    inputs = make(device, 1, 1, 20, seqlen_k, head_dim, dtype=torch.float16)
+    inputs = hide(inputs | {"is_causal": is_causal}, torch.rand(1, seqlen_k) < 0.9)
+    inputs = with_extras(inputs, extras)
+    check(backend, pack(inputs, (20,), (seqlen_k,)) if ragged else inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=("fp16", "bf16"))
-@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("seqlen_k", (130, 300))
+def test_length_classes_with_a_bias(device, backend, seqlen_k, ragged):
+    inputs = make(device, 1, 4, 20, seqlen_k, 16, dtype=torch.float16)
+    inputs = hide(inputs | {"is_causal": True}, torch.rand(1, seqlen_k) < 0.9)
+    inputs = with_extras(inputs, dtype=torch.float32)
+    check(backend, pack(inputs, (20,), (seqlen_k,)) if ragged else inputs)
+
+
+@each_backend
+@layouts_and_extras
+def test_kernel_for_many_keys_on_sequences_of_few(device, backend, ragged, extras):
+    inputs = make(device, 3, 1, seqlen_q=20, seqlen_k=513, head_dim=16, dtype=torch.float16)
+    inputs = with_extras(hide(inputs, up_to((3, 0, 70), 513)), extras)
+    check(backend, pack(inputs, (20, 1, 0), (3, 0, 70)) if ragged else inputs)
+
+
+@each_backend
+@pytest.mark.parametrize("extras", ("plain", "bias and dropout"))
+@pytest.mark.parametrize("head_dim", (1, 16, 32, 40, 64, 80, 96, 128, 160, 256))
+def test_head_dims(device, backend, head_dim, extras):
+    inputs = make(device, batch=1, seqlen_q=20, seqlen_k=40, head_dim=head_dim)
+    check(backend, with_extras(inputs, extras))
+
+
+@each_backend
+@half_precision
+@layouts_and_extras
+@pytest.mark.parametrize("head_dim", (40, 64, 160, 256))
+def test_head_dims_in_half_precision(device, backend, head_dim, ragged, extras, dtype):
+    inputs = make(device, 1, 1, seqlen_q=20, seqlen_k=70, head_dim=head_dim, dtype=dtype)
+    inputs = with_extras(inputs | {"is_causal": True}, extras)
+    check(backend, pack(inputs, (20,), (70,)) if ragged else inputs)
+
+
+@each_backend
+@half_precision
+@full_and_causal
 def test_half_precision(device, backend, dtype, is_causal):
     inputs = make(device, seqlen_q=70, seqlen_k=70, head_dim=64, dtype=dtype)
-    check(backend, mask_keys(inputs, (70, 41)) | {"is_causal": is_causal})
+    check(backend, hide(inputs, up_to((70, 41), 70)) | {"is_causal": is_causal})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("lengths", ((65, 65), (65, 7), (1, 0)), ids=("none", "some", "dead"))
-def test_key_mask_hides_even_nan(device, backend, is_causal, lengths):
-    inputs = mask_keys(make(device, seqlen_q=65, seqlen_k=65), lengths, poison=True)
-    check(backend, inputs | {"is_causal": is_causal})
+@each_backend
+@layouts_and_extras
+@full_and_causal
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (17, 65), (40, 17)))
+def test_cross_lengths(device, backend, seqlen_q, seqlen_k, is_causal, ragged, extras):
+    """With causality a cache of keys (down to one query), or queries that see no key."""
+    heads = heads_for(extras)
+    inputs = make(device, 2, heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16)
+    inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
+    if ragged:
+        check(backend, pack(inputs, (seqlen_q, 1), (5, seqlen_k)))
+    else:
+        check(backend, hide(inputs, up_to((seqlen_k, 5), seqlen_k)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_left_padding_and_holes(device, backend):
-    inputs = make(device, seqlen_q=40, seqlen_k=40)
-    key_mask = torch.rand(2, 40, device=device) < 0.5
-    key_mask[0, :9] = False
-    check(backend, inputs | {"key_mask": key_mask, "is_causal": True})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (17, 65), (65, 17), (130, 64)))
-def test_cross_lengths(device, backend, seqlen_q, seqlen_k, is_causal):
-    inputs = make(device, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16)
-    check(backend, mask_keys(inputs, (seqlen_k, 5)) | {"is_causal": is_causal})
-
-
-def test_causal_is_bottom_right_aligned(device):
+@dense_and_ragged
+def test_causal_is_bottom_right_aligned(device, ragged):
     """The last query sees every key, whatever the two lengths are (a key/value cache)."""
-    inputs = make(device, seqlen_q=3, seqlen_k=10)
-    whole = ops.attention(**inputs, is_causal=True)
-    last = ops.attention(inputs["query"][:, :, -1:], inputs["key"], inputs["value"])
-    torch.testing.assert_close(whole[:, :, -1:], last)
+    inputs = make(device, batch=1, seqlen_q=3, seqlen_k=10)
+    last = inputs | {"query": inputs["query"][:, :, -1:]}
+    if ragged:
+        inputs, last = pack(inputs, (3,), (10,), spare=(0, 0)), pack(last, (1,), (10,), (0, 0))
+    causal = run("auto", **inputs, is_causal=True)
+    torch.testing.assert_close(causal[-1:] if ragged else causal[:, :, -1:], run("auto", **last))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dead_rows_are_zero_with_zero_gradient(device, backend):
-    inputs = make(device, seqlen_q=5, seqlen_k=3)
-    inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
-    key_mask = torch.tensor([[True] * 3, [False] * 3], device=device)
-    out = run(backend, **inputs, key_mask=key_mask, is_causal=True)
-    assert not out[1].any() and not out[0, :, :2].any() and out[0, :, 2:].all()
-    out.sum().backward()
-    assert not inputs["query"].grad[1].any() and not inputs["query"].grad[0, :, :2].any()
-    assert not inputs["key"].grad[1].any() and not inputs["value"].grad[1].any()
-    assert all(tensor.grad.isfinite().all() for tensor in inputs.values())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(device, backend, layout):
-    inputs = make(device, seqlen_q=20, seqlen_k=20)
-    check(backend, {name: layout(tensor) for name, tensor in inputs.items()})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_projection_with_unlike_key_and_value_strides(device, backend):
-    packed = torch.randn(2, 20, 3, 2, 32, device=device)
-    query, key, _ = packed.permute(2, 0, 3, 1, 4)
-    value = LAYOUTS["gapped"](torch.randn(2, 2, 20, 32, device=device))
-    check(backend, dict(query=query, key=key, value=value))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", (None, 1.0, 0.01), ids=("default", "t5", "small"))
-def test_scale(device, backend, scale):
-    check(backend, make(device, head_dim=16) | {"scale": scale})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ("one-hot", "offset"))
-def test_extreme_scores(device, backend, kind):
-    inputs = make(device, seqlen_q=40, seqlen_k=40)
-    if kind == "one-hot":
-        inputs["query"] = inputs["query"] * 30
-    else:  # every score of a row is shifted by the same large amount
-        inputs["key"] = inputs["key"] + 50
-    # Stock PyTorch saves one logsumexp, which loses digits here; its gradients are its own error.
-    check(backend, inputs, wrt=QKV if backend == "triton" else ())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
+@dense_and_ragged
 @pytest.mark.parametrize("empty", ("batch", "query", "key"))
-def test_empty(device, backend, empty):
+def test_empty(device, backend, empty, ragged):
     sizes = {"batch": dict(batch=0), "query": dict(seqlen_q=0), "key": dict(seqlen_k=0)}[empty]
-    check(backend, make(device, **sizes))
+    inputs = with_extras(make(device, **sizes))
+    if ragged:
+        lengths = [[tensor.shape[2]] * tensor.shape[0] for tensor in (inputs[n] for n in QKV)]
+        for spare in ((0, 0), (3, 5)):
+            check(backend, pack(inputs, *lengths[:2], spare=spare))
+    else:
+        check(backend, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_in_a_query_stays_in_its_row(device, backend):
-    inputs = make(device, seqlen_q=20, seqlen_k=20)
-    inputs["query"][0, 0, 3, 0] = float("nan")
+@each_backend
+def test_only_sequences_of_length_0(device, backend):
+    inputs = with_extras(make(device))
+    check(backend, pack(inputs, (0, 0)))
+    check(backend, pack(inputs, (0, 0)) | dict(max_seqlen_q=0, max_seqlen_k=0))
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@each_backend
+@full_and_causal
+@pytest.mark.parametrize(
+    ("lengths", "extras"),
+    (
+        ((65, 65), "dropout"),
+        ((65, 7), "plain"),
+        ((65, 7), "bias and dropout"),
+        ((1, 0), "dropout"),
+        ((1, 0), "plain"),
+    ),
+    ids=("none-dropout", "some-plain", "some-bias-and-dropout", "dead-dropout", "dead-plain"),
+)
+def test_key_mask_hides_even_nan(device, backend, is_causal, lengths, extras):
+    inputs = make(device, heads=heads_for(extras), seqlen_q=20, seqlen_k=65, head_dim=16)
+    inputs["is_causal"] = is_causal
+    check(backend, with_extras(hide(inputs, up_to(lengths, 65)), extras))
+
+
+@each_backend
+@dense_and_ragged
+def test_left_padding_and_holes(device, backend, ragged):
+    inputs = make(device, 2, 4, seqlen_q=30, seqlen_k=70, head_dim=16) | {"is_causal": True}
+    key_mask = torch.rand(2, 70) < 0.5
+    key_mask[0, :66] = False
+    inputs = with_extras(hide(inputs, key_mask))
+    check(backend, pack(inputs, (30, 25), (70, 50)) if ragged else inputs)
+
+
+@each_backend
+@dense_and_ragged
+def test_dead_rows_are_zero_with_zero_gradient(device, backend, ragged):
+    inputs = make(device, seqlen_q=5, seqlen_k=3)
+    inputs["key_mask"] = torch.tensor([[True] * 3, [False] * 3], device=device)
+    inputs["is_causal"] = True
+    inputs = pack(inputs, (5, 5), (3, 3), spare=(0, 0)) if ragged else inputs
+    ones = torch.ones_like(inputs["query"])
+    out, grads = out_and_grads(backend, inputs, ones)
+
+    def sequence(tensor, b, length):  # [length, …]
+        return tensor[b * length :][:length] if ragged else tensor[b].transpose(0, 1)
+
+    first, second = (sequence(out, b, 5) for b in range(2))
+    assert not second.any() and not first[:2].any() and first[2:].all()
+    assert not sequence(grads["query"], 1, 5).any()
+    assert not sequence(grads["query"], 0, 5)[:2].any()
+    assert not sequence(grads["key"], 1, 3).any() and not sequence(grads["value"], 1, 3).any()
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+@each_backend
+@all_extras
+def test_spare_rows_are_zero_with_zero_gradient_and_never_matter(device, backend, extras):
+    inputs = with_extras(make(device, heads=1, seqlen_q=20, seqlen_k=30), extras)
+    tight = pack(inputs, (20, 4), (9, 30), spare=(0, 0))
+    spare = pack(inputs, (20, 4), (9, 30), spare=(70, 70))
+    upstream = torch.randn_like(spare["query"])  # NaN in the inputs draws the same shape
+    out, grads = out_and_grads(backend, spare, upstream)
+    expected, expected_grads = out_and_grads(backend, tight, upstream[:24])
+    assert torch.equal(out[:24], expected) and not out[24:].any()
+    for name, grad in grads.items():
+        rows = len(expected_grads[name])
+        assert torch.equal(grad[:rows], expected_grads[name]) and not grad[rows:].any()
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(device, backend, layout, ragged):
+    inputs = with_extras(make(device, seqlen_q=20, seqlen_k=20))
+    if ragged:
+        inputs = pack(inputs, (20, 13))
+    check(backend, inputs | {name: layout(inputs[name]) for name in QKV})
+
+
+@each_backend
+@dense_and_ragged
+def test_packed_projection_with_unlike_key_and_value_strides(device, backend, ragged):
+    packed = torch.randn(2, 20, 3, 2, 32, device=device)
+    if ragged:
+        query, key, _ = packed.flatten(0, 1).unbind(1)
+        lengths = torch.tensor([0, 11, 38], dtype=torch.int32, device=device)
+        layout = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=30, max_seqlen_k=30)
+    else:
+        query, key, _ = packed.permute(2, 0, 3, 1, 4)
+        layout = {}
+    value = LAYOUTS["gapped"](torch.randn(key.shape, device=device))
+    assert query.data_ptr() == packed.data_ptr() and key.stride() != value.stride()
+    check(backend, dict(query=query, key=key, value=value, **layout))
+
+
+@each_backend
+@dense_and_ragged
+def test_masks_tables_and_indices_may_be_views(device, backend, ragged):
+    def every_other(tensor):
+        return torch.stack((tensor, tensor.bitwise_not()), -1)[..., 0]
+
+    inputs = with_extras(hide(make(device), torch.rand(2, 33) < 0.8))
+    inputs["sample_index"] = torch.tensor([3, LARGE_SAMPLE], device=device)
+    inputs = pack(inputs, (33, 20)) if ragged else inputs
+    names = ("key_mask", "sample_index", *(("cu_seqlens_q", "cu_seqlens_k") if ragged else ()))
+    inputs |= {name: every_other(inputs[name]) for name in names}
+    inputs["bias_weight"] = inputs["bias_weight"].t().contiguous().t()
+    assert not any(inputs[name].is_contiguous() for name in (*names, "bias_weight"))
     check(backend, inputs)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(BACKENDS),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 70),
-    st.integers(1, 70),
-    st.sampled_from((8, 24, 32, 48)),
-    st.booleans(),
-    st.lists(st.integers(0, 70), min_size=3, max_size=3),
-    st.sampled_from(tuple(LAYOUTS)),
+@each_backend
+@dense_and_ragged
+def test_upstream_gradients_of_any_strides(device, backend, ragged):
+    inputs = with_extras(make(device, heads=1, seqlen_q=9, seqlen_k=9))
+    inputs = pack(inputs, (9, 5)) if ragged else inputs
+    upstream = torch.randn(inputs["query"].shape, device=device)
+    ones = torch.ones((), device=device).expand_as(upstream)
+    views = [LAYOUTS[name](upstream) for name in ("offset", "gapped", "transposed")]
+    for contiguous, strided in ((upstream, views), (ones.contiguous(), [ones])):
+        _, expected = out_and_grads(backend, inputs, contiguous)
+        for view in strided:
+            _, grads = out_and_grads(backend, inputs, view)
+            assert all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+@each_backend
+@pytest.mark.parametrize("far", ("batch", "head", "row", "packed head", "packed row"))
+def test_elements_past_2_to_the_31(device, backend, far):
+    """Rows of one huge buffer, of which the system only commits the few pages that are used.
+
+    An offset that wrapped at 32 bits would read zeros from the half before the base.
+    """
+    try:
+        buffer = torch.empty(2**32 + 4096, dtype=torch.float16, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"no room for a buffer of 8 GiB: {error}")
+    small = make(device, seqlen_q=5, seqlen_k=5, head_dim=16, dtype=torch.float16)
+    small = pack(small, (5, 2), spare=(0, 0)) if far.startswith("packed") else small
+    dim = {"batch": 0, "head": 1, "row": 2, "packed head": 1, "packed row": 0}[far]
+    views = {}
+    for i, name in enumerate(QKV):
+        tensor = small[name]
+        strides = list(tensor.stride())
+        strides[dim] = -(-(2**31) // (tensor.shape[dim] - 1) // 8) * 8 + 16
+        views[name] = buffer.as_strided(tensor.shape, strides, 2**31 + 1024 * i)
+        views[name].copy_(tensor)
+    assert all(torch.equal(views[name], small[name]) for name in QKV)
+    check(backend, with_extras(small | views))
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@each_backend
+@pytest.mark.parametrize("scale", (None, 1.0, 0.01), ids=("default", "t5", "small"))
+def test_scale(device, backend, scale):
+    check(backend, with_extras(make(device, 1, 4, 20, 20, head_dim=16)) | {"scale": scale})
+
+
+@each_backend
+@all_extras
+@pytest.mark.parametrize("kind", ("one-hot", "offset", "large bias"))
+def test_extreme_scores(device, backend, kind, extras):
+    inputs = make(device, batch=1, heads=4, seqlen_q=20, seqlen_k=70, head_dim=16)
+    if kind == "one-hot":
+        inputs["query"] = inputs["query"] * 30
+    elif kind == "offset":  # every score of a row is shifted by the same large amount
+        inputs["key"] = inputs["key"] + 50
+    inputs = with_extras(inputs, extras + kind)
+    if kind == "large bias":  # one bucket outweighs the others; in the next head all are large
+        inputs["bias_weight"][3, 0], inputs["bias_weight"][:, 1] = 50.0, 1000.0
+    # Stock PyTorch saves one logsumexp, which loses digits here; its gradients are its own error.
+    stock = backend == "torch" and "bias_weight" not in inputs and extras == "plain"
+    check(backend, inputs, wrt=() if stock else None)
+
+
+@each_backend
+@dense_and_ragged
+def test_nan_in_a_query_stays_in_its_row(device, backend, ragged):
+    inputs = make(device, seqlen_q=20, seqlen_k=20)
+    inputs["query"][0, 0, 3, 0] = NAN
+    check(backend, pack(inputs, (20, 20)) if ragged else inputs)
+
+
+# --- bias -----------------------------------------------------------------------------------------
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize(
+    ("buckets", "bidirectional", "max_distance"),
+    ((32, True, 128), (32, False, 128), (4, True, 2), (2, False, 2)),
 )
-def test_property(backend, batch, heads, seqlen_q, seqlen_k, head_dim, is_causal, lengths, layout):
-    inputs = make("cpu", batch, heads, seqlen_q, seqlen_k, head_dim)
-    inputs = {name: LAYOUTS[layout](tensor) for name, tensor in inputs.items()}
-    inputs = mask_keys(inputs, lengths[:batch]) | {"is_causal": is_causal}
-    # The gradients of stock PyTorch are a little worse than its eager formula's on some draws.
-    check(backend, inputs, wrt=QKV if backend == "triton" else ())
+def test_bias_equals_the_dense_one_of_transformers(
+    device, backend, buckets, bidirectional, max_distance, ragged
+):
+    heads = 4 if buckets < 32 else 2
+    inputs = make(device, 1, heads, seqlen_q=45, seqlen_k=45, head_dim=16)
+    inputs["bias_weight"] = torch.randn(buckets, heads, device=device)
+    distance = torch.arange(45) - torch.arange(45)[:, None]
+    bucket = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
+    inputs["bucket"] = bucket.to(device)
+
+    def dense(query, key, value, bias_weight, bucket):
+        bias = bias_weight[bucket].permute(2, 0, 1)[None]
+        return (query @ key.transpose(-2, -1) + bias).softmax(-1) @ value
+
+    def fused(query, key, value, bias_weight, bucket):
+        inputs = dict(query=query, key=key, value=value)
+        if ragged:
+            inputs = {name: tensor[0].transpose(0, 1) for name, tensor in inputs.items()}
+            lengths = torch.tensor([0, 45], dtype=torch.int32, device=device)
+            inputs |= dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+            inputs |= dict(max_seqlen_q=45, max_seqlen_k=45)
+        table = dict(
+            bias_weight=bias_weight, bidirectional=bidirectional, max_distance=max_distance
+        )
+        out = run(backend, **inputs, **table, scale=1.0)
+        return out.transpose(0, 1)[None] if ragged else out
+
+    assert_within_budget(fused, dense, inputs, wrt=(*QKV, "bias_weight"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_repeats_bit_for_bit(device, backend):
-    inputs = mask_keys(make(device, seqlen_q=70, seqlen_k=70), (70, 33))
-    assert_repeatable(functools.partial(run, backend), inputs, wrt=QKV)
+@each_backend
+@half_precision
+def test_table_in_another_dtype(device, backend, dtype):
+    """Under autocast the table of the model stays fp32."""
+    inputs = make(device, 1, 4, 20, 20, dtype=dtype)
+    check(backend, with_extras(inputs, dtype=torch.float32))
+    check(backend, with_extras(make(device, 1, 4, 20, 20), dtype=dtype))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(device, backend):
+@each_backend
+def test_a_frozen_table_changes_no_other_gradient(device, backend):
+    inputs = with_extras(make(device))
+    _, expected = out_and_grads(backend, inputs)
+    table = inputs.pop("bias_weight")
+    leaf = {name: inputs[name].detach().requires_grad_() for name in QKV}
+    out = run(backend, **(inputs | leaf), bias_weight=table)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    for name, grad in zip(
+        QKV, torch.autograd.grad(out, list(leaf.values()), upstream), strict=True
+    ):
+        assert torch.equal(grad, expected[name])
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+def recovered_mask(
+    backend, lengths_q, lengths_k, ragged, device, sample_index, dropout_p, seed, dtype
+):
+    """Which probabilities survive a call, for each sequence [H, Tq, Tk], read off its output.
+
+    All scores are equal, so no probability is 0. The values are one-hot: key j alone writes to
+    column j - or, as there are more keys than columns, to column j % 64 in copy j // 64 of the
+    sample, and the copies differ in nothing that dropout depends on.
+    """
+    heads, head_dim, copies = 2, 64, -(-max(lengths_k) // 64)
+    batch, seqlen_q, seqlen_k = len(lengths_q), max(lengths_q), max(lengths_k)
+    value = torch.eye(copies * head_dim)[:seqlen_k].unflatten(1, (copies, head_dim))
+    value = value.permute(1, 0, 2)[None, :, None].expand(batch, -1, heads, -1, -1).flatten(0, 1)
+    zeros = torch.zeros(batch * copies, heads, seqlen_q, head_dim)
+    inputs = dict(query=zeros, key=torch.zeros_like(value), value=value)
+    inputs = {name: tensor.to(device, dtype) for name, tensor in inputs.items()}
+    lengths_q, lengths_k = (
+        [length for length in lengths for _ in range(copies)] for lengths in (lengths_q, lengths_k)
+    )
+    inputs["key_mask"] = up_to(lengths_k, seqlen_k).to(device)
+    if ragged:
+        inputs = pack(inputs, lengths_q, lengths_k)
+    sample_index = sample_index.repeat_interleave(copies).to(device)
+    out = run(backend, **inputs, dropout_p=dropout_p, seed=seed, sample_index=sample_index)
+    rows = list(out[: sum(lengths_q)].split(lengths_q)) if ragged else out.transpose(1, 2).unbind()
+    masks = []
+    for first in range(0, len(rows), copies):
+        mask = torch.cat(rows[first : first + copies], -1)[..., : lengths_k[first]]
+        masks.append(mask[: lengths_q[first]].transpose(0, 1).cpu() != 0)
+    return masks
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize(
+    ("dropout_p", "seed", "dtype"),
+    (
+        (0.001, 0, torch.float32),
+        (0.1, -1, torch.float16),
+        (0.5, 2**63 - 1, torch.float32),
+        (0.999, torch.tensor(-(2**40) + 5), torch.float16),
+    ),
+    ids=("0.001", "0.1", "0.5", "0.999"),
+)
+def test_dropout_mask_is_that_of_the_reference(device, backend, seed, dropout_p, dtype, ragged):
+    lengths_q, lengths_k, sample_index = (70, 3), (17, 130), torch.tensor([LARGE_SAMPLE, 2**63 - 1])
+    expected = dropout_keep_mask(seed, sample_index, 2, 70, 130, dropout_p)
+    seed = seed.to(device) if isinstance(seed, torch.Tensor) else seed
+    masks = recovered_mask(
+        backend, lengths_q, lengths_k, ragged, device, sample_index, dropout_p, seed, dtype
+    )
+    for b, mask in enumerate(masks):
+        assert torch.equal(mask, expected[b, :, : lengths_q[b], : lengths_k[b]])
+
+
+@each_backend
+@pytest.mark.parametrize("seqlen_k", (40, 130, 300, 520))
+def test_dropout_mask_of_the_backward_is_that_of_the_reference(device, backend, seqlen_k):
+    """dV = P^T dO: with a one-hot dO, query i alone writes to column i."""
+    seqlen_q, heads = 40, 2
+    zeros = torch.zeros(1, heads, seqlen_q, 80, dtype=torch.float16, device=device)
+    keys = torch.zeros(1, heads, seqlen_k, 80, dtype=torch.float16, device=device)
+    upstream = torch.eye(80, device=device)[:seqlen_q].to(zeros).expand_as(zeros)
+    sample_index = torch.tensor([LARGE_SAMPLE], device=device)
+    inputs = dict(query=zeros, key=keys, value=keys, dropout_p=0.1, seed=5)
+    _, grads = out_and_grads(backend, inputs | {"sample_index": sample_index}, upstream)
+    mask = grads["value"].transpose(-2, -1)[:, :, :seqlen_q].cpu() != 0
+    expected = dropout_keep_mask(5, sample_index.cpu(), heads, seqlen_q, seqlen_k, 0.1)
+    assert torch.equal(mask, expected)
+
+
+@each_backend
+@pytest.mark.parametrize("dropout_p", (0.1, 0.5))
+def test_rate_of_dropout(device, backend, dropout_p):
+    """Pearson's statistic of kept and dropped: chi-square with one degree of freedom.
+
+    Its tail is erfc(sqrt(x / 2)). A fair generator falls below 1e-3 in one of a thousand seeds, and
+    the seed is fixed.
+    """
+    samples = torch.arange(2)
+    calls = (60, 60), (64, 64), False, device, samples, dropout_p, 1, torch.float32
+    masks = recovered_mask(backend, *calls)
+    keep = torch.stack(masks).flatten()
+    rate = 1 - dropout_threshold(dropout_p) / 256
+    kept, expected = keep.sum().double(), torch.tensor(rate * keep.numel()).double()
+    statistic = (kept - expected).square() / (expected * (1 - rate))
+    assert torch.special.erfc((statistic / 2).sqrt()) > 1e-3
+
+
+@each_backend
+@dense_and_ragged
+def test_dropout_keeps_the_mean(device, backend, ragged):
+    """The mean over many draws lies within a few of its own standard errors of no dropout."""
+    samples, seeds = 16, 8
+    one = make(device, batch=1, heads=1, seqlen_q=5, seqlen_k=20, head_dim=16)
+    many = {name: tensor.expand(samples, -1, -1, -1) for name, tensor in one.items()}
+    lengths = (5,) * samples, (20,) * samples
+    many = pack(many, *lengths, spare=(0, 0)) if ragged else many
+    draws = torch.stack([run(backend, **many, dropout_p=0.1, seed=seed) for seed in range(seeds)])
+    draws = draws.view(seeds * samples, 5, 16).double()  # one head: both layouts are [B, T, D]
+    expected = run(backend, **one)[0, 0].double()
+    error = (draws.mean(0) - expected) / (draws.std(0) / len(draws) ** 0.5)
+    # The largest of as many normal values exceeds this in one of a thousand seeds.
+    bound = torch.special.ndtri(torch.tensor(1 - 0.5e-3 / error.numel()).double())
+    assert error.abs().max() < bound
+
+
+@each_backend
+@dense_and_ragged
+@pytest.mark.parametrize("dropout_p", (0.001, 0.5, 0.999, 1.0))
+def test_extreme_rates(device, backend, dropout_p, ragged):
+    inputs = make(device, heads=1, seqlen_q=20, seqlen_k=40, head_dim=16)
+    inputs = with_extras(inputs, dropout_p=dropout_p)
+    inputs = pack(inputs, (20, 7), (40, 9)) if ragged else inputs
+    check(backend, inputs)
+    if dropout_p == 1.0:
+        out, grads = out_and_grads(backend, inputs)
+        assert not out.any() and not any(grad.any() for grad in grads.values())
+
+
+@each_backend
+def test_dropout_by_the_index_of_the_sample(device, backend):
+    """A batch spread over two devices draws the same bits; the default index is that of the row."""
+    inputs = with_extras(make(device, batch=4, seqlen_q=20, seqlen_k=20), dropout_p=0.5)
+    whole = run(backend, **inputs)
+    halves = []
+    for part in (slice(0, 2), slice(2, 4)):
+        half = inputs | {name: inputs[name][part] for name in QKV}
+        index = torch.arange(4, device=device)[part]
+        halves.append(run(backend, **half, sample_index=index))
+    assert torch.equal(whole, torch.cat(halves))
+    other = run(backend, **inputs, sample_index=torch.arange(4, device=device) + 2**32)
+    assert not torch.equal(whole, other)
+
+
+@dense_and_ragged
+def test_without_a_seed_dropout_follows_the_generator_of_torch(device, ragged):
+    inputs = make(device)
+    inputs = pack(inputs, (33, 9)) if ragged else inputs
+    draw = functools.partial(run, "auto", **inputs, dropout_p=0.5)
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    torch.manual_seed(3)
+    assert torch.equal(draw(), first) and not torch.equal(first, second)
+
+
+def test_an_int_seed_is_the_tensor(device):
+    inputs = make(device) | dict(dropout_p=0.5)
+    for seed in (0, -1, 2**63 - 1):
+        tensor = torch.tensor(seed, device=device)
+        assert torch.equal(run("auto", **inputs, seed=seed), run("auto", **inputs, seed=tensor))
+
+
+# --- padded and ragged, bit for bit ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("eager", *BACKENDS))
+@pytest.mark.parametrize("kind", ("self", "key mask", "causal", "cache", "cross"))
+@pytest.mark.parametrize(
+    ("dtype", "longest", "extras"),
+    (
+        (torch.float32, 40, "dropout"),
+        (torch.float32, 70, "bias and dropout"),
+        (torch.float16, 130, "dropout"),
+    ),
+    ids=("fp32-40-dropout", "fp32-70-bias", "fp16-130-dropout"),
+)
+def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, longest, dtype, extras):
+    lengths_k = lengths_q = (longest, 0, 9)
+    if kind == "cache":  # as many cached keys in each: the padded batch has one alignment
+        lengths_k, lengths_q = (longest, 9, 14), (longest - 9, 0, 5)
+    elif kind == "cross":
+        lengths_q = (3, 7, longest // 2)
+    sizes = dict(seqlen_q=max(lengths_q), seqlen_k=longest, head_dim=16, dtype=dtype)
+    padded = make(device, batch=3, heads=1, **sizes) | {"is_causal": kind in ("causal", "cache")}
+    exists_q, exists_k = up_to(lengths_q, sizes["seqlen_q"]), up_to(lengths_k, longest)
+    seen = torch.rand(3, longest) < (0.6 if kind == "key mask" else 1.0)
+    padded = hide(padded, exists_k & seen)
+    padded = with_extras(padded, extras)
+    padded["sample_index"] = torch.tensor([9, 2, LARGE_SAMPLE], device=device)
+    ragged = pack(padded, lengths_q, lengths_k)
+    if kind != "key mask":
+        del ragged["key_mask"]
+
+    upstream = torch.randn_like(padded["query"])
+    upstream = upstream.masked_fill(~exists_q.to(device)[:, None, :, None], 0.0)
+    out, grads = out_and_grads(backend, padded, upstream)
+    packed_upstream = pack_rows(upstream, lengths_q, spare=3).nan_to_num(1.0)
+    packed_out, packed_grads = out_and_grads(backend, ragged, packed_upstream)
+
+    def same(packed, dense, lengths):
+        rows = sum(lengths)
+        return torch.equal(packed[:rows], pack_rows(dense, lengths)) and not packed[rows:].any()
+
+    assert same(packed_out, out, lengths_q)
+    assert same(packed_grads["query"], grads["query"], lengths_q)
+    assert same(packed_grads["key"], grads["key"], lengths_k)
+    assert same(packed_grads["value"], grads["value"], lengths_k)
+    if "bias" in extras:
+        assert torch.equal(packed_grads["bias_weight"], grads["bias_weight"])
+
+
+@each_backend
+@layouts_and_extras
+def test_repeats_bit_for_bit(device, backend, ragged, extras):
+    inputs = hide(make(device, heads=1, seqlen_q=40, seqlen_k=70), up_to((70, 33), 70))
+    inputs = with_extras(inputs, extras)
+    inputs = pack(inputs, (40, 33), (70, 33)) if ragged else inputs
+    assert_repeatable(functools.partial(run, backend), inputs, wrt=leaves(inputs))
+
+
+# --- anything -------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw):
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    # With few elements the error of PyTorch itself is luck.
+    batch, heads = draw(st.integers(1, 2)), draw(st.integers(3, 4))
+    longest = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    inputs = make(
+        "cpu",
+        batch,
+        heads,
+        *longest,
+        head_dim=draw(st.sampled_from((8, 24, 32, 48))),
+        dtype=draw(st.sampled_from((torch.float32, torch.float16))),
+    )
+    lengths = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in longest]
+    layouts = {name: draw(st.sampled_from(tuple(LAYOUTS))) for name in QKV}
+    inputs["is_causal"] = draw(st.booleans())
+    if draw(st.booleans()):
+        key_mask = torch.rand(batch, longest[1]) < draw(st.sampled_from((0.1, 0.5, 0.95)))
+        key_mask &= up_to(lengths[1], longest[1])
+        # Every row of an expanded tensor would be NaN if its first one were.
+        inputs = inputs | {"key_mask": key_mask}
+        inputs = inputs if "expanded" in layouts.values() else hide(inputs, key_mask)
+    if draw(st.booleans()):
+        buckets, max_distance = draw(st.sampled_from(((8, 20), (32, 128), (4, 3))))
+        inputs["bias_weight"] = torch.randn(buckets, heads).to(inputs["query"].dtype)
+        inputs |= dict(bidirectional=draw(st.booleans()), max_distance=max_distance)
+    if draw(st.booleans()):
+        inputs |= dict(
+            dropout_p=draw(st.sampled_from((0.1, 0.5, 0.9))),
+            seed=draw(st.integers(-(2**63), 2**63 - 1)),
+            sample_index=torch.randint(2**63 - 1, (batch,)),
+        )
+    if draw(st.booleans()):
+        inputs = pack(inputs, *lengths, spare=(draw(st.integers(0, 5)), draw(st.integers(1, 5))))
+    return inputs | {name: LAYOUTS[layouts[name]](inputs[name]) for name in QKV}
+
+
+@each_backend
+# Shrinking a failure would take minutes under the interpreter.
+@settings(phases=(Phase.generate,), max_examples=20, deadline=None, derandomize=True)
+@given(inputs=calls())
+def test_property(backend, inputs):
+    check(backend, inputs)
+
+
+# --- the frameworks around it ---------------------------------------------------------------------
+
+
+def operator_arguments(inputs: dict, backend: str) -> tuple:
+    """The arguments of ``fastplm::attention_fwd`` for a call, with gradients on."""
+    tensors = {name: inputs[name].requires_grad_() for name in leaves(inputs)}
+    ragged = "cu_seqlens_q" in inputs
+    seqlen_q, seqlen_k = (inputs[name].shape[-2] for name in QKV[:2])
+    return (
+        *(tensors[name] for name in QKV),
+        inputs.get("key_mask"),
+        inputs.get("cu_seqlens_q"),
+        inputs.get("cu_seqlens_k"),
+        inputs["max_seqlen_q"] if ragged else seqlen_q,
+        inputs["max_seqlen_k"] if ragged else seqlen_k,
+        tensors.get("bias_weight"),
+        inputs.get("bidirectional", False),
+        20,
+        torch.tensor(inputs["seed"], device=inputs["query"].device) if "seed" in inputs else None,
+        inputs.get("sample_index"),
+        inputs.get("dropout_p", 0.0),
+        inputs.get("is_causal", False),
+        0.5,
+        backend,
+    )
+
+
+@each_backend
+@dense_and_ragged
+@all_extras
+def test_opcheck(device, backend, ragged, extras):
     if backend == "torch" and device.type == "cuda":
         pytest.skip("the torch backend of attention is for CPU tensors")
-    inputs = mask_keys(make(device, seqlen_q=9, seqlen_k=7), (7, 0))
-    qkv = [inputs[name].requires_grad_() for name in QKV]
-    arguments = (*qkv, inputs["key_mask"], True, 0.5, backend)
+    inputs = make(device, seqlen_q=9, seqlen_k=7)
+    if extras != "plain":
+        inputs = with_extras(hide(inputs, up_to((7, 0), 7)) | {"is_causal": True}, extras)
+        inputs["sample_index"] = torch.tensor([LARGE_SAMPLE, 3], device=device)
+    inputs = pack(inputs, (9, 4), (3, 7), spare=(2, 2)) if ragged else inputs
+    # NaN in the spare rows is not equal to itself, which is all that opcheck compares by.
+    inputs |= {name: inputs[name].nan_to_num(1.0) for name in QKV}
+    arguments = operator_arguments(inputs, backend)
     torch.library.opcheck(torch.ops.fastplm.attention_fwd, arguments)
 
 
-def test_compiles_without_graph_breaks_or_recompiles(device):
-    inputs = mask_keys(make(device), (33, 9))
+@dense_and_ragged
+def test_compiles_without_graph_breaks_or_recompiles(device, ragged):
+    """Lengths, masks and the seed change, capacities do not."""
+
+    def call(length, seed):
+        inputs = hide(make(device), up_to((length, 9), 33)) | {"is_causal": True}
+        inputs = with_extras(inputs) | {"seed": torch.tensor(seed, device=device)}
+        if not ragged:
+            return inputs
+        return pack(inputs, (length, 9), spare=(40 - length, 40 - length))
+
+    def step(**inputs):
+        return attend(ops.attention, ops.attention_varlen, **inputs)
+
     count = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(ops.attention, fullgraph=True, backend=count)
-    for _ in range(3):
-        torch.testing.assert_close(compiled(**inputs), ops.attention(**inputs))
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    for length, seed in ((33, 1), (20, -7), (0, 2**40)):
+        inputs = call(length, seed)
+        torch.testing.assert_close(compiled(**inputs), step(**inputs), equal_nan=True)
     assert count.frame_count == 1
     with fastplm.use_backend("eager"):
         compiled(**inputs)
     assert count.frame_count == 2
 
 
-def test_autocast_as_linear(device):
+@each_backend
+@dense_and_ragged
+def test_compiled_forward_and_backward_give_the_same_bits(device, backend, ragged):
+    torch._dynamo.reset()
+    inputs = with_extras(make(device)) | {"seed": torch.tensor(4, device=device)}
+    inputs = pack(inputs, (33, 9)) if ragged else inputs
+    if backend == "torch" and device.type == "cuda":
+        pytest.skip("the torch backend of attention is for CPU tensors")
+    leaf = {name: inputs[name].detach().requires_grad_() for name in leaves(inputs)}
+
+    def step(inputs):
+        return attend(ops.attention, ops.attention_varlen, **inputs)
+
+    with fastplm.use_backend(backend):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        results = []
+        for function in (step, compiled):
+            out = function(inputs | leaf)
+            grads = torch.autograd.grad(out.square().sum(), list(leaf.values()))
+            results.append((out, *grads))
+    for plain, traced in zip(*results, strict=True):
+        assert torch.equal(plain, traced) and plain.stride() == traced.stride()
+
+
+@dense_and_ragged
+def test_autocast_as_linear(device, ragged):
+    inputs = with_extras(make(device))
+    inputs = pack(inputs, (33, 9)) if ragged else inputs
     with torch.autocast(device.type, torch.bfloat16):
-        assert ops.attention(**make(device)).dtype is torch.bfloat16
+        out, grads = out_and_grads("auto", inputs)
+    assert out.dtype is torch.bfloat16
+    assert all(grad.dtype is torch.float32 for grad in grads.values())
 
 
-def test_backward_runs_on_the_backend_of_its_forward(device):
-    inputs = make(device)
-    query = inputs.pop("query").requires_grad_()
-    with fastplm.use_backend("triton"):
-        out = ops.attention(query, **inputs)
-    assert out.grad_fn is not None
+@dense_and_ragged
+def test_backward_runs_on_the_backend_of_its_forward(device, ragged):
+    inputs = with_extras(make(device))
+    inputs = pack(inputs, (33, 9)) if ragged else inputs
+    upstream = torch.ones_like(inputs["query"])
+    _, expected = out_and_grads("triton", inputs, upstream)
+    leaf = {name: inputs[name].detach().requires_grad_() for name in expected}
+    out = run("triton", **(inputs | leaf))
     with fastplm.use_backend("eager"):
-        (grad,) = torch.autograd.grad(out.sum(), query)
-    assert grad.shape == query.shape
+        grads = torch.autograd.grad(out, list(leaf.values()), upstream)
+    assert all(map(torch.equal, grads, expected.values()))
 
 
-def test_float64_runs_on_the_cpu_default():
-    inputs = make("cpu", dtype=torch.float64)
-    out = ops.attention(**inputs, is_causal=True)
-    torch.testing.assert_close(
-        out, F.scaled_dot_product_attention(*inputs.values(), is_causal=True)
-    )
+@dense_and_ragged
+def test_float64_runs_on_the_cpu_default(ragged):
+    inputs = make("cpu", dtype=torch.float64) | {"is_causal": True}
+    expected = F.scaled_dot_product_attention(*(inputs[n] for n in QKV), is_causal=True)
+    if ragged:
+        inputs, expected = pack(inputs, (33, 33), spare=(0, 0)), pack_rows(expected, (33, 33))
+    torch.testing.assert_close(run("auto", **inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", (False, True), ids=("dense", "ragged"))
+def test_the_forward_and_backward_fit_in_one_cuda_graph(ragged):
+    """Replayed on other lengths and with an advanced seed."""
+    device = torch.device("cuda")
+
+    def call(lengths, seed):
+        inputs = with_extras(hide(make(device), up_to(lengths, 33)))
+        inputs["seed"] = torch.tensor(seed, device=device)
+        spare = 66 - sum(lengths)
+        return pack(inputs, lengths, spare=(spare, spare)) if ragged else inputs
+
+    inputs = call((33, 9), 1)
+    static = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    upstream = torch.randn_like(static["query"])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out_and_grads("triton", static, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = out_and_grads("triton", static, upstream)
+    for other in (inputs, call((12, 30), 2), call((0, 0), -5)):
+        for name, value in other.items():
+            if isinstance(value, torch.Tensor):
+                static[name].copy_(value)
+        graph.replay()
+        expected, expected_grads = out_and_grads("triton", other, upstream)
+        assert torch.equal(out, expected)
+        assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def bias(buckets=8, heads=2, dtype=torch.float32, bidirectional=True, max_distance=20):
+    weight = torch.zeros(buckets, heads, dtype=dtype)
+    return ops.T5RelativeBias(weight, bidirectional, max_distance)
+
+
+SHARED_ERRORS = (
+    (dict(query=None), TypeError, "`query` got a NoneType"),
+    (dict(relative_bias=object()), TypeError, "`relative_bias` got a object"),
+    (dict(relative_bias=torch.zeros(8, 2)), TypeError, "`relative_bias` got a Tensor"),
+    (
+        dict(relative_bias=ops.T5RelativeBias(None)),
+        TypeError,
+        "`relative_bias.weight` got a NoneType",
+    ),
+    (
+        dict(relative_bias=ops.T5RelativeBias(torch.zeros(8))),
+        ValueError,
+        "`relative_bias.weight` got 1 dimensions",
+    ),
+    (dict(relative_bias=bias(heads=3)), ValueError, "`relative_bias.weight` got shape (8, 3)"),
+    (
+        dict(relative_bias=bias(dtype=torch.int64)),
+        TypeError,
+        "`relative_bias.weight` got torch.int64",
+    ),
+    (dict(relative_bias=bias(7)), ValueError, "`relative_bias.weight` got 7 buckets"),
+    (dict(relative_bias=bias(2)), ValueError, "`relative_bias.weight` got 2 buckets"),
+    (
+        dict(relative_bias=bias(0, bidirectional=False)),
+        ValueError,
+        "`relative_bias.weight` got 0 buckets",
+    ),
+    (
+        dict(relative_bias=bias(32, max_distance=8)),
+        ValueError,
+        "`relative_bias.max_distance` got 8",
+    ),
+    (
+        dict(relative_bias=bias(32, bidirectional=False, max_distance=16)),
+        ValueError,
+        "`relative_bias.max_distance` got 16",
+    ),
+    (dict(dropout_p=-0.1), ValueError, "`dropout_p` got -0.1"),
+    (dict(dropout_p=1.5), ValueError, "`dropout_p` got 1.5"),
+    (dict(dropout_p=NAN), ValueError, "`dropout_p` got nan"),
+    (dict(dropout_p=0.1, seed=torch.tensor(1.0)), TypeError, "`seed` got torch.float32"),
+    (dict(dropout_p=0.1, seed=torch.tensor([1])), ValueError, "`seed` got 1 dimensions"),
+    (dict(sample_index=[0, 1]), TypeError, "`sample_index` got a list"),
+    (dict(sample_index=torch.arange(2).int()), TypeError, "`sample_index` got torch.int32"),
+    (dict(sample_index=torch.arange(3)), ValueError, "`sample_index` got shape (3,)"),
+    (dict(sample_index=torch.zeros(2, 1).long()), ValueError, "`sample_index` got 2 dimensions"),
+)
+
+DENSE_ERRORS = (
+    (dict(query=torch.zeros(2, 3, 4)), ValueError, "`query` got 3 dimensions"),
+    (dict(key=torch.zeros(2, 2, 7, 16)), ValueError, "`key` got shape (2, 2, 7, 16)"),
+    (dict(value=torch.zeros(2, 2, 9, 32)), ValueError, "`value` got shape (2, 2, 9, 32)"),
+    (dict(key=torch.zeros(2, 2, 33, 32).half()), TypeError, "`key` got torch.float16"),
+    (dict(query=torch.zeros(2, 2, 5, 32).long()), TypeError, "`query` got torch.int64"),
+    (dict(zip(QKV, [torch.zeros(2, 2, 5, 0)] * 3, strict=True)), ValueError, "`query` got head"),
+    (dict(key_mask=[True]), TypeError, "`key_mask` got a list"),
+    (dict(key_mask=torch.ones(2, 33)), TypeError, "`key_mask` got torch.float32"),
+    (dict(key_mask=torch.ones(2, 5).bool()), ValueError, "`key_mask` got shape (2, 5)"),
+    (dict(key_mask=torch.ones(66).bool()), ValueError, "`key_mask` got shape (66,)"),
+)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+RAGGED_ERRORS = (
+    (dict(query=torch.zeros(2, 2, 33, 32)), ValueError, "`query` got 4 dimensions"),
+    (dict(key=torch.zeros(47, 2, 16)), ValueError, "`key` got shape (47, 2, 16)"),
+    (dict(key=torch.zeros(47, 3, 32)), ValueError, "`key` got shape (47, 3, 32)"),
+    (dict(value=torch.zeros(40, 2, 32)), ValueError, "`value` got shape (40, 2, 32)"),
+    (dict(value=torch.zeros(47, 2, 32).half()), TypeError, "`value` got torch.float16"),
+    (dict(query=torch.zeros(45, 2, 32).long()), TypeError, "`query` got torch.int64"),
+    (dict(key_mask=torch.ones(47)), TypeError, "`key_mask` got torch.float32"),
+    (dict(key_mask=torch.ones(2, 33).bool()), ValueError, "`key_mask` got shape (2, 33)"),
+    (dict(key_mask=torch.ones(42).bool()), ValueError, "`key_mask` got shape (42,)"),
+    (dict(cu_seqlens_q=[0, 33, 42]), TypeError, "`cu_seqlens_q` got a list"),
+    (dict(cu_seqlens_q=int32(0, 33, 42).long()), TypeError, "`cu_seqlens_q` got torch.int64"),
+    (dict(cu_seqlens_k=int32(0, 33, 42).long()), TypeError, "`cu_seqlens_k` got torch.int64"),
+    (dict(cu_seqlens_q=int32()), ValueError, "`cu_seqlens_q` got no element"),
+    (dict(cu_seqlens_q=int32(0)[0]), ValueError, "`cu_seqlens_q` got 0 dimensions"),
+    (dict(cu_seqlens_k=int32(0, 33)), ValueError, "`cu_seqlens_k` got shape (2,)"),
+    (dict(cu_seqlens_q=int32(1, 33, 42)), ValueError, "`cu_seqlens_q` got 1 … 42"),
+    (dict(cu_seqlens_q=int32(-1, 2, 3)), ValueError, "`cu_seqlens_q` got -1 … 3"),
+    (dict(cu_seqlens_q=int32(0, 33, 30)), ValueError, "`cu_seqlens_q` got 0 … 30 with lengths fr"),
+    (dict(cu_seqlens_q=int32(0, 33, 46)), ValueError, "at most 45 (the rows of the tensor)"),
+    (dict(cu_seqlens_k=int32(0, 33, 48)), ValueError, "`cu_seqlens_k` got 0 … 48"),
+    (dict(max_seqlen_q=32), ValueError, "`max_seqlen_q` got 32; expected at least 33"),
+    (dict(max_seqlen_k=32), ValueError, "`max_seqlen_k` got 32; expected at least 33"),
+    (dict(max_seqlen_k=-1), ValueError, "`max_seqlen_k` got -1"),
+)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
-    (
-        (dict(query=None), TypeError, "`query` got a NoneType"),
-        (dict(query=torch.zeros(2, 3, 4)), ValueError, "`query` got 3 dimensions"),
-        (dict(key=torch.zeros(2, 2, 7, 16)), ValueError, "`key` got shape (2, 2, 7, 16)"),
-        (dict(value=torch.zeros(2, 2, 9, 32)), ValueError, "`value` got shape (2, 2, 9, 32)"),
-        (dict(key=torch.zeros(2, 2, 33, 32).half()), TypeError, "`key` got torch.float16"),
-        (dict(query=torch.zeros(2, 2, 5, 32).long()), TypeError, "`query` got torch.int64"),
-        (dict(key_mask=torch.ones(2, 33)), TypeError, "`key_mask` got torch.float32"),
-        (dict(key_mask=torch.ones(2, 5).bool()), ValueError, "`key_mask` got shape (2, 5)"),
-        (dict(dropout_p=0.1), NotImplementedError, "`dropout_p` got 0.1"),
-        (dict(relative_bias=object()), NotImplementedError, "`relative_bias` got a object"),
-    ),
+    ("ragged", "change", "error", "words"),
+    [
+        *((False, *case) for case in (*SHARED_ERRORS, *DENSE_ERRORS)),
+        *((True, *case) for case in (*SHARED_ERRORS, *RAGGED_ERRORS)),
+    ],
 )
-def test_errors_name_argument_got_expected_fix(change, error, words):
+def test_errors_name_argument_got_expected_fix(ragged, change, error, words):
+    function, inputs = ops.attention, make("cpu")
+    if ragged:  # 45 rows of query and 47 of key
+        function, inputs = ops.attention_varlen, pack(inputs, (33, 9))
     with pytest.raises(error) as caught:
-        ops.attention(**make("cpu") | change)
+        function(**inputs | change)
     assert isinstance(caught.value, fastplm.FastplmError)
+    where = "attention_varlen: " if ragged else "attention: "
+    assert str(caught.value).startswith(where)
     assert words in str(caught.value) and "expected" in str(caught.value)
 
 
-def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so():
-    inputs = make("cpu", head_dim=160)
-    assert "not triton: head dim 160 is over 128" in fastplm.explain(ops.attention, **inputs)
-    check("torch", inputs)
+def test_a_dropout_that_has_no_counters_left():
+    query = torch.zeros(1, 1, 1, 8)
+    keys = torch.zeros(1, 1, 1, 8).expand(1, 1, 2**20 + 1, 8)
+    with pytest.raises(ValueError, match="`dropout_p` got 0.1 with 1048577 keys and 1 heads"):
+        ops.attention(query, keys, keys, dropout_p=0.1)
+    many = torch.zeros(1, 1, 1, 8).expand(1, 2**12, 1, 8)
+    with pytest.raises(ValueError, match="`dropout_p` got 0.1 with 1 keys and 4096 heads"):
+        ops.attention(many, many, many, dropout_p=0.1)
+
+
+@dense_and_ragged
+def test_the_fake_of_the_operator_checks_alike(ragged):
+    inputs = make("cpu")
+    inputs = pack(inputs, (33, 9)) if ragged else inputs
+    inputs["key_mask"] = torch.ones(2, 5, dtype=torch.bool)
+    inputs = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    with pytest.raises(ValueError, match="`key_mask` got shape"):
+        torch.ops.fastplm.attention_fwd(*operator_arguments(inputs, "torch"))
+
+
+@dense_and_ragged
+def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged):
+    inputs = make("cpu", seqlen_q=9, seqlen_k=9, head_dim=264)
+    function = ops.attention_varlen if ragged else ops.attention
+    inputs = pack(inputs, (9, 4)) if ragged else inputs
+    assert "not triton: head dim 264 is over 256" in fastplm.explain(function, **inputs)
+    check("auto", inputs)
 
 
 def test_a_forced_backend_that_cannot_run_says_every_reason():
@@ -267,3 +1143,95 @@ def test_a_forced_backend_that_cannot_run_says_every_reason():
         ops.attention(**make("cpu"))
     for words in ("backend 'cuda' was forced", "triton: ", "torch: can run it", "eager: "):
         assert words in str(caught.value)
+
+
+# --- the budget catches the bugs of attention -----------------------------------------------------
+
+
+def planted(bug, query, key, value, bias_weight, cu_seqlens_q, cu_seqlens_k, seed, sample_index):
+    """Causal ragged attention with bias and dropout of 0.1, sequence by sequence, with one bug."""
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    heads, head_dim = query.shape[1:]
+    outs = []
+    for b, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        q, k, v = (
+            tensor[start : start + length].transpose(0, 1)
+            for tensor, start, length in (
+                (query, cu_seqlens_q[b], length_q),
+                (key, cu_seqlens_k[b], length_k),
+                (value, cu_seqlens_k[b], length_k),
+            )
+        )
+        offset = length_k - length_q
+        if bug == "offset of the longest":
+            offset = max(lengths_k) - max(lengths_q)
+        if bug == "top-left":
+            offset = 0
+        distance = torch.arange(length_k) - torch.arange(length_q)[:, None] - offset
+        shifted = distance + (bug == "bucket off by one") + (bug == "bias top-left") * offset
+        table = bias_weight.detach() if bug == "table of one sequence" and b else bias_weight
+        bucket = t5_buckets(16, bug == "two-sided buckets", 20)[shifted.clamp(-20, 20) + 20]
+        scores = q @ k.transpose(1, 2) * head_dim**-0.5
+        scores = scores + table[bucket].permute(2, 0, 1)
+        if bug == "scaled bias":
+            scores = scores - table[bucket].permute(2, 0, 1) * (1 - head_dim**-0.5)
+        scores = scores.masked_fill(distance > 0, float("-inf"))
+        probs = scores.softmax(-1).masked_fill((distance > 0).all(-1, keepdim=True), 0.0)
+
+        index = sample_index[b, None]
+        if bug == "sample index ignored":
+            index = torch.tensor([b])
+        if bug == "low half of the sample index":
+            index = index & 0xFFFFFFFF
+        keep = dropout_keep_mask(seed, index, heads, length_q, length_k, 0.1)[0]
+        if bug == "one mask for all heads":
+            keep = keep[:1].expand_as(keep)
+        if bug == "keys of a pair swapped":
+            keep = keep.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        scale = 1 / (1 - 0.1) if bug == "scale of the rate asked for" else 256 / (256 - 26)
+        probs = torch.where(keep, probs * scale, 0.0)
+        if bug == "normalised after dropout":
+            probs = probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
+        outs.append((probs @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def planted_and_its_inputs(bug):
+    inputs = make("cpu", seqlen_q=24, seqlen_k=40) | {"is_causal": True}
+    inputs = pack(with_extras(inputs), (24, 11), (32, 40), spare=(0, 0))
+    inputs["sample_index"] = torch.tensor([5, LARGE_SAMPLE])
+    same = {"bidirectional", "max_seqlen_q", "max_seqlen_k", "is_causal", "dropout_p"}
+
+    def function(**inputs):
+        return planted(bug, **{name: v for name, v in inputs.items() if name not in same})
+
+    return function, inputs
+
+
+def test_an_honest_loop_over_the_sequences_passes():
+    function, inputs = planted_and_its_inputs(None)
+    assert_within_budget(function, reference, inputs, wrt=leaves(inputs))
+
+
+@pytest.mark.parametrize(
+    ("bug", "where"),
+    (
+        ("scale of the rate asked for", "output"),
+        ("normalised after dropout", "output"),
+        ("sample index ignored", "output"),
+        ("low half of the sample index", "output"),
+        ("one mask for all heads", "output"),
+        ("keys of a pair swapped", "output"),
+        ("bucket off by one", "output"),
+        ("two-sided buckets", "output"),
+        ("bias top-left", "output"),
+        ("scaled bias", "output"),
+        ("offset of the longest", "output"),
+        ("top-left", "output"),
+        ("table of one sequence", "gradient of bias_weight"),
+    ),
+)
+def test_planted_bugs_are_caught(bug, where):
+    function, inputs = planted_and_its_inputs(bug)
+    with pytest.raises(BudgetExceeded, match=where):
+        assert_within_budget(function, reference, inputs, wrt=leaves(inputs))

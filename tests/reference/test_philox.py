@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastplm.reference.philox import Stream, draw, fixed_point, philox4x32, uniform
+from fastplm.reference.philox import (
+    DROPOUT_ROUNDS,
+    Stream,
+    draw,
+    fixed_point,
+    philox4x32,
+    uniform,
+)
 
 ALL_ONES = 0xFFFFFFFF
 
-# The vectors of philox4x32-10 in Random123's kat_vectors: counter, key (low word first), answer.
+# The vectors of philox4x32-10 (below, of -7) in Random123's kat_vectors: counter, key (low word
+# first), answer.
 KNOWN_ANSWERS = [
     (
         (0, 0, 0, 0),
@@ -28,6 +36,15 @@ KNOWN_ANSWERS = [
     ),
 ]
 
+KNOWN_ANSWERS_OF_7_ROUNDS = [
+    ((0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    (
+        (ALL_ONES, ALL_ONES, ALL_ONES, ALL_ONES),
+        -1,
+        (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+    ),
+]
+
 
 @pytest.mark.parametrize(("counter", "seed", "answer"), KNOWN_ANSWERS)
 def test_known_answers(counter, seed, answer):
@@ -37,6 +54,13 @@ def test_known_answers(counter, seed, answer):
 @pytest.mark.parametrize(("counter", "seed", "answer"), KNOWN_ANSWERS)
 def test_known_answers_with_tensors_everywhere(counter, seed, answer):
     words = philox4x32(torch.tensor(seed), *(torch.tensor([word]) for word in counter))
+    assert tuple(word.item() for word in words) == answer
+
+
+@pytest.mark.parametrize(("counter", "seed", "answer"), KNOWN_ANSWERS_OF_7_ROUNDS)
+def test_known_answers_of_the_dropout_rounds(counter, seed, answer):
+    assert DROPOUT_ROUNDS == 7
+    words = philox4x32(seed, *counter, rounds=DROPOUT_ROUNDS)
     assert tuple(word.item() for word in words) == answer
 
 

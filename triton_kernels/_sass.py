@@ -1,0 +1,222 @@
+"""What a kernel's machine code says about its speed, by arithmetic alone.
+
+The inner loop is a natural loop of the control flow graph (its head dominates a branch back to it;
+a mere backward branch also ends the out-of-line waits that ptxas places behind a kernel). Every
+instruction in it is counted once for every warp, so the code behind a branch inside the loop is
+counted as if taken; a load or store counts all its bytes, without bank conflicts.
+
+Rates per SM and clock: CUDA C++ programming guide, table of arithmetic throughput (16 special
+functions, 32 shuffled lanes, 4 schedulers of one warp instruction each, 128 bytes of shared
+memory); the dense 16-bit tensor rates are those of the architectures' white papers. Limits of an
+SM: its table of compute capabilities.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TENSOR_FLOPS = {80: 2048, 90: 4096, 100: 8192}
+SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
+_TENSOR = re.compile(r"(UTC)?[A-Z]*MMA$")
+_GROUPS = {
+    "mufu": "MUFU",
+    "fp32": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 HFMA2 HMUL2 HADD2",
+    # Conversions, selections and comparisons run on the lanes that do integers and logic.
+    "integer": """IMAD IADD IADD2 IADD3 IABS IMNMX VIADD VIMNMX VIMNMX3 VIADDMNMX ISETP LOP3
+        PLOP3 SEL FSEL FSETP FMNMX FMNMX3 HSETP2 HMNMX2 PRMT SHF SHL SHR LEA MOV P2R R2P P2UR R2UR
+        SGXT BMSK FLO POPC F2F F2FP F2I I2F I2FP I2I CS2R""",
+    "shared": "LDS STS LDSM STSM",
+    "global": "LDG LDGSTS STG LD ST RED REDG ATOM ATOMG UBLKCP UTMALDG UTMASTG",
+    "shuffle": "SHFL REDUX",
+    "barrier": "BAR SYNCS WARPSYNC WARPGROUP",
+}
+_GROUP = {root: group for group, roots in _GROUPS.items() for root in roots.split()}
+#: What a loop is counted into; ``ex2`` is part of ``mufu``.
+KINDS = ("tensor", *_GROUPS, "other", "ex2")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    predicated: bool
+    name: str
+    operands: str
+
+    @property
+    def kind(self) -> str:
+        root = self.name.split(".")[0]
+        if _TENSOR.match(root):
+            return "tensor"
+        return _GROUP.get(root) or _GROUP.get(root.removeprefix("U"), "other")
+
+
+def parse(sass: str) -> list[Instruction]:
+    """The instructions of one function, as cuobjdump prints them."""
+    found = _LINE.findall(sass)
+    return [Instruction(int(at, 16), bool(when), name, ops) for at, when, name, ops in found]
+
+
+def _successors(code: list[Instruction]) -> list[list[int]]:
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    reconverge: dict[str, int | None] = {}
+    result = []
+    for i, instruction in enumerate(code):
+        root = instruction.name.split(".")[0]
+        operands = instruction.operands.replace(",", " ").split()
+        target = next((index.get(int(o, 16)) for o in operands[-1:] if o.startswith("0x")), None)
+        if root == "BSSY":
+            reconverge[operands[0]] = target
+        elif root == "BSYNC":
+            target = reconverge.get(operands[0])
+        conditional = instruction.predicated or (root == "BRA" and len(operands) > 1)
+        jumps = root in ("BRA", "BSYNC", "CALL")
+        following = [target] if jumps and target is not None else []
+        ends = root in ("EXIT", "RET") or (following and root != "CALL")
+        if (conditional or not ends) and i + 1 < len(code):
+            following.append(i + 1)
+        result.append(following)
+    return result
+
+
+def _reach(edges: list[list[int]], start: int, without: int | None = None) -> set[int]:
+    seen, stack = set(), [start]
+    while stack:
+        node = stack.pop()
+        if node != without and node not in seen:
+            seen.add(node)
+            stack.extend(edges[node])
+    return seen
+
+
+def _loops(code: list[Instruction]) -> list[set[int]]:
+    """The natural loops, as sets of places in ``code``."""
+    edges = _successors(code)
+    backward: list[list[int]] = [[] for _ in code]
+    for node, following in enumerate(edges):
+        for other in following:
+            backward[other].append(node)
+    alive = _reach(edges, 0)
+    bodies: dict[int, set[int]] = {}
+    for tail in alive:
+        for head in edges[tail]:
+            if head <= tail and (head == tail or tail not in _reach(edges, 0, without=head)):
+                body = {head} | _reach(backward, tail, without=head)
+                bodies.setdefault(head, set()).update(body)
+    return list(bodies.values())
+
+
+def inner_loop(code: list[Instruction]) -> list[Instruction]:
+    """The innermost loop with the most tensor work, else the longest one; else all of the code.
+
+    All of it, too, where the tensor work stands outside of every loop.
+
+    Of loops with equal tensor work the shorter is taken: where a kernel has a loop for whole tiles
+    and one for masked tiles, most iterations are in the former.
+    """
+    if not code:
+        return []
+    kinds = [instruction.kind for instruction in code]
+
+    def holding(bodies: list[set[int]], wanted: Iterable[str]) -> list[set[int]]:
+        bodies = [body for body in bodies if any(kinds[i] in wanted for i in body)]
+        return [body for body in bodies if not any(other < body for other in bodies)]
+
+    def tensor_work(body: set[int]) -> int:
+        return sum(kinds[i] == "tensor" for i in body)
+
+    loops = _loops(code)
+    if "tensor" in kinds and not holding(loops, {"tensor"}):
+        return code
+    # A loop that neither computes nor moves data waits on a barrier.
+    best = max(
+        holding(loops, {"tensor"}) or holding(loops, {"mufu", "fp32", "shared", "global"}),
+        key=lambda body: (tensor_work(body), -len(body) if tensor_work(body) else len(body)),
+        default=range(len(code)),
+    )
+    return [code[i] for i in sorted(best)]
+
+
+def _width(name: str) -> int:
+    """Bytes of shared memory that one warp moves with one instruction."""
+    root, *parts = name.split(".")
+    if root in ("LDSM", "STSM"):  # 8x8 matrices of 16-bit elements
+        return 128 * next((n for n in (4, 2) if str(n) in parts), 1)
+    return 128 * next((n // 32 for n in (128, 64) if str(n) in parts), 1)
+
+
+def _tensor_work(code: list[Instruction], place: int, warps: int) -> tuple[int, int]:
+    """(16-bit FLOPs, bytes of operands in shared memory) of one instruction, for the whole block.
+
+    One step in k reads 32 bytes of every row, whatever the dtype.
+    """
+    instruction = code[place]
+    halves = 2 if "TF32" in instruction.name else 1
+    if match := re.search(r"\.64x(\d+)x(\d+)", instruction.name):  # one warp group
+        n, k = map(int, match.groups())
+        rows = n + (64 if instruction.operands.split(",")[1].strip().startswith("gdesc") else 0)
+        return 2 * 64 * n * k * halves * warps // 4, 32 * rows * warps // 4
+    if match := re.search(r"\.16(8)(4|8|16|32)\b", instruction.name):  # one warp
+        n, k = map(int, match.groups())
+        return 2 * 16 * n * k * halves * warps, 0
+    if match := re.search(r"idesc\[(\w+)\]", instruction.operands):  # one thread, for the block
+        # PTX ISA, instruction descriptor: N / 8 in bits 17-22, M / 16 in bits 24-28.
+        value = re.compile(rf"{match[1]}, (0x[0-9a-f]+)")
+        for earlier in reversed(code[:place]):
+            if earlier.name == "UMOV" and (found := value.match(earlier.operands)):
+                bits = int(found[1], 16)
+                n, m = 8 * (bits >> 17 & 63), 16 * (bits >> 24 & 31)
+                rows = n + (m if instruction.operands.startswith("gdesc") else 0)
+                return 2 * m * n * 16, 32 * rows  # TF32: half the k at half the rate
+    raise ValueError(f"no shape found for {instruction.name} {instruction.operands}")
+
+
+def loop_mix(sass: str, warps: int, arch: int) -> tuple[dict[str, int], dict[str, float]]:
+    """(instructions of the inner loop by kind, cycles of one iteration by the unit they need).
+
+    The cycles are those of one block that has an SM to itself, were that unit the only limit.
+    """
+    code = parse(sass)
+    loop = inner_loop(code)
+    mix = Counter(instruction.kind for instruction in loop)
+    mix["ex2"] = sum(instruction.name.startswith("MUFU.EX2") for instruction in loop)
+    place = {instruction.address: i for i, instruction in enumerate(code)}
+    flops = moved = 0
+    for instruction in loop:
+        if instruction.kind == "tensor":
+            work, operands = _tensor_work(code, place[instruction.address], warps)
+            flops += work
+            moved += operands
+        elif instruction.kind == "shared" or instruction.name.startswith("LDGSTS"):
+            moved += _width(instruction.name) * warps
+    cycles = {
+        "tensor": flops / TENSOR_FLOPS[arch],
+        "MUFU": mix["mufu"] * warps * 32 / 16,
+        "issue": len(loop) * warps / 4,
+        "shared": moved / 128 + mix["shuffle"] * warps,
+    }
+    return {kind: mix[kind] for kind in KINDS}, cycles
+
+
+def blocks_per_sm(
+    arch: int, warps: int, registers: int, shared: int, tensor_columns: int = 0
+) -> int:
+    """How many blocks an SM holds at once.
+
+    Registers are given to a warp by the 256, out of 16,384 of each of the four schedulers; every
+    block costs 1 KB of shared memory more than it asks for; tensor memory (sm_100) has 512 columns.
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    limits = [
+        32,
+        64 // warps,
+        4 * (16384 // per_warp) // warps,
+        SHARED_PER_SM[arch] // (shared + 1024),
+    ]
+    if tensor_columns:
+        limits.append(512 // tensor_columns)
+    return min(limits)
