@@ -138,6 +138,11 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, int], str]:
     return source, options, f"{kernel.__name__} {signature} {constants} {attributes} {options}"
 
 
+def compile_launch(op: str, label: str, arch: int, launch: Launch) -> Report:
+    """Compile one recorded launch."""
+    return _compile(op, label, arch, launch, *_source(launch)[:2])
+
+
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]

@@ -67,10 +67,22 @@ def arch_of(device: torch.device) -> int:
     return _capability(device.index or 0) if device.type == "cuda" else 80
 
 
+def sm_count(device: torch.device) -> int:
+    """How many programs run side by side if an SM has room for one."""
+    if device.type != "cuda":
+        return 4  # the interpreter: few, so that a program takes several turns
+    return _multiprocessors(device.index or 0)
+
+
 @lru_cache
 def _capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def nearest_arch(arch: int, known: tuple[int, ...]) -> int:

@@ -56,6 +56,7 @@ from fastplm.triton_kernels._launch import (
     dot,
     launch,
     nearest_arch,
+    sm_count,
     upcast_dot,
 )
 
@@ -750,12 +751,14 @@ def _tile_bwd_step(
     if seed_ptr is not None:
         keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, 0, threshold, BLOCK_K)
         z_p = tl.where(keep, p * keep_scale, 0.0)
-    dv = dot(tl.trans(z_p.to(do.dtype)), do, dv, UPCAST)
+    z_p = z_p.to(do.dtype)
+    dv = dot(tl.trans(z_p), do, dv, UPCAST)
 
     dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
     if seed_ptr is not None:
-        # A kept probability is not 0 unless it underflows, and then its gradient is 0 as well.
+        # Instead of keeping (or drawing) the mask: what was kept is not 0, unless it is too small
+        # for its dtype, and then so is its gradient.
         dp = tl.where(z_p != 0.0, dp * keep_scale, 0.0)
     delta = tl.sum(p * dp, 1)
     ds = (p * (dp - delta[:, None])).to(q.dtype)
@@ -764,6 +767,114 @@ def _tile_bwd_step(
     dq = dot(ds, k, dq, UPCAST)
     _store_rows(dq_ptr, dq * scale, offs_q, mask_q, stride_dqt, HEAD_DIM, BLOCK_D)
     return dk, dv
+
+
+@triton.jit
+def _tile_bwd_head(
+    row,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    seed_ptr,
+    sample_ptr,
+    do_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    scale_log2,
+    threshold,
+    keep_scale,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_mb,
+    stride_dob,
+    stride_doh,
+    stride_dot,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
+    stride_dkb,
+    stride_dkh,
+    stride_dkt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """All three gradients of one head, whose scores are one tile of keys by one of queries."""
+    b, h = row // num_heads, row % num_heads
+    first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
+    first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
+    q_row = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
+    k_row = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
+    v_row = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
+    do_row = _head(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dot)
+    dq_row = _head(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqt)
+    dk_row = _head(dk_ptr, b, h, first_k, stride_dkb, stride_dkh, stride_dkt)
+    dv_row = _head(dv_ptr, b, h, first_k, stride_dkb, stride_dkh, stride_dkt)
+    mask_row = None
+    if mask_ptr is not None:
+        mask_row = mask_ptr + b * stride_mb + first_k
+
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = _keys_allowed(mask_row, offs_k, length_k)
+    k = _load_rows(k_row, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
+    v = _load_rows(v_row, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    # Unrolled rather than a loop: the first step has no dK and dV to carry, nor the last.
+    for start_q in tl.static_range(0, BLOCK_K, BLOCK_Q):
+        dk, dv = _tile_bwd_step(
+            dk,
+            dv,
+            k,
+            v,
+            mask_k,
+            q_row,
+            do_row,
+            dq_row,
+            seed_ptr,
+            sample_ptr,
+            b,
+            h,
+            start_q,
+            offs_k,
+            length_q,
+            length_k - length_q,
+            scale,
+            scale_log2,
+            threshold,
+            keep_scale,
+            stride_qt,
+            stride_dot,
+            stride_dqt,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            BLOCK_K,
+            IS_CAUSAL,
+            UPCAST,
+        )
+
+    exists = offs_k < length_k  # masked keys exist too: their gradient is a written 0
+    _store_rows(dk_row, dk * scale, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
+    _store_rows(dv_row, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(
@@ -820,59 +931,107 @@ def _attention_tile_bwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # One program owns a head: all of its scores are one tile.
+    # A program owns a head, or takes every so-many-th one if PERSISTENT: where an SM has room for
+    # one program alone, the loads of the next head have to run under the arithmetic of this one.
     row_size = num_heads * HEAD_DIM
     _zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size)
     _zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
     _zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
-    row = tl.program_id(0).to(tl.int64)  # flat (sequence, head)
-    b, h = row // num_heads, row % num_heads
-    first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
-    first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
-    q_ptr = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
-    k_ptr = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
-    v_ptr = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
-    do_ptr = _head(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dot)
-    dq_ptr = _head(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqt)
-    dk_ptr = _head(dk_ptr, b, h, first_k, stride_dkb, stride_dkh, stride_dkt)
-    dv_ptr = _head(dv_ptr, b, h, first_k, stride_dkb, stride_dkh, stride_dkt)
-    if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first_k
-
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_k = _keys_allowed(mask_ptr, offs_k, length_k)
-    k = _load_rows(k_ptr, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
-    v = _load_rows(v_ptr, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    # Unrolled rather than a loop: the first step has no dK and dV to carry, nor the last.
-    for start_q in tl.static_range(0, BLOCK_K, BLOCK_Q):
-        dk, dv = _tile_bwd_step(
-            dk,
-            dv,
-            k,
-            v,
-            mask_k,
+    first = tl.program_id(0).to(tl.int64)
+    if PERSISTENT:
+        total = (first * 0 + num_seqs) * num_heads
+        for row in tl.range(first, total, tl.num_programs(0)):  # flat (sequence, head)
+            _tile_bwd_head(
+                row,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                mask_ptr,
+                cu_q_ptr,
+                cu_k_ptr,
+                seed_ptr,
+                sample_ptr,
+                do_ptr,
+                dq_ptr,
+                dk_ptr,
+                dv_ptr,
+                num_heads,
+                seqlen_q,
+                seqlen_k,
+                scale,
+                scale_log2,
+                threshold,
+                keep_scale,
+                stride_qb,
+                stride_qh,
+                stride_qt,
+                stride_kb,
+                stride_kh,
+                stride_kt,
+                stride_vb,
+                stride_vh,
+                stride_vt,
+                stride_mb,
+                stride_dob,
+                stride_doh,
+                stride_dot,
+                stride_dqb,
+                stride_dqh,
+                stride_dqt,
+                stride_dkb,
+                stride_dkh,
+                stride_dkt,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_Q,
+                BLOCK_K,
+                IS_CAUSAL,
+                UPCAST,
+            )
+    else:
+        _tile_bwd_head(
+            first,
             q_ptr,
-            do_ptr,
-            dq_ptr,
+            k_ptr,
+            v_ptr,
+            mask_ptr,
+            cu_q_ptr,
+            cu_k_ptr,
             seed_ptr,
             sample_ptr,
-            b,
-            h,
-            start_q,
-            offs_k,
-            length_q,
-            length_k - length_q,
+            do_ptr,
+            dq_ptr,
+            dk_ptr,
+            dv_ptr,
+            num_heads,
+            seqlen_q,
+            seqlen_k,
             scale,
             scale_log2,
             threshold,
             keep_scale,
+            stride_qb,
+            stride_qh,
             stride_qt,
+            stride_kb,
+            stride_kh,
+            stride_kt,
+            stride_vb,
+            stride_vh,
+            stride_vt,
+            stride_mb,
+            stride_dob,
+            stride_doh,
             stride_dot,
+            stride_dqb,
+            stride_dqh,
             stride_dqt,
+            stride_dkb,
+            stride_dkh,
+            stride_dkt,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_Q,
@@ -880,10 +1039,6 @@ def _attention_tile_bwd_kernel(
             IS_CAUSAL,
             UPCAST,
         )
-
-    exists = offs_k < length_k  # masked keys exist too: their gradient is a written 0
-    _store_rows(dk_ptr, dk * scale, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
-    _store_rows(dv_ptr, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -1466,41 +1621,50 @@ def _attention_bwd_dbias_kernel(
             shift = diagonal
         start_q = (step % tiles).to(tl.int32) * BLOCK_K - (shift % BLOCK_K + BLOCK_K) % BLOCK_K
         start_k = start_q + shift + block * BLOCK_K
-        offs_q = start_q + rows
-        offs_k = start_k + columns
-        # A tile without a pair of query and key has empty masks; its loads read nothing.
-        mask_q = (offs_q >= 0) & (offs_q < length_q) & (start_k < length_k)
-        row_mask_ptr = None
-        if mask_ptr is not None:
-            row_mask_ptr = mask_ptr + b * stride_mb + first_k
-        mask_k = _keys_allowed(row_mask_ptr, offs_k, length_k) & (start_q < length_q)
+        # A quarter of the diagonals' tiles lies beside the scores of a sequence.
+        if (start_q < length_q) & (start_k < length_k) & (start_k + BLOCK_K > 0):
+            offs_q = start_q + rows
+            offs_k = start_k + columns
+            mask_q = (offs_q >= 0) & (offs_q < length_q)
+            row_mask_ptr = None
+            if mask_ptr is not None:
+                row_mask_ptr = mask_ptr + b * stride_mb + first_k
+            mask_k = _keys_allowed(row_mask_ptr, offs_k, length_k)
 
-        q_row = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
-        k_row = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
-        v_row = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
-        do_row = _head(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dot)
-        stats = _stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh) + offs_q
-        q = _load_rows(q_row, offs_q, mask_q, stride_qt, HEAD_DIM, BLOCK_D)  # [rows, BLOCK_D]
-        do = _load_rows(do_row, offs_q, mask_q, stride_dot, HEAD_DIM, BLOCK_D)  # [rows, BLOCK_D]
-        k = _load_rows(k_row, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D)  # [rows, BLOCK_D]
-        v = _load_rows(v_row, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [rows, BLOCK_D]
-        m_i = tl.load(m_ptr + stats, mask=mask_q, other=float("inf"))
-        log2l = tl.load(log2l_ptr + stats, mask=mask_q, other=0.0)
-        delta = tl.load(delta_ptr + stats, mask=mask_q, other=0.0)
+            q_row = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
+            k_row = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
+            v_row = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
+            do_row = _head(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dot)
+            stats = _stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh) + offs_q
+            q = _load_rows(
+                q_row, offs_q, mask_q, stride_qt, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_Q, BLOCK_D]
+            do = _load_rows(
+                do_row, offs_q, mask_q, stride_dot, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_Q, BLOCK_D]
+            k = _load_rows(
+                k_row, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_K, BLOCK_D]
+            v = _load_rows(
+                v_row, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D
+            )  # [BLOCK_K, BLOCK_D]
+            m_i = tl.load(m_ptr + stats, mask=mask_q, other=float("inf"))
+            log2l = tl.load(log2l_ptr + stats, mask=mask_q, other=0.0)
+            delta = tl.load(delta_ptr + stats, mask=mask_q, other=0.0)
 
-        s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
-        allowed = mask_q[:, None] & mask_k[None, :]
-        if IS_CAUSAL:
-            allowed = allowed & (distance <= 0)
-        s = (s * scale + bias - m_i[:, None]) * _LOG2E
-        p = tl.where(allowed, tl.exp2(s - log2l[:, None]), 0.0)
-        dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
-        if seed_ptr is not None:
-            keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        acc += p * (dp - delta[:, None])
+            s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
+            allowed = mask_q[:, None] & mask_k[None, :]
+            if IS_CAUSAL:
+                allowed = allowed & (distance <= 0)
+            s = (s * scale + bias - m_i[:, None]) * _LOG2E
+            p = tl.where(allowed, tl.exp2(s - log2l[:, None]), 0.0)
+            dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
+            if seed_ptr is not None:
+                keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            acc += p * (dp - delta[:, None])
 
     in_band = (distance > -max_distance) & (distance < max_distance)
     bucket = tl.where(in_band, tl.load(buckets_ptr + near + max_distance), -1)
@@ -1830,9 +1994,13 @@ def attention_bwd(
         ),
     )
     if not shape.streams:
+        config = _config("tile_bwd", shape, _tile_kind(shape))
+        programs = shape.batch * shape.heads
+        if config["PERSISTENT"]:
+            programs = min(programs, sm_count(shape.device))
         launch(
             _attention_tile_bwd_kernel,
-            (shape.batch * shape.heads,),
+            (programs,),
             shape.device,
             dq_ptr=grad_query,
             dk_ptr=grad_key,
@@ -1843,7 +2011,7 @@ def attention_bwd(
             **shape.strides("dq", grad_query),
             **shape.strides("dk", grad_key),
             **shared,
-            **_config("tile_bwd", shape, _length_class(max(max_seqlen_q, max_seqlen_k))),
+            **config,
         )
         return grad_query, grad_key, grad_value, grad_bias
 
@@ -1949,9 +2117,10 @@ def _launch_bias_gradient(
 # configurations that spill no register under Triton 3.6.0 and 3.7.1 in any variant of the kernel.
 # docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
 
-# Configurations: BLOCK_Q, BLOCK_K, num_warps, num_stages (and TRANSPOSED for dK and dV), keyed by
-# (arch, 16 bit?, BLOCK_D). "row_fwd" and "tile_bwd" have one for each length class (64, 128, 256),
-# the others one for plain scores, one for dropout and one for a bias; "dbias" only the last.
+# Configurations: BLOCK_Q, BLOCK_K, num_warps, num_stages (and TRANSPOSED for dK and dV, PERSISTENT
+# for tile_bwd), keyed by (arch, 16 bit?, BLOCK_D). "row_fwd" has one for each length class (64,
+# 128, 256), "tile_bwd" one for 64, 128, and 128 with dropout, the others one for plain scores, one
+# for dropout and one for a bias; "dbias" only the last.
 _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "row_fwd": {
         (80, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1), (32, 256, 4, 1)),
@@ -1962,16 +2131,16 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, True, 128): ((64, 64, 4, 1), (64, 128, 4, 1)),
     },
     "tile_bwd": {
-        (80, True, 64): ((64, 64, 4, 1), (32, 128, 8, 1)),
-        (90, True, 64): ((64, 64, 4, 1), (128, 128, 8, 1)),
-        (100, True, 64): ((64, 64, 4, 1), (128, 128, 8, 1)),
-        (80, True, 128): ((64, 64, 8, 1),),
-        (90, True, 128): ((64, 64, 4, 1),),
-        (100, True, 128): ((64, 64, 4, 1),),
+        (80, True, 64): ((64, 64, 4, 1, 0), (32, 128, 8, 1, 0), (32, 128, 8, 1, 0)),
+        (90, True, 64): ((64, 64, 4, 1, 0), (128, 128, 8, 2, 1), (128, 128, 8, 1, 0)),
+        (100, True, 64): ((64, 64, 4, 1, 0), (128, 128, 8, 1, 0), (128, 128, 8, 1, 0)),
+        (80, True, 128): ((64, 64, 8, 1, 0),),
+        (90, True, 128): ((64, 64, 4, 1, 0),),
+        (100, True, 128): ((64, 64, 4, 1, 0),),
     },
     "stream_fwd": {
         (80, True, 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
-        (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
         (100, True, 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         (80, True, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 64, 8, 1)),
         (90, True, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
@@ -2009,9 +2178,9 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
     "stream_dkdv": {
-        (80, True, 64): ((64, 64, 4, 1, 1), (16, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
-        (90, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
-        (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
+        (80, True, 64): ((64, 64, 4, 1, 1), (16, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
+        (90, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
+        (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
         (80, True, 128): ((32, 64, 4, 1, 1), (64, 64, 8, 1, 0), (32, 64, 8, 1, 1)),
         (90, True, 128): ((32, 64, 4, 2, 1), (128, 64, 8, 1, 0), (16, 64, 8, 1, 1)),
         (100, True, 128): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
@@ -2035,7 +2204,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((16, 64, 16, 1),),
     },
 }
-_PLACE = {64: 0, 128: 1, 256: 2, "plain": 0, "dropout": 1, "bias": 2}
+_PLACE = {64: 0, 128: 1, 256: 2, "128 dropout": 2, "plain": 0, "dropout": 1, "bias": 2}
 
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
 _DECODE_QUERIES = 16
@@ -2048,6 +2217,11 @@ def _length_class(seqlen: int) -> int:
     return max(64, triton.next_power_of_2(seqlen))
 
 
+def _tile_kind(shape: _Shape) -> str | int:
+    longest = _length_class(max(shape.seqlen_q, shape.seqlen_k))
+    return "128 dropout" if longest == 128 and shape.kind == "dropout" else longest
+
+
 def _config(kernel: str, shape: _Shape, kind: str | int) -> dict[str, int]:
     """The launch configuration of a kernel: ``kind`` is a length class or what a stream carries."""
     if INTERPRETED:
@@ -2057,7 +2231,8 @@ def _config(kernel: str, shape: _Shape, kind: str | int) -> dict[str, int]:
         half, block_d = shape.dtype.itemsize == 2, max(shape.block_d, 64)
         known = tuple(entry[0] for entry in table if entry[1:] == (half, block_d))
         arch = nearest_arch(arch_of(shape.device), known)
-        names = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "TRANSPOSED")
+        last = "PERSISTENT" if kernel == "tile_bwd" else "TRANSPOSED"
+        names = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", last)
         chosen = table[arch, half, block_d]
         config = dict(zip(names, chosen[_PLACE[kind] if len(chosen) > 1 else 0], strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
@@ -2067,7 +2242,8 @@ def _interpreter_config(kernel: str, kind: str | int, dtype: torch.dtype) -> dic
     if kernel == "row_fwd":
         return dict(BLOCK_Q=64, BLOCK_K=int(kind))
     if kernel == "tile_bwd":
-        return dict(BLOCK_Q=int(kind), BLOCK_K=int(kind))
+        block = 64 if kind == 64 else 128
+        return dict(BLOCK_Q=block, BLOCK_K=block, PERSISTENT=kind == 128)
     # The backward rebuilds the scores of the forward and must get the same bits. Tensor cores sum
     # over D in one order whatever the tile; the interpreter's BLAS does not, so all are alike.
     config = dict(BLOCK_Q=32, BLOCK_K=64)
@@ -2108,20 +2284,21 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         (torch.float32, 64, 1024, "everything and bias"),
     }
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_dim in (64, 32, 16, 80, 128, 256) if dtype.itemsize == 2 else (64, 16, 80):
+        head_dims = {torch.bfloat16: (64, 16, 32, 80, 128, 256), torch.float16: (64,)}
+        for head_dim in head_dims.get(dtype, (64, 80)):
             for seqlen in (64, 128, 256, 1024):
                 for name, options in variants.items():
                     label = f"{str(dtype)[6:]} D={head_dim} T={seqlen} {name}"
                     slow = "" if (dtype, head_dim, seqlen, name) in always else "slow: "
                     yield (
                         slow + label,
-                        functools.partial(_case, dtype, head_dim, seqlen, seqlen, **options),
+                        functools.partial(meta_case, dtype, head_dim, seqlen, seqlen, **options),
                     )
             label = f"{str(dtype)[6:]} D={head_dim} one query to 512 keys"
-            yield f"slow: {label}", functools.partial(_case, dtype, head_dim, 1, 512)
+            yield f"slow: {label}", functools.partial(meta_case, dtype, head_dim, 1, 512)
 
 
-def _case(
+def meta_case(
     dtype: torch.dtype,
     head_dim: int,
     seqlen_q: int,

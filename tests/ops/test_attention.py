@@ -248,7 +248,7 @@ def test_kernel_for_many_keys_on_sequences_of_few(device, backend, ragged, extra
 
 @each_backend
 @pytest.mark.parametrize("extras", ("plain", "bias and dropout"))
-@pytest.mark.parametrize("head_dim", (1, 16, 32, 40, 64, 80, 96, 128, 160, 256))
+@pytest.mark.parametrize("head_dim", (1, 16, 32, 40, 64, 80, 96, 128))
 def test_head_dims(device, backend, head_dim, extras):
     inputs = make(device, batch=1, seqlen_q=20, seqlen_k=40, head_dim=head_dim)
     check(backend, with_extras(inputs, extras))
@@ -395,9 +395,12 @@ def test_spare_rows_are_zero_with_zero_gradient_and_never_matter(device, backend
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_layouts(device, backend, layout, ragged):
     inputs = with_extras(make(device, seqlen_q=20, seqlen_k=20))
+    names = QKV
     if ragged:
         inputs = pack(inputs, (20, 13))
-    check(backend, inputs | {name: layout(inputs[name]) for name in QKV})
+        # With all values of a sequence alike every gradient of the scores is 0 by cancellation.
+        names = QKV[:2] if layout is LAYOUTS["expanded"] else QKV
+    check(backend, inputs | {name: layout(inputs[name]) for name in names})
 
 
 @each_backend
@@ -1130,11 +1133,13 @@ def test_the_fake_of_the_operator_checks_alike(ragged):
 
 
 @dense_and_ragged
-def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged):
-    inputs = make("cpu", seqlen_q=9, seqlen_k=9, head_dim=264)
+@pytest.mark.parametrize(("dtype", "most"), ((torch.float32, 128), (torch.bfloat16, 256)))
+def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged, dtype, most):
+    inputs = make("cpu", seqlen_q=9, seqlen_k=9, head_dim=most + 8, dtype=dtype)
     function = ops.attention_varlen if ragged else ops.attention
     inputs = pack(inputs, (9, 4)) if ragged else inputs
-    assert "not triton: head dim 264 is over 256" in fastplm.explain(function, **inputs)
+    reason = f"not triton: head dim {most + 8} is over {most}"
+    assert reason in fastplm.explain(function, **inputs)
     check("auto", inputs)
 
 

@@ -1,0 +1,122 @@
+"""What the machine code of the attention kernels allows on an H200, beside the targets.
+
+    python benchmarks/attention_bound.py [--markdown docs/attention.md]
+
+For every shape with a target the launches are recorded, compiled for sm_90 with no GPU and read:
+each kernel's inner loop takes at least the cycles of its busiest unit (``Report.bound``), times the
+iterations that the shape needs, over all SMs. Beside it stands the time that memory needs. The
+larger of the two is a bound by arithmetic, not a measurement: it leaves out latency, launches, the
+ends of waves, and what does not overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import triton
+
+from fastplm.triton_kernels import attention
+from fastplm.triton_kernels._compile import Report, compile_launch
+from fastplm.triton_kernels._launch import Launch, record_launches
+from test_attention import TARGETS, Shape, case
+
+ARCH, SMS, CLOCK, BYTES_PER_S = 90, 132, 1.755e9, 4.3e12
+
+_PAGE = """# Attention: the kernels against their targets, by arithmetic
+
+Written by `python benchmarks/attention_bound.py --markdown docs/attention.md` with Triton {triton}.
+**No time on this page is measured.** H200: {sms} SMs at {clock:.3f} GHz, 4.3 TB/s; bf16, head dim 64.
+
+- `kernels`: cycles of the busiest unit of each kernel's inner loop ([kernels.md](kernels.md)) times
+  the iterations that the shape needs, over all SMs; in brackets the unit, and the warps an SM holds.
+- `memory`: every input read once and every output written once.
+- `bound`: the larger of the two: what the shipped machine code could reach if nothing waited.
+- `floor`: the same for ideal machine code (matmuls, exponentials and memory alone); `must`: the
+  time to beat the published rates of other kernels.
+
+{table}
+"""
+
+
+def iterations(launch: Launch, shape: Shape) -> int:
+    """How often the launch runs its inner loop, or its whole code if it has none."""
+    (programs, *rest), given = launch.grid, launch.arguments
+    name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+    if name == "attention_row_fwd":
+        return shape.batch * shape.heads * triton.cdiv(shape.seqlen_q, given["BLOCK_Q"])
+    if name == "attention_bwd_dbias":
+        return programs * given["steps"]
+    if name not in ("attention_stream_fwd", "attention_stream_bwd_dq", "attention_stream_bwd_dkdv"):
+        return programs * (rest[0] if rest else 1)
+    block_q, block_k = given["BLOCK_Q"], given["BLOCK_K"]
+    pairs = 0
+    for start_q in range(0, shape.seqlen_q, block_q):
+        last = shape.seqlen_k - shape.seqlen_q + min(start_q + block_q, shape.seqlen_q)
+        pairs += triton.cdiv(last if shape.is_causal else shape.seqlen_k, block_k)
+    return shape.batch * shape.heads * pairs
+
+
+def launches(shape: Shape) -> tuple[list[Launch], list[Launch]]:
+    """Of forward and of backward."""
+    with record_launches(ARCH) as recorded:
+        attention.meta_case(
+            torch.bfloat16,
+            shape.dim,
+            shape.seqlen_q,
+            shape.seqlen_k,
+            is_causal=shape.is_causal,
+            has_bias=shape.bias,
+            batch=shape.batch,
+            heads=shape.heads,
+        )
+    forward = next(i for i, each in enumerate(recorded) if "fwd" in each.kernel.__name__) + 1
+    return recorded[:forward], recorded[forward:]
+
+
+def describe(report: Report, microseconds: float) -> str:
+    unit, _ = report.bound()
+    name = report.kernel.removeprefix("attention_")
+    return f"{name} {microseconds:.0f} ({unit}, {report.blocks * report.warps} warps)"
+
+
+def rows() -> list[tuple[str, ...]]:
+    table = [("shape", "", "kernels, µs", "memory", "**bound**", "floor", "must")]
+    for label, shape, floors, musts in TARGETS:
+        work = case(label, shape)
+        moved = (work.bytes, work.training_bytes - work.bytes // 4)
+        for i, (direction, group) in enumerate(
+            zip(("forward", "backward"), launches(shape), strict=True)
+        ):
+            total, parts = 0.0, []
+            for launch in group:
+                report = compile_launch("attention", label, ARCH, launch)
+                time = iterations(launch, shape) * report.bound()[1] / SMS / CLOCK * 1e6
+                total += time
+                if report.dots:
+                    parts.append(describe(report, time))
+            memory = moved[i] / BYTES_PER_S * 1e6
+            bound = max(total, memory)
+            numbers = (f"{memory:.0f}", f"**{bound:.0f}**", f"{floors[i]}", f"{musts[i]:.0f}")
+            table.append((label, direction, ", ".join(parts), *numbers))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    head, *body = rows()
+    lines = [head, ("---",) * len(head), *body]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    page = _PAGE.format(triton=triton.__version__, sms=SMS, clock=CLOCK / 1e9, table=table)
+    if options.markdown:
+        options.markdown.write_text(page)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
