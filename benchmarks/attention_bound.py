@@ -17,21 +17,23 @@ from pathlib import Path
 
 import torch
 import triton
+from test_attention import DTYPE, TARGETS, Shape, case
 
 from fastplm.triton_kernels import attention
 from fastplm.triton_kernels._compile import Report, compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
-from test_attention import TARGETS, Shape, case
 
 ARCH, SMS, CLOCK, BYTES_PER_S = 90, 132, 1.755e9, 4.3e12
 
 _PAGE = """# Attention: the kernels against their targets, by arithmetic
 
 Written by `python benchmarks/attention_bound.py --markdown docs/attention.md` with Triton {triton}.
-**No time on this page is measured.** H200: {sms} SMs at {clock:.3f} GHz, 4.3 TB/s; bf16, head dim 64.
+**No time on this page is measured.** H200: {sms} SMs at {clock:.3f} GHz, 4.3 TB/s; bf16, head
+dim 64.
 
 - `kernels`: cycles of the busiest unit of each kernel's inner loop ([kernels.md](kernels.md)) times
-  the iterations that the shape needs, over all SMs; in brackets the unit, and the warps an SM holds.
+  the iterations that the shape needs, over all SMs; in brackets that unit, and the warps an SM
+  holds.
 - `memory`: every input read once and every output written once.
 - `bound`: the larger of the two: what the shipped machine code could reach if nothing waited.
 - `floor`: the same for ideal machine code (matmuls, exponentials and memory alone); `must`: the
@@ -47,8 +49,14 @@ def iterations(launch: Launch, shape: Shape) -> int:
     name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
     if name == "attention_row_fwd":
         return shape.batch * shape.heads * triton.cdiv(shape.seqlen_q, given["BLOCK_Q"])
-    if name == "attention_bwd_dbias":
-        return programs * given["steps"]
+    if name == "attention_tile_bwd":
+        return shape.batch * shape.heads
+    if name == "attention_bwd_dbias":  # tiles beside the scores are skipped
+        block_k = given["BLOCK_K"]
+        reach = triton.cdiv(given["max_distance"], block_k)
+        tiles = range(triton.cdiv(shape.seqlen_q, block_k))
+        pairs = sum(0 <= t + d < len(tiles) for t in tiles for d in range(-reach, reach + 1))
+        return shape.batch * shape.heads * pairs * block_k // given["BLOCK_Q"]
     if name not in ("attention_stream_fwd", "attention_stream_bwd_dq", "attention_stream_bwd_dkdv"):
         return programs * (rest[0] if rest else 1)
     block_q, block_k = given["BLOCK_Q"], given["BLOCK_K"]
@@ -86,7 +94,8 @@ def rows() -> list[tuple[str, ...]]:
     table = [("shape", "", "kernels, µs", "memory", "**bound**", "floor", "must")]
     for label, shape, floors, musts in TARGETS:
         work = case(label, shape)
-        moved = (work.bytes, work.training_bytes - work.bytes // 4)
+        halves = 2 / DTYPE.itemsize  # the cases of a CPU are fp32
+        moved = (work.bytes * halves, (work.training_bytes - work.bytes) * halves)
         for i, (direction, group) in enumerate(
             zip(("forward", "backward"), launches(shape), strict=True)
         ):
