@@ -1046,7 +1046,6 @@ def _probabilities(
     s,
     m_i,
     log2l,
-    allowed,
     bias_ptr,
     distance,
     scale,
@@ -1059,7 +1058,7 @@ def _probabilities(
         s = s * scale_log2 - m_i
     else:
         s = (_add_bias(s, bias_ptr, distance, scale, max_distance, BIAS) - m_i) * _LOG2E
-    return tl.where(allowed, tl.exp2(s - log2l), 0.0)
+    return tl.exp2(s - log2l)
 
 
 @triton.jit
@@ -1098,25 +1097,27 @@ def _dq_range(
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """What the keys in [start, end) add to dQ, and to the bias gradient of the far distances."""
+    """What the keys in [start, end) add to dQ, and to the bias gradient of the far distances.
+
+    Without MASKED every query sees every one of them.
+    """
     for start_k in range(start, end, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
-        mask_k = _keys_allowed(mask_ptr, offs_k, length_k)
+        mask_k = offs_k >= 0
+        if MASKED:
+            mask_k = _keys_allowed(mask_ptr, offs_k, length_k)
         k = _load_rows(k_ptr, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
         v = _load_rows(v_ptr, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
-        allowed = mask_k[None, :]
-        if IS_CAUSAL:
-            allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
         distance = offs_k[None, :] - offs_q[:, None] - shift
         p = _probabilities(
             s,
             m_i[:, None],
             log2l[:, None],
-            allowed,
             bias_ptr,
             distance,
             scale,
@@ -1124,6 +1125,11 @@ def _dq_range(
             max_distance,
             BIAS,
         )
+        if MASKED:
+            allowed = mask_k[None, :]
+            if IS_CAUSAL:
+                allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
+            p = tl.where(allowed, p, 0.0)
         dp = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
         if seed_ptr is not None:
@@ -1239,20 +1245,23 @@ def _attention_stream_bwd_dq_kernel(
     diagonal = length_k - length_q
     shift = 0
     end_k = length_k + 0
+    near = length_k // BLOCK_K * BLOCK_K  # without a bias: tiles before it need no mask
     if IS_CAUSAL:
         shift = diagonal
         end_k = tl.maximum(tl.minimum(length_k, start_q + BLOCK_Q + diagonal), 0)
+        near = tl.maximum(tl.minimum(length_k, start_q + 1 + diagonal), 0) // BLOCK_K * BLOCK_K
+    if mask_ptr is not None:
+        near = 0
     if start_q >= length_q:
         end_k = 0
-    near, far = 0, 0
+    near, far = tl.minimum(near, end_k), end_k
     if bias_ptr is not None:
         bias_ptr += h * (2 * max_distance + 1)
         near, far = _bias_ranges(start_q, BLOCK_Q, shift, max_distance, BLOCK_K)
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
-    for BIAS in tl.static_range(
-        _NO_BIAS if bias_ptr is None else _FAR_LEFT,
-        _NO_BIAS + 1 if bias_ptr is None else _FAR_RIGHT + 1,
-    ):
+    # [0, near), [near, far), [far, end_k): under a bias far to the left, near, and far to the
+    # right; else the tiles without and with a mask.
+    for PLACE in tl.static_range(_FAR_LEFT, _NEAR + 1 if bias_ptr is None else _FAR_RIGHT + 1):
         dq, far_left, far_right = _dq_range(
             dq,
             far_left,
@@ -1271,8 +1280,8 @@ def _attention_stream_bwd_dq_kernel(
             b,
             h,
             offs_q,
-            near if BIAS == _NEAR else (far if BIAS == _FAR_RIGHT else 0),
-            near if BIAS == _FAR_LEFT else (far if BIAS == _NEAR else end_k),
+            near if PLACE == _NEAR else (far if PLACE == _FAR_RIGHT else 0),
+            near if PLACE == _FAR_LEFT else (far if PLACE == _NEAR else end_k),
             length_k,
             diagonal,
             shift,
@@ -1287,7 +1296,8 @@ def _attention_stream_bwd_dq_kernel(
             BLOCK_D,
             BLOCK_K,
             IS_CAUSAL,
-            BIAS,
+            _NO_BIAS if bias_ptr is None else PLACE,
+            bias_ptr is not None or PLACE != _FAR_LEFT,
             UPCAST,
         )
     _store_rows(dq_ptr, dq * scale, offs_q, mask_q, stride_dqt, HEAD_DIM, BLOCK_D)
@@ -1303,7 +1313,6 @@ def _dkdv_range(
     dv,
     k,
     v,
-    mask_k,
     q_ptr,
     do_ptr,
     m_ptr,
@@ -1332,12 +1341,12 @@ def _dkdv_range(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """What the queries in [start, end) add to dK and dV.
+    """What the queries in [start, end) add to dK and dV; causality counts if MASKED.
 
     Transposed scores are first operands straight from registers; but dropout draws for the layout
     of scores that are not, and each thread would draw what others need.
@@ -1352,25 +1361,23 @@ def _dkdv_range(
         delta = tl.load(delta_ptr + offs_q, mask=mask_q, other=0.0)
         # Queries by keys, or keys by queries if TRANSPOSED.
         if TRANSPOSED:
-            at_q, at_k, allowed = offs_q[None, :], offs_k[:, None], mask_k[:, None]
+            at_q, at_k = offs_q[None, :], offs_k[:, None]
             m_i, log2l, delta = m_i[None, :], log2l[None, :], delta[None, :]
             s = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
             s = dot(k, tl.trans(q), s, UPCAST)
             dp = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
             dp = dot(v, tl.trans(do), dp, UPCAST)
         else:
-            at_q, at_k, allowed = offs_q[:, None], offs_k[None, :], mask_k[None, :]
+            at_q, at_k = offs_q[:, None], offs_k[None, :]
             m_i, log2l, delta = m_i[:, None], log2l[:, None], delta[:, None]
             s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             s = dot(q, tl.trans(k), s, UPCAST)
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             dp = dot(do, tl.trans(v), dp, UPCAST)
-        if IS_CAUSAL:
-            allowed = allowed & (at_k <= at_q + diagonal)
         distance = at_k - at_q - shift
-        p = _probabilities(
-            s, m_i, log2l, allowed, bias_ptr, distance, scale, scale_log2, max_distance, BIAS
-        )
+        p = _probabilities(s, m_i, log2l, bias_ptr, distance, scale, scale_log2, max_distance, BIAS)
+        if MASKED:
+            p = tl.where(at_k <= at_q + diagonal, p, 0.0)
         z_p = p
         if seed_ptr is not None:
             keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K)
@@ -1474,26 +1481,28 @@ def _attention_stream_bwd_dkdv_kernel(
 
     diagonal = length_k - length_q
     shift = 0
-    begin = 0
-    if IS_CAUSAL:  # from the first query that sees this tile, rounded down to a tile of queries
+    begin, behind = 0, 0
+    if IS_CAUSAL:
+        # From the first query that sees this tile, rounded down to a tile of queries; tiles from
+        # ``behind`` on see all of it.
         shift = diagonal
         begin = tl.maximum(start_k - diagonal, 0) // BLOCK_Q * BLOCK_Q
-    ahead, behind = 0, 0
+        behind = tl.maximum(start_k + BLOCK_K - 1 - diagonal + BLOCK_Q - 1, 0) // BLOCK_Q * BLOCK_Q
+        behind = tl.minimum(behind, length_q)
+    ahead = begin
     if bias_ptr is not None:  # a query far before a key sees it far to the right, and vice versa
         bias_ptr += h * (2 * max_distance + 1)
         ahead, behind = _bias_ranges(start_k, BLOCK_K, -shift, max_distance, BLOCK_Q)
         ahead = tl.minimum(tl.maximum(ahead, begin), length_q)
         behind = tl.minimum(tl.maximum(behind, begin), length_q)
-    for BIAS in tl.static_range(
-        _NO_BIAS if bias_ptr is None else _FAR_LEFT,
-        _NO_BIAS + 1 if bias_ptr is None else _FAR_RIGHT + 1,
-    ):
+    # [begin, ahead), [ahead, behind), [behind, length_q): under a bias the tile is far to the right
+    # of the queries, near, and far to the left; else causality is in question, and not.
+    for PLACE in tl.static_range(_FAR_LEFT, _NEAR + 1 if bias_ptr is None else _FAR_RIGHT + 1):
         dk, dv = _dkdv_range(
             dk,
             dv,
             k,
             v,
-            mask_k,
             q_ptr,
             do_ptr,
             m_ptr + stats,
@@ -1506,8 +1515,8 @@ def _attention_stream_bwd_dkdv_kernel(
             h,
             offs_k,
             start_k,
-            ahead if BIAS == _NEAR else (behind if BIAS == _FAR_LEFT else begin),
-            ahead if BIAS == _FAR_RIGHT else (behind if BIAS == _NEAR else length_q),
+            ahead if PLACE == _NEAR else (behind if PLACE == _FAR_LEFT else begin),
+            ahead if PLACE == _FAR_RIGHT else (behind if PLACE == _NEAR else length_q),
             length_q,
             diagonal,
             shift,
@@ -1522,12 +1531,16 @@ def _attention_stream_bwd_dkdv_kernel(
             BLOCK_D,
             BLOCK_Q,
             BLOCK_K,
-            IS_CAUSAL,
-            BIAS,
+            _NO_BIAS if bias_ptr is None else PLACE,
+            IS_CAUSAL and (bias_ptr is not None or PLACE == _NEAR),
             TRANSPOSED,
             UPCAST,
         )
-    exists = offs_k < length_k  # masked keys exist too: their gradient is a written 0
+    # What a masked key took part in stayed in its own row. It exists: its gradient is a written 0.
+    exists = offs_k < length_k
+    if mask_ptr is not None:
+        dk = tl.where(mask_k[:, None], dk, 0.0)
+        dv = tl.where(mask_k[:, None], dv, 0.0)
     _store_rows(dk_ptr, dk * scale, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
     _store_rows(dv_ptr, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
@@ -1766,7 +1779,8 @@ class _Shape:
         )
         self.has_bias = has_bias
         # What a streaming kernel carries besides the scores; its registers hang on it.
-        self.kind = "bias" if has_bias else "dropout" if has_dropout else "plain"
+        carried = ["bias"] * has_bias + ["dropout"] * has_dropout
+        self.kind = " ".join(carried) or "plain"
 
     @property
     def is_empty(self) -> bool:
@@ -2117,10 +2131,13 @@ def _launch_bias_gradient(
 # configurations that spill no register under Triton 3.6.0 and 3.7.1 in any variant of the kernel.
 # docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
 
+_LENGTHS = (64, 128, 256)
+_TILE_KINDS = (64, 128, "128 dropout")
+_STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout")
+
 # Configurations: BLOCK_Q, BLOCK_K, num_warps, num_stages (and TRANSPOSED for dK and dV, PERSISTENT
-# for tile_bwd), keyed by (arch, 16 bit?, BLOCK_D). "row_fwd" has one for each length class (64,
-# 128, 256), "tile_bwd" one for 64, 128, and 128 with dropout, the others one for plain scores, one
-# for dropout and one for a bias; "dbias" only the last.
+# for tile_bwd), keyed by (arch, 16 bit?, BLOCK_D), in the order of the kinds above; the last one
+# given serves all further kinds.
 _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "row_fwd": {
         (80, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1), (32, 256, 4, 1)),
@@ -2166,7 +2183,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
     "stream_dq": {
         (80, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 1)),
-        (90, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        (90, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
         (100, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
         (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 1)),
@@ -2178,9 +2195,24 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
     "stream_dkdv": {
-        (80, True, 64): ((64, 64, 4, 1, 1), (16, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
-        (90, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
-        (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
+        (80, True, 64): (
+            (64, 64, 4, 1, 1),
+            (16, 64, 4, 1, 0),
+            (32, 64, 4, 1, 1),
+            (32, 64, 4, 2, 1),
+        ),
+        (90, True, 64): (
+            (64, 64, 4, 1, 1),
+            (64, 64, 4, 1, 0),
+            (32, 64, 4, 1, 1),
+            (32, 64, 4, 2, 1),
+        ),
+        (100, True, 64): (
+            (64, 64, 4, 1, 1),
+            (64, 64, 4, 1, 0),
+            (32, 64, 4, 1, 1),
+            (32, 64, 4, 2, 1),
+        ),
         (80, True, 128): ((32, 64, 4, 1, 1), (64, 64, 8, 1, 0), (32, 64, 8, 1, 1)),
         (90, True, 128): ((32, 64, 4, 2, 1), (128, 64, 8, 1, 0), (16, 64, 8, 1, 1)),
         (100, True, 128): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
@@ -2204,7 +2236,6 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((16, 64, 16, 1),),
     },
 }
-_PLACE = {64: 0, 128: 1, 256: 2, "128 dropout": 2, "plain": 0, "dropout": 1, "bias": 2}
 
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
 _DECODE_QUERIES = 16
@@ -2233,8 +2264,9 @@ def _config(kernel: str, shape: _Shape, kind: str | int) -> dict[str, int]:
         arch = nearest_arch(arch_of(shape.device), known)
         last = "PERSISTENT" if kernel == "tile_bwd" else "TRANSPOSED"
         names = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", last)
+        kinds = {"row_fwd": _LENGTHS, "tile_bwd": _TILE_KINDS}.get(kernel, _STREAM_KINDS)
         chosen = table[arch, half, block_d]
-        config = dict(zip(names, chosen[_PLACE[kind] if len(chosen) > 1 else 0], strict=False))
+        config = dict(zip(names, chosen[min(kinds.index(kind), len(chosen) - 1)], strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
 
 
