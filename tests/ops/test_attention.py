@@ -217,8 +217,8 @@ def test_lengths(device, backend, seqlen, ragged, is_causal, extras):
 @pytest.mark.parametrize("seqlen_k", (40, 65, 130, 257, 513))
 @pytest.mark.parametrize(
     ("head_dim", "extras", "is_causal"),
-    ((32, "plain", False), (32, "dropout", True), (128, "dropout", False)),
-    ids=("32-full", "32-causal-dropout", "128-full-dropout"),
+    ((64, "plain", False), (64, "dropout", True), (128, "dropout", False)),
+    ids=("64-full", "64-causal-dropout", "128-full-dropout"),
 )
 def test_length_classes(device, backend, seqlen_k, head_dim, extras, is_causal, ragged):
     """A kernel is chosen by the number of keys; 16 bits have more of them than 32."""
