@@ -13,15 +13,19 @@ Legend: B batch · H heads · Tq/Tk query/key length · D head dim (BLOCK_D, its
         m_i row maximum · l_i row sum. exp2 is the hardware's own: log2(e) * scale is folded into
         one multiply-add per score, and m_i is in base-2 units (natural ones under a bias).
 
-Two families, chosen from shapes alone (``needs_statistics``, ``_forward_class``):
+Two families, chosen from dtype and shapes alone (``_forward_config``, ``needs_statistics``):
 
-row     the whole row of keys lies in one tile (Tk <= 256 in 16 bits). No online softmax. The
-        backward is one kernel that walks over the queries of a head with dK and dV in registers:
-        it rebuilds the softmax, so it reads neither O nor row statistics. Up to 512 keys the
-        forward holds K and V of a head as two resident tiles and walks over the queries.
+row     the whole row of keys lies in one tile (Tk <= 256 in 16 bits): no online softmax, and K and
+        V stay with a program for some tiles of queries. Up to 128 queries and keys the backward is
+        one kernel, a head in one tile: it rebuilds the softmax, so it reads neither O nor row
+        statistics, and all three gradients take 5 matmuls.
 stream  tiles of keys pass by (FlashAttention-2). The backward has one kernel that owns dQ (and
-        computes delta on its way), then one that owns dK and dV: 7 matmuls instead of 5, and in
-        exchange no fp32 dQ in memory and no atomic.
+        computes delta on its way), then one that owns dK and dV: 7 matmuls, and in exchange no fp32
+        dQ in memory and no atomic. A masked key costs nothing there but its own row: it is set to 0
+        once, at the end.
+
+Keys and values of up to 512 rows resident in shared memory were tried as tiles of one program: the
+code spilled, and an SM had room for one program alone.
 
 No sum ever depends on the order in which programs run, so every bit repeats; and a tile of masked
 keys adds exact zeros, so a padded and a ragged batch get the same bits.
