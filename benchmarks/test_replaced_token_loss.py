@@ -1,6 +1,8 @@
-"""ops.replaced_token_loss against its eager reference and the Hugging Face class's formula."""
+"""ops.replaced_token_loss against its eager reference and the head as one writes it in PyTorch."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -23,10 +25,19 @@ def inputs(rows, width, padding):
             bias=torch.randn(1, device=device, dtype=DTYPE),
         )
         if padding:
-            made["mask"] = torch.rand(rows, device=device) >= padding
+            # As many in every draw: the rates are of these.
+            order = torch.rand(rows, device=device).argsort()
+            made["mask"] = order >= round(rows * padding)
         return made
 
     return make
+
+
+def with_counts(function):
+    def run(**inputs):
+        return function(**inputs, return_counts=True)[0]
+
+    return run
 
 
 def logits_then_bce(input, weight, replaced, bias, mask=None):
@@ -37,34 +48,61 @@ def logits_then_bce(input, weight, replaced, bias, mask=None):
     return F.binary_cross_entropy_with_logits(logits, labels)
 
 
-def case(label, rows, width, padding=0.0):
+def logits_then_bce_and_metrics(**inputs):
+    """The counts in a pass of their own, as a training loop logs them."""
+    with torch.no_grad():
+        flagged = F.linear(inputs["input"], inputs["weight"][None, :], inputs["bias"])[:, 0] > 0
+        replaced = inputs["replaced"]
+        counted = inputs.get("mask", torch.ones_like(replaced))
+        flagged, replaced = flagged & counted, replaced & counted
+        for flags in (flagged & replaced, flagged, replaced, (flagged == replaced) & counted):
+            flags.sum()
+        counted.sum()
+    return logits_then_bce(**inputs)
+
+
+def case(label, rows, width, padding=0.0, targets=None):
     variants = {
         "eager": replaced_token_loss_ref,
+        "eager, counts": with_counts(replaced_token_loss_ref),
         "fastplm": ops.replaced_token_loss,
+        "fastplm, counts": with_counts(ops.replaced_token_loss),
         "logits, then BCE": logits_then_bce,
+        "logits, then BCE, counts": logits_then_bce_and_metrics,
     }
     if GPU:
-        variants["compiled"] = torch.compile(replaced_token_loss_ref)
-    elements = rows * width
+        compiled = functools.partial(torch.compile, dynamic=False)
+        variants["compiled"] = compiled(replaced_token_loss_ref)
+        variants["compiled, counts"] = compiled(with_counts(replaced_token_loss_ref))
+        if not padding:  # where no boolean index breaks the graph
+            variants["compiled logits, then BCE"] = compiled(logits_then_bce)
+    size = width * DTYPE.itemsize
+    counted = rows - round(rows * padding)
+    # Of a row that counts: the row, its label, and its entry in the mask where there is one.
+    forward_bytes = counted * (size + 1) + (rows if padding else 0)
     return Case(
         op="replaced_token_loss",
         label=label,
         make=inputs(rows, width, padding),
         make_small=inputs(257, width, padding),
         variants=variants,
+        gated=("fastplm", "fastplm, counts"),
         # Not the bias: its gradient is one number, whose rounding error is luck in the gate.
         wrt=("input", "weight"),
-        bytes=elements * DTYPE.itemsize,
-        flops=2 * elements,
-        # Read the rows once, write their gradient once.
-        training_bytes=2 * elements * DTYPE.itemsize,
-        training_flops=5 * elements,
+        bytes=forward_bytes,
+        flops=2 * counted * width,
+        # The gradient of every row is written, the rows are not read again.
+        training_bytes=forward_bytes + rows * size,
+        # A product and a sum for the logit and for the weight's gradient, a product for the row's.
+        training_flops=5 * counted * width,
+        targets=targets or {},
     )
 
 
 if GPU:
     CASES = [
-        case("BERT-base 256x128", 256 * 128, 768),
+        # On an H200, in microseconds: forward and gradient together.
+        case("BERT-base 256x128", 256 * 128, 768, targets={"training": (23, 29)}),
         case("BERT-base 256x128 padded 40 %", 256 * 128, 768, padding=0.4),
         case("ELECTRA-small 128x128", 128 * 128, 256),
     ]

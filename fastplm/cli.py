@@ -69,6 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
     from fastplm.train.presets import PRESETS
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
@@ -137,6 +138,32 @@ def _parser() -> argparse.ArgumentParser:
         dest="nsp",
         action="store_false",
         help="BERT without next-sentence pairs",
+        **none,
+    )
+    add(
+        "--electra-objective",
+        choices=OBJECTIVES,
+        default="rtd",
+        help="what ELECTRA's discriminator learns: which tokens are replaced, the same of the "
+        "masked tokens alone, the originals of the masked tokens, or of all tokens",
+    )
+    add(
+        "--electra-sharing",
+        choices=SHARINGS,
+        help="weights that ELECTRA's two models have in common (without it the embeddings)",
+        **none,
+    )
+    add(
+        "--electra-generator",
+        choices=GENERATORS,
+        default="model",
+        help="where ELECTRA's replacements come from: unigram draws tokens by their frequency",
+    )
+    add(
+        "--two-stage",
+        action="store_true",
+        help="ELECTRA: half of the steps for the generator, then half for the discriminator, which "
+        "begins with its weights; each with its own warm-up",
         **none,
     )
     add(

@@ -189,6 +189,9 @@ def _compile(
     )
 
 
+_SHAPING = ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans")
+
+
 @dataclass
 class _Value:
     """Where a value of the Triton IR comes from."""
@@ -204,7 +207,8 @@ def offset_overflows(ttir: str) -> list[str]:
     A product with a compile-time constant (``tile * BLOCK``) counts positions within a row of less
     than 2^31 elements; one of two run-time values (``row * stride``) runs past 2^31 in a large
     tensor, also where it is widened only afterwards. A bound ends the search: a minimum is as small
-    as its smaller side, a loop counter as the loop's end.
+    as its smaller side, a loop counter as the loop's end. A place inside a tile (``arange *
+    stride``) is no such product: launchers see to it that rows lie less than 2^23 elements apart.
     """
     values, offsets = _read_ttir(ttir)
     found: dict[int, frozenset[str]] = {}
@@ -278,11 +282,19 @@ def _read_ttir(ttir: str) -> tuple[dict[int, _Value], list[int]]:
             made = values[result.id()] = _Value(name, sources)
             narrow = re.search(r"(^|x)i(8|16|32)>?$", str(result.get_type()))
             if name == "arith.muli" and narrow:
-                if all(values[o].made_by != "arith.constant" for o in operands if o in values):
+                origins = [_origin(values, operand) for operand in operands]
+                if not {"arith.constant", "tt.make_range"} & set(origins):
                     made.product = _place(result)
 
     module.walk(visit)
     return values, offsets
+
+
+def _origin(values: dict[int, _Value], value: int) -> str | None:
+    """The operation that made a value, whatever its shape became since; None for an argument."""
+    while value in values and values[value].made_by in _SHAPING:
+        (value,) = values[value].sources
+    return values[value].made_by if value in values else None
 
 
 def _arguments(block: Any) -> list[int]:

@@ -102,3 +102,13 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """fp32 ``x`` in ``dtype``, rounded to nearest even; the interpreter truncates to bf16."""
+    if UPCAST:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)

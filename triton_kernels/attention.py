@@ -63,6 +63,7 @@ from fastplm.triton_kernels._launch import (
     sm_count,
     upcast_dot,
 )
+from fastplm.triton_kernels._philox import philox
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -142,23 +143,6 @@ def _keys_allowed(mask_ptr, offs_k, seqlen_k):
 
 
 @triton.jit
-def _philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
-    """Four uint32 words for uint32 counters that broadcast to the shape of ``c0 ^ c3``."""
-    key0 = seed.to(tl.uint32)
-    key1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        product0 = c0.to(tl.uint64) * 0xD2511F53
-        product1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0
-        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
-        c1 = product1.to(tl.uint32)
-        c3 = product0.to(tl.uint32)
-        key0 += 0x9E3779B9
-        key1 += 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K: tl.constexpr):
     """[BLOCK_Q, BLOCK_K] bool: the probabilities that dropout keeps (``dropout_keep_mask``).
 
@@ -174,7 +158,7 @@ def _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K: tl.co
     call = (start_k // 64 * 4 + tl.arange(0, 4 * GROUPS)).to(tl.uint32)
     last = (call << 16) | (h.to(tl.uint32) << 4) | _DROPOUT_STREAM
     zero = tl.zeros([BLOCK_Q, 4 * GROUPS], tl.uint32)
-    word0, word1, word2, word3 = _philox(
+    word0, word1, word2, word3 = philox(
         tl.load(seed_ptr),
         zero + offs_q.to(tl.uint32)[:, None],
         zero + sample.to(tl.uint32),

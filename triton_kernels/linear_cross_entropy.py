@@ -1,10 +1,11 @@
 """Linear layer and softmax cross-entropy in one pass over the vocabulary, forward and backward.
 
-    Z = X W^T + b      loss_n = (m_n - Z[n, target_n]) + log(l_n)      P = exp(Z - m) / l
-    dZ = g (P - onehot(target))      dX = dZ W      dW = dZ^T X      db = colsum(dZ)
+    Z = X W^T + b      loss_n = log(l_n) - sum_v q_nv (Z_nv - m_n)      P = exp(Z - m) / l
+    q = (1 - s) onehot(target) + s / V        dZ = g (P - q)
+    dX = dZ W          dW = dZ^T X            db = colsum(dZ)
 
-where dZ[n, target_n] is taken as g (exp(-loss_n) - 1), so that a row that is certain of its target
-has gradient 0 whatever the rounding of its recomputed logits.
+where dZ[n, target_n] is taken as g (exp(log P[n, target_n]) - 1 + s - s / V), so that a row that is
+certain of its target has gradient 0 whatever the rounding of its recomputed logits.
 
 Source: Wijmans et al. 2024 (arXiv 2411.09009), algorithms 1-3, without gradient filtering (in
 pre-training the softmax is flat); running maximum and sum as in Milakov and Gimelshein 2018
@@ -12,89 +13,152 @@ pre-training the softmax is flat); running maximum and sum as in Milakov and Gim
 
 Legend: N rows · V vocabulary · E row width · m row maximum · l row sum of exp(z - m), in natural
         units: z - m is taken before the factor log2(e) of exp2, so a large common offset of the
-        logits costs no digits · g upstream gradient of a row's loss · dz gradient of a logit
+        logits costs no digits · s label smoothing · g upstream gradient of a row's loss · dz
+        gradient of a logit · D = P - q, dZ at g = 1 · slot: a row's place among those that count
 
 The rows that count are addressed through `order`, which lists them first, in their order; `count`
 says how many there are and stays on the device. A tile past it ends at once, so ignored rows cost
 nothing in the products and their content is never read.
 
 Forward: a program owns a tile of rows and one split of the vocabulary; a second kernel combines the
-splits. Backward, for rows that one tile holds (E <= 128): Z is recomputed in registers, once by the
-owner of dX, once by that of dW. Wider rows would recompute it for every tile of E; there, dZ is
-computed once, by chunks of the vocabulary that a bounded scratch holds, and both products read it.
+splits. Then there are two data flows:
+
+Recompute: Z is never stored. The backward of rows that one tile holds (E <= 128) computes it again
+in registers, once for the owner of dX, once for that of dW. Wider rows would do so for every tile
+of E; there, dZ is computed once, by chunks of the vocabulary that a bounded scratch holds, and both
+products read it.
+
+Kept logits: splits are single tiles, whose Z the forward stores, rounded to the dtype of X; a
+kernel turns it into D in place. The backward is two products of D, with g on the rows of the other
+operand, so that the upstream gradient need not be known before.
+
+Sampling: a token of softmax(Z / T) by the inverse of its distribution function at one uniform
+number a row. The forward leaves the sum of every tile; a third kernel chooses the tile and, in it,
+the token, from the kept logits or from those of that tile alone, computed again.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import arch_of, dot, launch, nearest_arch, upcast_dot
+from fastplm.triton_kernels._launch import arch_of, cast, dot, launch, nearest_arch, upcast_dot
+from fastplm.triton_kernels._philox import philox
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+# The stream of ``reference.philox.Stream.SAMPLE`` and the rounds of that file's default.
+_SAMPLE_STREAM = tl.constexpr(2)
+_ROUNDS = tl.constexpr(10)
 
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
 _SPLIT_COLUMNS = 4096
 # 64 MiB in half precision: about the L2 of a large device, which then serves both readers of dZ.
+# Never more than a part of the vocabulary, or a small batch would hold all its logits after all.
 _SCRATCH_ELEMENTS = 1 << 25
+_SCRATCH_PARTS = 8
+# The way inside a tile of 128 rows is counted in 32 bits.
+_MAX_STRIDE = 1 << 23
+# Of the kernel that only orders rows: it is one program.
+_ORDER_BLOCK = 2048
 
-# (arch, 16-bit?, BLOCK_E of rows that one tile holds | 0 for wider rows) ->
-#   (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages) of forward, dX, dW and, for wider rows, dZ.
-# Not measured on a device yet: chosen with the compile lane, which holds them to no spills.
+# (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
+# that one tile holds, or for wide rows the part of it that passes by (forward, dZ) or is owned (dX,
+# dW). Not measured on a device yet: chosen with the compile lane, which holds them to no spills.
 _CONFIGS = {
-    (80, True, 16): ((128, 64, 16, 4, 2), (64, 64, 16, 4, 2), (64, 64, 16, 4, 2)),
-    (80, True, 32): ((128, 64, 32, 4, 2), (64, 64, 32, 4, 2), (64, 64, 32, 4, 2)),
-    (80, True, 64): ((128, 64, 64, 4, 2), (64, 64, 64, 4, 2), (64, 64, 64, 4, 2)),
-    (80, True, 128): ((128, 64, 128, 8, 2), (64, 64, 128, 8, 2), (64, 64, 128, 8, 2)),
-    (80, True, 0): (
-        (128, 128, 32, 8, 3),
-        (128, 64, 128, 8, 3),
-        (64, 128, 128, 8, 2),
-        (128, 128, 32, 8, 3),
-    ),
-    (80, False, 16): ((32, 64, 16, 4, 1), (32, 32, 16, 4, 1), (32, 32, 16, 4, 1)),
-    (80, False, 32): ((32, 64, 32, 4, 1), (32, 32, 32, 4, 1), (32, 32, 32, 4, 1)),
-    (80, False, 64): ((32, 64, 64, 8, 1), (32, 32, 64, 8, 1), (32, 32, 64, 8, 1)),
-    (80, False, 128): ((32, 64, 128, 8, 1), (32, 32, 128, 8, 1), (32, 32, 128, 8, 1)),
-    (80, False, 0): (
-        (64, 64, 32, 8, 2),
-        (64, 32, 64, 8, 2),
-        (32, 64, 64, 8, 2),
-        (64, 64, 32, 8, 2),
-    ),
-    (90, True, 64): ((128, 128, 64, 8, 3), (128, 64, 64, 8, 3), (64, 128, 64, 8, 3)),
-    (90, True, 128): ((128, 128, 128, 8, 3), (128, 64, 128, 8, 3), (64, 128, 128, 8, 3)),
-    (90, True, 0): (
-        (128, 128, 64, 8, 4),
-        (128, 64, 256, 8, 4),
-        (64, 128, 256, 8, 4),
-        (128, 128, 64, 8, 4),
-    ),
-    (100, True, 16): ((128, 64, 16, 4, 2), (64, 64, 16, 4, 2), (64, 64, 16, 8, 2)),
-    (100, True, 32): ((128, 64, 32, 4, 2), (64, 64, 32, 4, 2), (64, 64, 32, 8, 2)),
-    (100, True, 64): ((128, 128, 64, 8, 3), (128, 64, 64, 8, 3), (64, 64, 64, 8, 3)),
-    (100, True, 128): ((128, 128, 128, 8, 3), (128, 64, 128, 8, 3), (64, 64, 128, 8, 3)),
-    (100, True, 0): (
-        (128, 128, 64, 8, 4),
-        (128, 64, 128, 8, 4),
-        (64, 128, 256, 8, 4),
-        (128, 128, 64, 8, 4),
-    ),
+    (80, True, "forward 16"): (128, 64, 16, 4, 2),
+    (80, True, "forward 32"): (128, 64, 32, 4, 2),
+    (80, True, "forward 64"): (128, 64, 64, 4, 2),
+    (80, True, "forward 128"): (128, 64, 128, 8, 2),
+    (80, True, "dX 16"): (64, 64, 16, 4, 2),
+    (80, True, "dX 32"): (64, 64, 32, 4, 2),
+    (80, True, "dX 64"): (64, 64, 64, 4, 2),
+    (80, True, "dX 128"): (64, 64, 128, 8, 2),
+    (80, True, "dW 16"): (64, 64, 16, 4, 2),
+    (80, True, "dW 32"): (64, 64, 32, 4, 2),
+    (80, True, "dW 64"): (64, 64, 64, 4, 2),
+    (80, True, "dW 128"): (64, 64, 128, 4, 2),
+    (80, True, "wide forward"): (128, 128, 32, 8, 3),
+    (80, True, "kept forward"): (128, 128, 32, 8, 3),
+    (80, True, "kept forward with more"): (128, 128, 32, 8, 3),
+    (80, True, "wide dZ"): (128, 128, 32, 8, 3),
+    (80, True, "wide dX"): (128, 64, 128, 8, 3),
+    (80, True, "wide dW"): (64, 128, 128, 8, 2),
+    (80, False, "forward 16"): (32, 64, 16, 4, 1),
+    (80, False, "forward 32"): (32, 64, 32, 4, 1),
+    (80, False, "forward 64"): (32, 64, 64, 8, 1),
+    (80, False, "forward 128"): (32, 32, 128, 8, 1),
+    (80, False, "dX 16"): (32, 32, 16, 4, 1),
+    (80, False, "dX 32"): (32, 32, 32, 4, 1),
+    (80, False, "dX 64"): (32, 32, 64, 8, 1),
+    (80, False, "dX 128"): (32, 32, 128, 8, 1),
+    (80, False, "dW 16"): (32, 32, 16, 4, 1),
+    (80, False, "dW 32"): (32, 32, 32, 4, 1),
+    (80, False, "dW 64"): (32, 32, 64, 8, 1),
+    (80, False, "dW 128"): (32, 32, 128, 8, 1),
+    (80, False, "wide forward"): (64, 64, 32, 8, 2),
+    (80, False, "kept forward"): (64, 64, 32, 8, 2),
+    (80, False, "kept forward with more"): (64, 64, 32, 8, 2),
+    (80, False, "wide dZ"): (64, 64, 32, 8, 2),
+    (80, False, "wide dX"): (64, 32, 64, 8, 2),
+    (80, False, "wide dW"): (32, 64, 64, 8, 2),
+    (90, True, "forward 64"): (128, 128, 64, 8, 3),
+    (90, True, "forward 128"): (128, 128, 128, 8, 3),
+    (90, True, "dX 64"): (128, 64, 64, 8, 3),
+    (90, True, "dX 128"): (128, 64, 128, 8, 3),
+    (90, True, "dW 64"): (64, 128, 64, 8, 3),
+    (90, True, "dW 128"): (64, 128, 128, 8, 3),
+    (90, True, "wide forward"): (128, 128, 64, 8, 4),
+    (90, True, "kept forward"): (128, 256, 64, 8, 3),
+    (90, True, "kept forward with more"): (128, 128, 64, 8, 4),
+    (90, True, "wide dZ"): (128, 128, 64, 8, 4),
+    (90, True, "wide dX"): (128, 64, 256, 8, 4),
+    (90, True, "wide dW"): (64, 128, 256, 8, 4),
+    (100, True, "forward 16"): (128, 64, 16, 4, 2),
+    (100, True, "forward 32"): (128, 64, 32, 4, 2),
+    (100, True, "forward 64"): (128, 128, 64, 8, 3),
+    (100, True, "forward 128"): (128, 64, 128, 8, 3),
+    (100, True, "dX 16"): (64, 64, 16, 4, 2),
+    (100, True, "dX 32"): (64, 64, 32, 4, 2),
+    (100, True, "dX 64"): (128, 64, 64, 8, 3),
+    (100, True, "dX 128"): (128, 64, 128, 8, 3),
+    (100, True, "dW 16"): (64, 64, 16, 8, 2),
+    (100, True, "dW 32"): (64, 64, 32, 8, 2),
+    (100, True, "dW 64"): (64, 64, 64, 8, 3),
+    (100, True, "dW 128"): (64, 64, 128, 8, 3),
+    (100, True, "wide forward"): (128, 128, 64, 8, 4),
+    (100, True, "kept forward"): (64, 128, 64, 4, 4),
+    (100, True, "kept forward with more"): (64, 128, 64, 8, 4),
+    (100, True, "wide dZ"): (128, 128, 64, 8, 4),
+    (100, True, "wide dX"): (128, 64, 128, 8, 4),
+    (100, True, "wide dW"): (64, 128, 256, 8, 4),
 }
+# (BLOCK_N, BLOCK_V) of the kernel between the products: 16 bytes a thread and load.
+_GRAD_LOGITS_TILE = (4, 1024)
 
 
-def _config(which: int, device: torch.device, weight: torch.Tensor) -> dict[str, int]:
-    half, width = weight.dtype.itemsize == 2, weight.shape[1]
-    block_e = 0 if _is_wide(width) else max(16, triton.next_power_of_2(width))
-    known = tuple(arch for arch, h, e in _CONFIGS if (h, e) == (half, block_e))
-    config = _CONFIGS[nearest_arch(arch_of(device), known), half, block_e][which]
+def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, int]:
+    half, width = input.dtype.itemsize == 2, input.shape[1]
+    if which == "forward" and _is_wide(width):
+        which = "wide forward"
+    elif which in ("forward", "dX", "dW"):
+        which = f"{which} {max(16, triton.next_power_of_2(width))}"
+    known = tuple(arch for arch, h, name in _CONFIGS if (h, name) == (half, which))
+    config = _CONFIGS[nearest_arch(arch_of(device), known), half, which]
     names = ("BLOCK_N", "BLOCK_V", "BLOCK_E", "num_warps", "num_stages")
     return dict(zip(names, config, strict=True))
+
+
+def _forward_config(keep_logits: bool, more: bool, input: torch.Tensor) -> dict[str, int]:
+    """``more``: argmax or label smoothing, which need registers."""
+    if not keep_logits:
+        return _config("forward", input.device, input)
+    return _config("kept forward with more" if more else "kept forward", input.device, input)
 
 
 def _is_wide(width: int) -> bool:
@@ -110,11 +174,42 @@ def _load_tile(ptr, offs_r, mask_r, stride_r, start_e, E: tl.constexpr, BLOCK_E:
 
 
 @triton.jit
+def _tile_ptrs(ptr, start_r, start_c, stride_r, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """[BLOCK_R, BLOCK_C] of a matrix; 64 bits for the corner, 32 for the way inside the tile."""
+    ptr += (start_r + tl.zeros([], tl.int64)) * stride_r + start_c
+    return ptr + (tl.arange(0, BLOCK_R)[:, None] * stride_r + tl.arange(0, BLOCK_C)[None, :])
+
+
+@triton.jit
+def _load_weight(
+    w_ptr,
+    start_v,
+    V,
+    stride_wv,
+    start_e,
+    E: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """A tile of W, 0 past V or E. [BLOCK_V, BLOCK_E]"""
+    mask_v = start_v + tl.arange(0, BLOCK_V) < V
+    mask_e = start_e + tl.arange(0, BLOCK_E) < E
+    ptrs = _tile_ptrs(w_ptr, start_v, start_e, stride_wv, BLOCK_V, BLOCK_E)
+    return tl.load(ptrs, mask=mask_v[:, None] & mask_e[None, :], other=0.0)
+
+
+@triton.jit
 def _load_slots(order_ptr, count, start_n, BLOCK_N: tl.constexpr):
-    """(rows int64, used bool) of the slots ``start_n`` …, both [BLOCK_N]."""
+    """(rows int64, used bool) of the slots ``start_n`` …, both [BLOCK_N].
+
+    Without ``order_ptr`` the operand is stored by slot.
+    """
     offs_n = start_n + tl.arange(0, BLOCK_N)
     used = offs_n < count
-    return tl.load(order_ptr + offs_n, mask=used, other=0), used
+    rows = offs_n.to(tl.int64)
+    if order_ptr is not None:
+        rows = tl.load(order_ptr + offs_n, mask=used, other=0)
+    return rows, used
 
 
 @triton.jit
@@ -133,21 +228,64 @@ def _streamed_products(
     w_ptr,
     rows,
     used,
-    offs_v,
-    mask_v,
+    start_v,
+    V,
     stride_xn,
     stride_wv,
     E: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """X W^T of one tile, for rows wider than a tile: both operands pass by. [BLOCK_N, BLOCK_V]"""
-    z = tl.zeros([rows.shape[0], offs_v.shape[0]], tl.float32)
+    z = tl.zeros([rows.shape[0], BLOCK_V], tl.float32)
     for start_e in range(0, E, BLOCK_E):
         x = _load_tile(x_ptr, rows, used, stride_xn, start_e, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
-        w = _load_tile(w_ptr, offs_v, mask_v, stride_wv, start_e, E, BLOCK_E)  # [BLOCK_V, BLOCK_E]
+        w = _load_weight(w_ptr, start_v, V, stride_wv, start_e, E, BLOCK_V, BLOCK_E)
         z = dot(x, tl.trans(w), z, UPCAST)
     return z
+
+
+@triton.jit
+def _linear_cross_entropy_order_kernel(
+    # pointers
+    target_ptr,
+    g_ptr,
+    order_ptr,
+    count_ptr,
+    scale_ptr,
+    # sizes
+    N,
+    ignore_index,
+    # constexprs
+    BLOCK: tl.constexpr,
+):
+    """All rows, those that count first and in order; how many count; the largest |g| of these."""
+    count = tl.zeros([], tl.int32)
+    scale = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        counts = offs < N
+        counts = counts & (tl.load(target_ptr + offs, mask=counts, other=0) != ignore_index)
+        if g_ptr is not None:
+            g = tl.abs(tl.load(g_ptr + offs, mask=counts, other=0.0))
+            scale = tl.where((g > scale) | (g != g), g, scale)  # a NaN stays
+        count += tl.sum(counts.to(tl.int32), 0)
+    tl.store(count_ptr, count)
+    if g_ptr is not None:
+        largest = tl.max(scale, 0)
+        bad = tl.sum((scale != scale).to(tl.int32), 0) > 0
+        tl.store(scale_ptr, tl.where(bad, float("nan"), largest))
+
+    first = tl.zeros([], tl.int32)  # slot of the next row that counts
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        exists = offs < N
+        counts = exists & (tl.load(target_ptr + offs, mask=exists, other=0) != ignore_index)
+        before = first + tl.cumsum(counts.to(tl.int32), 0) - counts.to(tl.int32)
+        slot = tl.where(counts, before, count + offs - before)
+        tl.store(order_ptr + slot, offs.to(tl.int64), mask=exists)
+        first += tl.sum(counts.to(tl.int32), 0)
 
 
 @triton.jit
@@ -162,19 +300,27 @@ def _linear_cross_entropy_fwd_kernel(
     split_max_ptr,
     split_sum_ptr,
     split_picked_ptr,
+    split_total_ptr,
+    split_argmax_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    z_ptr,
     # sizes
     N,
     V,
     split_columns,
+    inverse_temperature,
     # strides
     stride_xn,
     stride_wv,
+    stride_zn,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    TEMPERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     # Neighbouring programs share a split: its part of W comes from the L2.
@@ -188,35 +334,81 @@ def _linear_cross_entropy_fwd_kernel(
     if E <= BLOCK_E:
         x = _load_tile(x_ptr, rows, used, stride_xn, 0, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
 
+    offs_n = start_n + tl.arange(0, BLOCK_N)
     m_i = tl.full([BLOCK_N], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_N], tl.float32)
     picked = tl.zeros([BLOCK_N], tl.float32)  # the logit of the target, from the tile that has it
-    first_v = split * split_columns
-    for start_v in range(first_v, tl.minimum(first_v + split_columns, V), BLOCK_V):
+    total = tl.zeros([BLOCK_N], tl.float32)  # sum of z - m, of the columns seen
+    argmax = tl.zeros([BLOCK_N], tl.int32)
+    first_v = tl.minimum(split * split_columns, V)
+    if z_ptr is not None:
+        num_tiles = 1  # a loop that the compiler leaves out
+    else:
+        num_tiles = tl.cdiv(tl.minimum(split_columns, V - first_v), BLOCK_V)
+    offs_t = split.to(tl.int64) * (split_columns // BLOCK_V) * N + offs_n
+    for tile in range(0, num_tiles):
+        start_v = first_v + tile * BLOCK_V
         offs_v = start_v + tl.arange(0, BLOCK_V)
         mask_v = offs_v < V
         if E <= BLOCK_E:
-            w = _load_tile(w_ptr, offs_v, mask_v, stride_wv, 0, E, BLOCK_E)  # [BLOCK_V, BLOCK_E]
+            w = _load_weight(w_ptr, start_v, V, stride_wv, 0, E, BLOCK_V, BLOCK_E)
             z = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
             z = dot(x, tl.trans(w), z, UPCAST)
         else:
             z = _streamed_products(
-                x_ptr, w_ptr, rows, used, offs_v, mask_v, stride_xn, stride_wv, E, BLOCK_E, UPCAST
+                x_ptr,
+                w_ptr,
+                rows,
+                used,
+                start_v,
+                V,
+                stride_xn,
+                stride_wv,
+                E,
+                BLOCK_V,
+                BLOCK_E,
+                UPCAST,
             )
         z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]  # [BLOCK_N, BLOCK_V]
+        if z_ptr is not None:
+            # All that follows is that of the rounded logits: their shares then sum to 1.
+            z_kept = cast(z, z_ptr.dtype.element_ty, UPCAST)
+            z = z_kept.to(tl.float32)
+            ptrs = _tile_ptrs(z_ptr, start_n, start_v, stride_zn, BLOCK_N, BLOCK_V)
+            tl.store(ptrs, z_kept, mask=used[:, None])
 
-        # -inf - -inf is NaN: a row that has seen no finite logit yet keeps a reference point of 0.
-        m_new = tl.maximum(m_i, tl.max(z, 1))
-        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2((z - m_ref[:, None]) * _LOG2E)
-        l_i = l_i * tl.exp2((m_i - m_ref) * _LOG2E) + tl.sum(p, 1)
         picked += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
+        if split_argmax_ptr is not None:
+            m_tile, index = tl.max(z, 1, return_indices=True)
+            argmax = tl.where(m_tile > m_i, start_v + index, argmax)
+        else:
+            m_tile = tl.max(z, 1)
+        # -inf - -inf is NaN: a row that has seen no finite logit yet keeps a reference point of 0.
+        m_new = tl.maximum(m_i, m_tile)
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+        z -= m_ref[:, None]
+        if split_total_ptr is not None:
+            m_old = tl.where(m_i == float("-inf"), 0.0, m_i)
+            total += tile * BLOCK_V * (m_old - m_ref)
+            total += tl.sum(tl.where(mask_v[None, :], z, 0.0), 1)
+        l_tile = tl.sum(tl.exp2(z * _LOG2E), 1)
+        l_i = l_i * tl.exp2((m_i - m_ref) * _LOG2E) + l_tile
+        if tile_sum_ptr is not None:
+            if TEMPERED:
+                l_tile = tl.sum(tl.exp2(z * (_LOG2E * inverse_temperature)), 1)
+            tl.store(tile_max_ptr + offs_t, m_ref, mask=used)
+            tl.store(tile_sum_ptr + offs_t, l_tile, mask=used)
+            offs_t += N
         m_i = m_new
 
-    offs_s = split.to(tl.int64) * N + start_n + tl.arange(0, BLOCK_N)
+    offs_s = split.to(tl.int64) * N + offs_n
     tl.store(split_max_ptr + offs_s, m_i, mask=used)
     tl.store(split_sum_ptr + offs_s, l_i, mask=used)
     tl.store(split_picked_ptr + offs_s, picked, mask=used)
+    if split_total_ptr is not None:
+        tl.store(split_total_ptr + offs_s, total, mask=used)
+    if split_argmax_ptr is not None:
+        tl.store(split_argmax_ptr + offs_s, argmax, mask=used)
 
 
 @triton.jit
@@ -228,17 +420,22 @@ def _linear_cross_entropy_combine_kernel(
     split_max_ptr,
     split_sum_ptr,
     split_picked_ptr,
+    split_total_ptr,
+    split_argmax_ptr,
     loss_ptr,
+    log_probability_ptr,
     max_ptr,
     sum_ptr,
+    argmax_ptr,
     # sizes
     N,
     V,
-    num_splits,
+    split_columns,
+    label_smoothing,
     # constexprs
     BLOCK_N: tl.constexpr,
 ):
-    """Loss, maximum and sum of every row from those of its splits; 0 for ignored rows."""
+    """What the forward says of each row, from its splits; 0 (argmax -1) for ignored rows."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = offs_n < N
     used = offs_n < tl.load(count_ptr).to(tl.int32)
@@ -247,14 +444,25 @@ def _linear_cross_entropy_combine_kernel(
     m_i = tl.full([BLOCK_N], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_N], tl.float32)
     picked = tl.zeros([BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    argmax = tl.zeros([BLOCK_N], tl.int32)
     offs_s = offs_n.to(tl.int64)
-    for _ in range(0, num_splits):
+    for first_v in range(0, V, split_columns):
         m_s = tl.load(split_max_ptr + offs_s, mask=used, other=0.0)
         l_s = tl.load(split_sum_ptr + offs_s, mask=used, other=1.0)
         picked += tl.load(split_picked_ptr + offs_s, mask=used, other=0.0)
+        if split_argmax_ptr is not None:
+            index = tl.load(split_argmax_ptr + offs_s, mask=used, other=0)
+            argmax = tl.where(m_s > m_i, index, argmax)
         m_new = tl.maximum(m_i, m_s)
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         l_i = l_i * tl.exp2((m_i - m_ref) * _LOG2E) + l_s * tl.exp2((m_s - m_ref) * _LOG2E)
+        if split_total_ptr is not None:
+            columns = tl.minimum(split_columns, V - first_v)
+            m_old = tl.where(m_i == float("-inf"), 0.0, m_i)
+            m_split = tl.where(m_s == float("-inf"), 0.0, m_s)
+            total += first_v * (m_old - m_ref) + columns * (m_split - m_ref)
+            total += tl.load(split_total_ptr + offs_s, mask=used, other=0.0)
         m_i = m_new
         offs_s += N
 
@@ -262,27 +470,224 @@ def _linear_cross_entropy_combine_kernel(
     target = tl.load(target_ptr + rows, mask=used, other=0)
     m_i = tl.where((target >= 0) & (target < V), m_i, float("nan"))
     loss = (m_i - picked) + tl.log(l_i)
+    tl.store(log_probability_ptr + rows, tl.where(used, 0.0 - loss, 0.0), mask=exists)
+    if split_total_ptr is not None:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (tl.log(l_i) - total / V)
     tl.store(loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
     tl.store(max_ptr + rows, tl.where(used, m_i, 0.0), mask=exists)
     tl.store(sum_ptr + rows, tl.where(used, l_i, 0.0), mask=exists)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + rows, tl.where(used, argmax, -1).to(tl.int64), mask=exists)
 
 
 @triton.jit
-def _load_row_scalars(target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used):
-    """(target, dz of the target, m, g / l) of a tile of rows; an unused slot gives dz = 0."""
+def _uniform(seed_ptr, sample_index_ptr, position_ptr, row):
+    """The number of a row in (0, 1), fp64: ``reference.philox.uniform`` of its first word."""
+    sample_index = row
+    if sample_index_ptr is not None:
+        sample_index = tl.load(sample_index_ptr + row)
+    position = row * 0
+    if position_ptr is not None:
+        position = tl.load(position_ptr + row)
+    word, _, _, _ = philox(
+        tl.load(seed_ptr),
+        position.to(tl.uint32),
+        sample_index.to(tl.uint32),
+        (sample_index >> 32).to(tl.uint32),
+        (row * 0 + _SAMPLE_STREAM).to(tl.uint32),
+        _ROUNDS,
+    )
+    return (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _inverse_cdf(p, level, offs):
+    """The first of ``offs`` at which the running share of p exceeds ``level`` fp64, and how far
+    into it the level lies, in [0, 1); never one with p = 0."""
+    # fp64: in fp32 the sum over a vocabulary would favour or starve the tokens at its end.
+    p = p.to(tl.float64)
+    running = tl.cumsum(p, 0)
+    total = tl.sum(p, 0)
+    # The last with any weight, should rounding put the level at the end.
+    last = tl.max(tl.where(p > 0.0, offs, 0), 0)
+    threshold = level * total
+    chosen = tl.minimum(tl.sum((running <= threshold).to(tl.int32), 0), last)
+    here = offs == chosen
+    before = tl.sum(tl.where(here, running - p, 0.0), 0)
+    weight = tl.sum(tl.where(here, p, 0.0), 0)
+    rest = (threshold - before) / weight
+    return chosen, tl.minimum(tl.maximum(rest, 0.0), 1.0), total
+
+
+@triton.jit
+def _linear_cross_entropy_sample_kernel(
+    # pointers
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    order_ptr,
+    count_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    z_ptr,
+    seed_ptr,
+    sample_index_ptr,
+    position_ptr,
+    sample_ptr,
+    # sizes
+    N,
+    V,
+    num_tiles,
+    inverse_temperature,
+    # strides
+    stride_xn,
+    stride_wv,
+    stride_zn,
+    # constexprs
+    E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One token of one row: its tile by the sums of tiles, then its place in that tile."""
+    slot = tl.program_id(0)
+    row = tl.load(order_ptr + slot)
+    if slot >= tl.load(count_ptr).to(tl.int32):
+        tl.store(sample_ptr + row, -1)
+        return
+    level = _uniform(seed_ptr, sample_index_ptr, position_ptr, row)
+    scale = _LOG2E * inverse_temperature
+
+    offs_t = tl.arange(0, BLOCK_T)
+    mask_t = offs_t < num_tiles
+    offs_s = offs_t.to(tl.int64) * N + slot
+    m_t = tl.load(tile_max_ptr + offs_s, mask=mask_t, other=float("-inf"))  # [BLOCK_T]
+    l_t = tl.load(tile_sum_ptr + offs_s, mask=mask_t, other=0.0)
+    m = tl.max(m_t, 0)
+    weight = l_t * tl.exp2((m_t - m) * scale)
+    tile, rest, total = _inverse_cdf(tl.where(mask_t, weight, 0.0), level, offs_t)
+
+    offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    if z_ptr is not None:
+        ptrs = z_ptr + slot.to(tl.int64) * stride_zn + offs_v
+        z = tl.load(ptrs, mask=mask_v, other=float("-inf")).to(tl.float32)  # [BLOCK_V]
+    else:
+        z = _load_bias(bias_ptr, offs_v, V, HAS_BIAS)
+        for start_e in range(0, E, BLOCK_E):
+            offs_e = start_e + tl.arange(0, BLOCK_E)
+            x = tl.load(x_ptr + row * stride_xn + offs_e, mask=offs_e < E, other=0.0)  # [BLOCK_E]
+            w = _load_weight(w_ptr, tile * BLOCK_V, V, stride_wv, start_e, E, BLOCK_V, BLOCK_E)
+            z += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    # Relative to this tile's own maximum: one far below the row's would underflow.
+    m_z = tl.max(z, 0)
+    p = tl.exp2((z - tl.where(m_z == float("-inf"), 0.0, m_z)) * scale)
+    column, _, _ = _inverse_cdf(p, rest, tl.arange(0, BLOCK_V))
+    # An infinity minus itself: NaN reaches the total, and so does an infinite sum.
+    finite = (total == total) & (total < float("inf"))
+    token = tl.where(finite, tile * BLOCK_V + column, 0)
+    tl.store(sample_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _load_row_scalars(
+    target_ptr,
+    g_ptr,
+    log_probability_ptr,
+    max_ptr,
+    sum_ptr,
+    rows,
+    used,
+    V,
+    label_smoothing,
+    SMOOTHED: tl.constexpr,
+):
+    """(target, dz of the target, m, g / l, g s / V) of a tile of rows; an unused slot has dz = 0.
+
+    Without ``g_ptr`` as for g = 1.
+    """
     target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
-    g = tl.load(g_ptr + rows, mask=used, other=0.0)
-    loss = tl.load(loss_ptr + rows, mask=used, other=0.0)
+    g = used.to(tl.float32)
+    if g_ptr is not None:
+        g = tl.load(g_ptr + rows, mask=used, other=0.0)
+    log_probability = tl.load(log_probability_ptr + rows, mask=used, other=0.0)
     # exp2(-inf) is 0 whatever the bias; any finite maximum could overflow to inf * 0.
     m = tl.load(max_ptr + rows, mask=used, other=float("inf"))
     l_i = tl.load(sum_ptr + rows, mask=used, other=1.0)
-    return target, g * (tl.exp2(-loss * _LOG2E) - 1.0), m, g / l_i
+    d_target = tl.exp2(log_probability * _LOG2E) - 1.0
+    spread = g * 0.0
+    if SMOOTHED:
+        spread = g * (label_smoothing / V)
+        d_target += label_smoothing - label_smoothing / V
+    return target, g * d_target, m, g / l_i, spread
 
 
 @triton.jit
-def _grad_logits(z, offs_v, target, dz_target, m, g_over_l):
-    """g (P - onehot) of one tile; the vectors come expanded, so either orientation will do."""
-    return tl.where(offs_v == target, dz_target, tl.exp2((z - m) * _LOG2E) * g_over_l)
+def _grad_logits(z, offs_v, target, dz_target, m, g_over_l, spread, SMOOTHED: tl.constexpr):
+    """g (P - q) of one tile; the vectors come expanded, so either orientation will do."""
+    dz = tl.exp2((z - m) * _LOG2E) * g_over_l
+    if SMOOTHED:
+        dz -= spread
+    return tl.where(offs_v == target, dz_target, dz)
+
+
+@triton.jit
+def _linear_cross_entropy_grad_logits_kernel(
+    # pointers
+    target_ptr,
+    order_ptr,
+    count_ptr,
+    log_probability_ptr,
+    max_ptr,
+    sum_ptr,
+    z_ptr,
+    # sizes
+    V,
+    label_smoothing,
+    # strides
+    stride_zn,
+    # constexprs
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Kept logits become D, in place; 0 in the columns past V."""
+    start_n, start_v = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_V
+    count = tl.load(count_ptr).to(tl.int32)
+    if start_n >= count:
+        return
+    rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
+    target, d_target, m, one_over_l, spread = _load_row_scalars(
+        target_ptr,
+        None,
+        log_probability_ptr,
+        max_ptr,
+        sum_ptr,
+        rows,
+        used,
+        V,
+        label_smoothing,
+        SMOOTHED,
+    )
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_v = start_v + tl.arange(0, BLOCK_V)
+    mask = used[:, None] & (offs_v < stride_zn)[None, :]
+    ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
+    z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_V]
+    d = _grad_logits(
+        z,
+        offs_v[None, :],
+        target[:, None],
+        d_target[:, None],
+        m[:, None],
+        one_over_l[:, None],
+        spread[:, None],
+        SMOOTHED,
+    )
+    d = tl.where((offs_v < V)[None, :], d, 0.0)
+    tl.store(ptrs, cast(d, z_ptr.dtype.element_ty, UPCAST), mask=mask)
 
 
 @triton.jit
@@ -295,13 +700,14 @@ def _linear_cross_entropy_bwd_logits_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
-    loss_ptr,
+    log_probability_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
     # sizes
     V,
     chunk_start,
+    label_smoothing,
     # strides
     stride_xn,
     stride_wv,
@@ -312,6 +718,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One tile of dZ into the scratch, which holds the columns from ``chunk_start`` on."""
@@ -323,17 +730,43 @@ def _linear_cross_entropy_bwd_logits_kernel(
     offs_c = start_c + tl.arange(0, BLOCK_V)
     offs_v = chunk_start + offs_c
     z = _streamed_products(
-        x_ptr, w_ptr, rows, used, offs_v, offs_v < V, stride_xn, stride_wv, E, BLOCK_E, UPCAST
+        x_ptr,
+        w_ptr,
+        rows,
+        used,
+        chunk_start + start_c,
+        V,
+        stride_xn,
+        stride_wv,
+        E,
+        BLOCK_V,
+        BLOCK_E,
+        UPCAST,
     )
     z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]  # [BLOCK_N, BLOCK_V]
-    target, dz_target, m, g_over_l = _load_row_scalars(
-        target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
+    target, dz_target, m, g_over_l, spread = _load_row_scalars(
+        target_ptr,
+        g_ptr,
+        log_probability_ptr,
+        max_ptr,
+        sum_ptr,
+        rows,
+        used,
+        V,
+        label_smoothing,
+        SMOOTHED,
     )
     dz = _grad_logits(
-        z, offs_v[None, :], target[:, None], dz_target[:, None], m[:, None], g_over_l[:, None]
+        z,
+        offs_v[None, :],
+        target[:, None],
+        dz_target[:, None],
+        m[:, None],
+        g_over_l[:, None],
+        spread[:, None],
+        SMOOTHED,
     )
-    offs_n = start_n + tl.arange(0, BLOCK_N)
-    ptrs = dz_ptr + offs_n.to(tl.int64)[:, None] * stride_dzn + offs_c[None, :]
+    ptrs = _tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
     tl.store(ptrs, dz.to(dz_ptr.dtype.element_ty), mask=used[:, None])
 
 
@@ -347,7 +780,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
-    loss_ptr,
+    log_probability_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
@@ -357,6 +790,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     V,
     chunk_start,
     split_columns,
+    label_smoothing,
     # strides
     stride_xn,
     stride_wv,
@@ -367,6 +801,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -377,28 +812,36 @@ def _linear_cross_entropy_bwd_input_kernel(
     if start_n >= count:
         return
     rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
-    offs_n = start_n + tl.arange(0, BLOCK_N)
-    offs_e = start_e + tl.arange(0, BLOCK_E)
-    dx_ptrs = split_dx_ptr + (split.to(tl.int64) * N + offs_n)[:, None] * E + offs_e[None, :]
-    mask_dx = used[:, None] & (offs_e < E)[None, :]
-    # The first chunk starts from nothing, each further one from what the last one left.
-    dx = tl.load(dx_ptrs, mask=mask_dx & (chunk_start > 0), other=0.0)  # [BLOCK_N, BLOCK_E]
+    split_dx_ptr += split.to(tl.int64) * N * E
+    mask_dx = used[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
+    dx = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    if chunk_start > 0:  # each further chunk starts from what the last one left
+        dx_ptrs = _tile_ptrs(split_dx_ptr, start_n, start_e, E, BLOCK_N, BLOCK_E)
+        dx = tl.load(dx_ptrs, mask=mask_dx, other=0.0)
     if not FROM_SCRATCH:
         x = _load_tile(x_ptr, rows, used, stride_xn, 0, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
-        target, dz_target, m, g_over_l = _load_row_scalars(
-            target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
+        target, dz_target, m, g_over_l, spread = _load_row_scalars(
+            target_ptr,
+            g_ptr,
+            log_probability_ptr,
+            max_ptr,
+            sum_ptr,
+            rows,
+            used,
+            V,
+            label_smoothing,
+            SMOOTHED,
         )
 
     first_v = chunk_start + split * split_columns
     for start_v in range(first_v, tl.minimum(first_v + split_columns, V), BLOCK_V):
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        w = _load_tile(w_ptr, offs_v, mask_v, stride_wv, start_e, E, BLOCK_E)  # [BLOCK_V, BLOCK_E]
+        w = _load_weight(w_ptr, start_v, V, stride_wv, start_e, E, BLOCK_V, BLOCK_E)
         if FROM_SCRATCH:
-            ptrs = dz_ptr + offs_n.to(tl.int64)[:, None] * stride_dzn
-            ptrs += (offs_v - chunk_start)[None, :]
+            start_c = start_v - chunk_start
+            ptrs = _tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz = tl.load(ptrs, mask=used[:, None], other=0.0)  # [BLOCK_N, BLOCK_V]
         else:
+            offs_v = start_v + tl.arange(0, BLOCK_V)
             z = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
             z = dot(x, tl.trans(w), z, UPCAST)
             z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]
@@ -409,8 +852,11 @@ def _linear_cross_entropy_bwd_input_kernel(
                 dz_target[:, None],
                 m[:, None],
                 g_over_l[:, None],
+                spread[:, None],
+                SMOOTHED,
             )
         dx = dot(dz.to(w.dtype), w, dx, UPCAST)
+    dx_ptrs = _tile_ptrs(split_dx_ptr, start_n, start_e, E, BLOCK_N, BLOCK_E)
     tl.store(dx_ptrs, dx, mask=mask_dx)
 
 
@@ -420,6 +866,7 @@ def _linear_cross_entropy_reduce_input_kernel(
     order_ptr,
     count_ptr,
     split_dx_ptr,
+    g_ptr,
     dx_ptr,
     # sizes
     N,
@@ -429,7 +876,7 @@ def _linear_cross_entropy_reduce_input_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """dX from slots to rows, its splits summed in order; 0 for ignored rows."""
+    """dX from slots to rows, its splits summed in order, times g if given; 0 for ignored rows."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = (offs_n < N)[:, None] & (offs_e < E)[None, :]
@@ -441,6 +888,9 @@ def _linear_cross_entropy_reduce_input_kernel(
         dx += tl.load(ptrs, mask=used, other=0.0)
         offs_s += N
     rows = tl.load(order_ptr + offs_n, mask=offs_n < N, other=0)
+    if g_ptr is not None:
+        g = tl.load(g_ptr + rows, mask=offs_n < N, other=0.0)
+        dx = tl.where(used, dx * g[:, None], 0.0)
     tl.store(
         dx_ptr + rows[:, None] * E + offs_e[None, :], dx.to(dx_ptr.dtype.element_ty), mask=exists
     )
@@ -456,15 +906,19 @@ def _linear_cross_entropy_bwd_weight_kernel(
     order_ptr,
     count_ptr,
     g_ptr,
-    loss_ptr,
+    log_probability_ptr,
     max_ptr,
     sum_ptr,
     dz_ptr,
+    share_ptr,
+    scale_ptr,
     dw_ptr,
     db_ptr,
     # sizes
     V,
     chunk_start,
+    first_tile_e,
+    label_smoothing,
     # strides
     stride_xn,
     stride_wv,
@@ -475,19 +929,20 @@ def _linear_cross_entropy_bwd_weight_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One tile of dW (and of db) over all rows that count, in order."""
-    start_c, start_e = tl.program_id(0) * BLOCK_V, tl.program_id(1) * BLOCK_E
+    start_c, start_e = tl.program_id(0) * BLOCK_V, (first_tile_e + tl.program_id(1)) * BLOCK_E
     count = tl.load(count_ptr).to(tl.int32)
     offs_c = start_c + tl.arange(0, BLOCK_V)
     offs_v = chunk_start + offs_c
     mask_v = offs_v < V
     if not FROM_SCRATCH:
-        w = _load_tile(w_ptr, offs_v, mask_v, stride_wv, 0, E, BLOCK_E)  # [BLOCK_V, BLOCK_E]
+        w = _load_weight(w_ptr, chunk_start + start_c, V, stride_wv, 0, E, BLOCK_V, BLOCK_E)
         bias = _load_bias(bias_ptr, offs_v, V, HAS_BIAS)
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
@@ -497,14 +952,22 @@ def _linear_cross_entropy_bwd_weight_kernel(
         x = _load_tile(x_ptr, rows, used, stride_xn, start_e, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
         # dZ is made transposed, so that it is the left operand of the second product as it stands.
         if FROM_SCRATCH:
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            ptrs = dz_ptr + offs_n.to(tl.int64)[:, None] * stride_dzn + offs_c[None, :]
+            ptrs = _tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz_t = tl.trans(tl.load(ptrs, mask=used[:, None], other=0.0))  # [BLOCK_V, BLOCK_N]
         else:
             z_t = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
             z_t = dot(w, tl.trans(x), z_t, UPCAST) + bias[:, None]
-            target, dz_target, m, g_over_l = _load_row_scalars(
-                target_ptr, g_ptr, loss_ptr, max_ptr, sum_ptr, rows, used
+            target, dz_target, m, g_over_l, spread = _load_row_scalars(
+                target_ptr,
+                g_ptr,
+                log_probability_ptr,
+                max_ptr,
+                sum_ptr,
+                rows,
+                used,
+                V,
+                label_smoothing,
+                SMOOTHED,
             )
             dz_t = _grad_logits(
                 z_t,
@@ -513,44 +976,106 @@ def _linear_cross_entropy_bwd_weight_kernel(
                 dz_target[None, :],
                 m[None, :],
                 g_over_l[None, :],
+                spread[None, :],
+                SMOOTHED,
             )
         if NEED_WEIGHT:
             dw = dot(dz_t.to(x.dtype), x, dw, UPCAST)
         if NEED_BIAS:
-            db += tl.sum(dz_t.to(tl.float32), 1)
+            dz_t = dz_t.to(tl.float32)
+            if share_ptr is not None:
+                offs_s = start_n + tl.arange(0, BLOCK_N)
+                dz_t *= tl.load(share_ptr + offs_s, mask=used, other=0.0)[None, :]
+            db += tl.sum(dz_t, 1)
 
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        dw *= scale
+        db *= scale
     if NEED_WEIGHT:
         offs_e = start_e + tl.arange(0, BLOCK_E)
         ptrs = dw_ptr + offs_v.to(tl.int64)[:, None] * E + offs_e[None, :]
         mask = mask_v[:, None] & (offs_e < E)[None, :]
         tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask)
-    if NEED_BIAS:  # every tile of E has the same sum
-        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & (start_e == 0))
+    if NEED_BIAS:
+        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v)
 
 
-def _order(target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(all rows, those that count first and in order; how many count), without a host sync."""
-    ignored = target == ignore_index
-    return torch.argsort(ignored, stable=True), (~ignored).sum()
+@triton.jit
+def _linear_cross_entropy_scale_rows_kernel(
+    # pointers
+    x_ptr,
+    order_ptr,
+    count_ptr,
+    g_ptr,
+    scale_ptr,
+    share_ptr,
+    scaled_ptr,
+    # sizes
+    N,
+    # strides
+    stride_xn,
+    # constexprs
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Rows of X times g / scale, by slot, and these factors.
+
+    All rows of a mean have one g: their factor is 1, and they take no rounding.
+    """
+    start_n = tl.program_id(0) * BLOCK_N
+    count = tl.load(count_ptr).to(tl.int32)
+    if start_n >= count:
+        return
+    rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
+    scale = tl.load(scale_ptr)
+    share = tl.load(g_ptr + rows, mask=used, other=0.0) / tl.where(scale == 0.0, 1.0, scale)
+    x = _load_tile(x_ptr, rows, used, stride_xn, tl.program_id(1) * BLOCK_E, E, BLOCK_E)
+    x = x.to(tl.float32) * share[:, None]  # [BLOCK_N, BLOCK_E]
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    ptrs = scaled_ptr + offs_n.to(tl.int64)[:, None] * E + offs_e[None, :]
+    tl.store(ptrs, x.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (offs_e < E)[None, :])
+    tl.store(share_ptr + offs_n, share, mask=used)
+
+
+def _order(
+    target: torch.Tensor, ignore_index: int, grad_loss: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The rows that count and how many they are; with ``grad_loss`` its largest magnitude too."""
+    rows = target.shape[0]
+    order = target.new_empty(rows)
+    count = target.new_empty((), dtype=torch.int32)
+    scale = target.new_empty((), dtype=torch.float32)
+    launch(
+        _linear_cross_entropy_order_kernel,
+        (1,),
+        target.device,
+        target_ptr=target,
+        g_ptr=grad_loss,
+        order_ptr=order,
+        count_ptr=count,
+        scale_ptr=scale,
+        N=rows,
+        ignore_index=ignore_index,
+        BLOCK=_ORDER_BLOCK,
+        num_warps=8,
+    )
+    return dict(order_ptr=order, count_ptr=count, scale_ptr=scale)
 
 
 def _operands(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    order: torch.Tensor,
-    count: torch.Tensor,
+    input: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
 ) -> dict[str, object]:
     """The keywords that all product kernels share."""
+    if linear_weight.stride(0) >= _MAX_STRIDE:
+        linear_weight = linear_weight.contiguous()
     return dict(
         x_ptr=input,
         w_ptr=linear_weight,
         # Without a bias the pointer is never read; any tensor will do.
         bias_ptr=linear_weight if linear_bias is None else linear_bias,
-        target_ptr=target,
-        order_ptr=order,
-        count_ptr=count,
         V=linear_weight.shape[0],
         stride_xn=input.stride(0),
         stride_wv=linear_weight.stride(0),
@@ -565,105 +1090,237 @@ def _split_columns(block_v: int) -> int:
 
 
 def linear_cross_entropy_fwd(
+    loss: torch.Tensor,
+    log_probability: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    argmax: torch.Tensor,
+    sample: torch.Tensor,
+    grad_logits: torch.Tensor,
+    *,
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     target: torch.Tensor,
+    seed: torch.Tensor | None,
+    sample_index: torch.Tensor | None,
+    position: torch.Tensor | None,
     ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward: loss, row maximum and row sum, fp32 [N]."""
+    label_smoothing: float,
+    temperature: float,
+    need_argmax: bool,
+    keep_logits: bool,
+) -> None:
+    """Launch the forward, which writes the seven tensors before the keywords.
+
+    Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits`` [N, V
+    padded] in the dtype of ``input``, or without elements.
+    """
     rows, vocab, device = input.shape[0], linear_weight.shape[0], input.device
-    order, count = _order(target, ignore_index)
-    config = _config(0, device, linear_weight)
-    columns = _split_columns(config["BLOCK_V"])
-    splits = triton.cdiv(vocab, columns)
-    split_max, split_sum, split_picked = input.new_empty(3, splits, rows, dtype=torch.float32)
+    if rows == 0:
+        return
+    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    ordered = _order(target, ignore_index)
+    ordered.pop("scale_ptr")
+    config = _forward_config(keep_logits, need_argmax or label_smoothing > 0, input)
+    columns = config["BLOCK_V"] if keep_logits else _split_columns(config["BLOCK_V"])
+    splits, tiles = triton.cdiv(vocab, columns), triton.cdiv(vocab, config["BLOCK_V"])
+
+    def partial(count: int, needed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+        return input.new_empty(count, rows, dtype=dtype) if needed else None
+
+    tempered = seed is not None and temperature != 1.0
+    split_max, split_sum = partial(splits), partial(splits)
+    tile_max, tile_sum = split_max, split_sum
+    if not keep_logits or tempered:
+        tile_max, tile_sum = partial(tiles, seed is not None), partial(tiles, seed is not None)
+    partials = dict(
+        split_max_ptr=split_max,
+        split_sum_ptr=split_sum,
+        split_picked_ptr=partial(splits),
+        split_total_ptr=partial(splits, label_smoothing > 0),
+        split_argmax_ptr=partial(splits, need_argmax, torch.int32),
+    )
+    kept = dict(
+        z_ptr=grad_logits if keep_logits else None,
+        stride_zn=grad_logits.stride(0) if keep_logits else 0,
+    )
     launch(
         _linear_cross_entropy_fwd_kernel,
         (triton.cdiv(rows, config["BLOCK_N"]), splits),
         device,
-        split_max_ptr=split_max,
-        split_sum_ptr=split_sum,
-        split_picked_ptr=split_picked,
+        target_ptr=target,
+        # Where one split is one tile, its sum is the tile's.
+        tile_max_ptr=None if tile_sum is split_sum else tile_max,
+        tile_sum_ptr=None if tile_sum is split_sum else tile_sum,
         N=rows,
         split_columns=columns,
-        **_operands(input, linear_weight, linear_bias, target, order, count),
+        inverse_temperature=1.0 / temperature,
+        TEMPERED=tempered,
+        **ordered,
+        **partials,
+        **kept,
+        **operands,
         **config,
     )
-    loss, row_max, row_sum = (input.new_empty(rows, dtype=torch.float32) for _ in range(3))
     launch(
         _linear_cross_entropy_combine_kernel,
         (triton.cdiv(rows, 128),),
         device,
         target_ptr=target,
-        order_ptr=order,
-        count_ptr=count,
-        split_max_ptr=split_max,
-        split_sum_ptr=split_sum,
-        split_picked_ptr=split_picked,
         loss_ptr=loss,
+        log_probability_ptr=log_probability,
         max_ptr=row_max,
         sum_ptr=row_sum,
+        argmax_ptr=argmax if need_argmax else None,
         N=rows,
         V=vocab,
-        num_splits=splits,
+        split_columns=columns,
+        label_smoothing=label_smoothing,
         BLOCK_N=128,
+        **ordered,
+        **partials,
     )
-    return loss, row_max, row_sum
+    if seed is not None:
+        sampled = {name: operands[name] for name in _SAMPLED}
+        launch(
+            _linear_cross_entropy_sample_kernel,
+            (rows,),
+            device,
+            tile_max_ptr=tile_max,
+            tile_sum_ptr=tile_sum,
+            seed_ptr=seed,
+            sample_index_ptr=sample_index,
+            position_ptr=position,
+            sample_ptr=sample,
+            N=rows,
+            num_tiles=tiles,
+            inverse_temperature=1.0 / temperature,
+            BLOCK_T=triton.next_power_of_2(tiles),
+            BLOCK_V=config["BLOCK_V"],
+            BLOCK_E=min(64, triton.next_power_of_2(input.shape[1])),
+            num_warps=4,
+            **ordered,
+            **kept,
+            **sampled,
+        )
+    if keep_logits:
+        block_n, block_v = _GRAD_LOGITS_TILE
+        launch(
+            _linear_cross_entropy_grad_logits_kernel,
+            (triton.cdiv(rows, block_n), triton.cdiv(grad_logits.shape[1], block_v)),
+            device,
+            target_ptr=target,
+            log_probability_ptr=log_probability,
+            max_ptr=row_max,
+            sum_ptr=row_sum,
+            V=vocab,
+            label_smoothing=label_smoothing,
+            BLOCK_N=block_n,
+            BLOCK_V=block_v,
+            SMOOTHED=label_smoothing > 0,
+            UPCAST=operands["UPCAST"],
+            num_warps=4,
+            **ordered,
+            **kept,
+        )
+
+
+_SAMPLED = ("x_ptr", "w_ptr", "bias_ptr", "V", "stride_xn", "stride_wv", "E", "HAS_BIAS")
 
 
 def linear_cross_entropy_bwd(
+    grad_input: torch.Tensor,
+    grad_weight: torch.Tensor,
+    grad_bias: torch.Tensor,
+    *,
     grad_loss: torch.Tensor,
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     target: torch.Tensor,
-    loss: torch.Tensor,
+    log_probability: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
+    grad_logits: torch.Tensor,
     ignore_index: int,
+    label_smoothing: float,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the backward: gradients of input, weight and bias, without elements if not needed."""
+) -> None:
+    """Launch the backward, which writes the three gradients; those not needed have no elements."""
     (rows, width), vocab, device = input.shape, linear_weight.shape[0], input.device
-    wide = _is_wide(width)
-    order, count = _order(target, ignore_index)
-    grad_input = input.new_empty((rows, width) if need_input else (0,))
-    grad_weight = input.new_empty((vocab, width) if need_weight else (0,))
-    grad_bias = input.new_empty(vocab if need_bias else 0)
+    if rows == 0:
+        grad_weight.zero_()
+        grad_bias.zero_()
+        return
+    kept = grad_logits.numel() > 0
+    from_scratch = kept or _is_wide(width)
+    ordered = _order(target, ignore_index, grad_loss if kept else None)
+    scale = ordered.pop("scale_ptr")
+    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
 
-    config_x, config_w = _config(1, device, linear_weight), _config(2, device, linear_weight)
-    split_columns = _split_columns(config_x["BLOCK_V"])
-    chunk_columns = vocab
-    scratch = input  # never read
-    if wide:
-        config_z = _config(3, device, linear_weight)
+    prefix = "wide " if from_scratch else ""
+    config_x, config_w, config_z = (
+        _config(prefix + which, device, input) if which else {}
+        for which in ("dX", "dW", "dZ" if from_scratch and not kept else "")
+    )
+    scratch, chunk_columns = input, vocab  # the scratch is never read
+    if kept:
+        scratch = grad_logits
+    elif from_scratch:
         chunk_columns = _chunk_columns(rows, vocab, config_x, config_w, config_z)
-        split_columns = chunk_columns
         scratch = input.new_empty(rows, chunk_columns)
+    split_columns = chunk_columns if from_scratch else _split_columns(config_x["BLOCK_V"])
     splits = triton.cdiv(chunk_columns, split_columns)
     split_dx = input.new_empty(splits, rows if need_input else 0, width, dtype=torch.float32)
 
     shared = dict(
+        target_ptr=target,
         g_ptr=grad_loss,
-        loss_ptr=loss,
+        log_probability_ptr=log_probability,
         max_ptr=row_max,
         sum_ptr=row_sum,
         dz_ptr=scratch,
         stride_dzn=scratch.stride(0),
-        **_operands(input, linear_weight, linear_bias, target, order, count),
+        label_smoothing=label_smoothing,
+        SMOOTHED=label_smoothing > 0,
     )
+    for_weight = operands | ordered | dict(share_ptr=None, scale_ptr=None)
+    if kept and (need_weight or need_bias):
+        share = input.new_empty(rows, dtype=torch.float32)
+        scaled = input.new_empty(rows, width)
+        launch(
+            _linear_cross_entropy_scale_rows_kernel,
+            (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
+            device,
+            x_ptr=input,
+            g_ptr=grad_loss,
+            scale_ptr=scale,
+            share_ptr=share,
+            scaled_ptr=scaled,
+            N=rows,
+            stride_xn=input.stride(0),
+            E=width,
+            BLOCK_N=32,
+            BLOCK_E=64,
+            **ordered,
+        )
+        for_weight |= dict(
+            x_ptr=scaled, stride_xn=width, order_ptr=None, share_ptr=share, scale_ptr=scale
+        )
     for chunk_start in range(0, vocab, chunk_columns):
         columns = min(chunk_columns, vocab - chunk_start)
-        if wide:
+        if config_z:
             launch(
                 _linear_cross_entropy_bwd_logits_kernel,
                 (triton.cdiv(rows, config_z["BLOCK_N"]), triton.cdiv(columns, config_z["BLOCK_V"])),
                 device,
                 chunk_start=chunk_start,
                 **shared,
+                **ordered,
+                **operands,
                 **config_z,
             )
         if need_input:
@@ -679,25 +1336,32 @@ def linear_cross_entropy_bwd(
                 N=rows,
                 chunk_start=chunk_start,
                 split_columns=split_columns,
-                FROM_SCRATCH=wide,
+                FROM_SCRATCH=from_scratch,
                 **shared,
+                **ordered,
+                **operands,
                 **config_x,
             )
-        if need_weight or need_bias:
+        # The bias is summed by the owners of one tile of E alone: it needs dZ in registers, which
+        # makes a step of the product on sm_90 1.4 times as long.
+        tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else 0
+        with_bias = 1 if need_bias else 0
+        for first_tile, tiles in ((0, with_bias), (with_bias, tiles_e - with_bias)):
+            if tiles <= 0:
+                continue
             launch(
                 _linear_cross_entropy_bwd_weight_kernel,
-                (
-                    triton.cdiv(columns, config_w["BLOCK_V"]),
-                    triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else 1,
-                ),
+                (triton.cdiv(columns, config_w["BLOCK_V"]), tiles),
                 device,
                 dw_ptr=grad_weight,
                 db_ptr=grad_bias,
                 chunk_start=chunk_start,
-                FROM_SCRATCH=wide,
+                first_tile_e=first_tile,
+                FROM_SCRATCH=from_scratch,
                 NEED_WEIGHT=need_weight,
-                NEED_BIAS=need_bias,
+                NEED_BIAS=need_bias and first_tile == 0,
                 **shared,
+                **for_weight,
                 **config_w,
             )
     if need_input:
@@ -705,23 +1369,22 @@ def linear_cross_entropy_bwd(
             _linear_cross_entropy_reduce_input_kernel,
             (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
             device,
-            order_ptr=order,
-            count_ptr=count,
             split_dx_ptr=split_dx,
+            g_ptr=grad_loss if kept else None,
             dx_ptr=grad_input,
             N=rows,
             num_splits=splits,
             E=width,
             BLOCK_N=32,
             BLOCK_E=64,
+            **ordered,
         )
-    return grad_input, grad_weight, grad_bias
 
 
 def _chunk_columns(rows: int, vocab: int, *configs: dict[str, int]) -> int:
     """Columns of dZ in the scratch: whole tiles of every kernel that writes or reads it."""
     block = max(config["BLOCK_V"] for config in configs)
-    wanted = min(vocab, _SCRATCH_ELEMENTS // max(rows, 1))
+    wanted = min(triton.cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
     return max(triton.cdiv(wanted, block), 1) * block
 
 
@@ -729,17 +1392,66 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every shipped configuration: a label ("slow: …" for the long lane) and what launches it."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (128, 768, 17, 16, 64, 256, 1024):
-            always = width == 128 or (width == 768 and dtype is torch.bfloat16)
-            label = f"{str(dtype)[6:]} E={width}"
-            yield label if always else f"slow: {label}", functools.partial(_case, dtype, width)
+            for kept in (False, True):
+                # Wide rows run the same kernels, whatever their width, but for the masks.
+                if kept and width in (17, 16, 64):
+                    continue
+                label = f"{str(dtype)[6:]} E={width}{' kept' if kept else ''}"
+                default = (width, kept) in ((128, False), (768, True))
+                for option in ("", " smoothed", " sampled, argmax, smoothed", " sampled at T"):
+                    if option and not (default or width == 64 or dtype is torch.bfloat16):
+                        continue
+                    always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
+                    case = functools.partial(_case, dtype, width, kept, option)
+                    yield label + option if always else f"slow: {label}{option}", case
 
 
-def _case(dtype: torch.dtype, width: int) -> None:
-    input = torch.empty(512, width, dtype=dtype, device="meta")
-    weight = torch.empty(30522, width, dtype=dtype, device="meta")
-    target = torch.empty(512, dtype=torch.int64, device="meta")
-    bias = weight[:, 0].contiguous()
-    loss, row_max, row_sum = linear_cross_entropy_fwd(input, weight, bias, target, -100)
+def _case(dtype: torch.dtype, width: int, kept: bool, option: str) -> None:
+    rows, vocab = 512, 30522
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ids = functools.partial(meta, rows, dtype=torch.int64)
+    loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
+    grad_logits = meta(rows, 30720, dtype=dtype) if kept else meta(0, dtype=dtype)
+    same = dict(
+        input=meta(rows, width, dtype=dtype),
+        linear_weight=meta(vocab, width, dtype=dtype),
+        linear_bias=meta(vocab, dtype=dtype),
+        target=ids(),
+        ignore_index=-100,
+        label_smoothing=0.1 if "smoothed" in option else 0.0,
+    )
+    linear_cross_entropy_fwd(
+        loss,
+        log_probability,
+        row_max,
+        row_sum,
+        ids(),
+        ids(),
+        grad_logits,
+        seed=meta(dtype=torch.int64) if "sampled" in option else None,
+        sample_index=ids(),
+        position=ids(),
+        temperature=0.5 if "at T" in option else 1.0,
+        need_argmax="argmax" in option,
+        keep_logits=kept,
+        **same,
+    )
+    if "sampled" in option:  # the backward does not know of it
+        return
     linear_cross_entropy_bwd(
-        loss, input, weight, bias, target, loss, row_max, row_sum, -100, True, True, True
+        meta(rows, width, dtype=dtype),
+        meta(vocab, width, dtype=dtype),
+        meta(vocab, dtype=dtype),
+        grad_loss=loss,
+        log_probability=log_probability,
+        row_max=row_max,
+        row_sum=row_sum,
+        grad_logits=grad_logits,
+        need_input=True,
+        need_weight=True,
+        need_bias=True,
+        **same,
     )

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastplm.models.bert import BertForMaskedLM, BertForPreTraining, BertModel
-    from fastplm.models.electra import (
+    from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
+    from fastplm.models.electra_joint import (
         ElectraForJointPreTraining,
-        ElectraForMaskedLM,
-        ElectraForPreTraining,
         ElectraJointConfig,
         ElectraJointOutput,
     )
@@ -32,6 +31,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     family = "bert" if name.startswith("Bert") else "electra"
+    if "Joint" in name:
+        family = "electra_joint"
     return getattr(importlib.import_module(f"{__name__}.{family}"), name)
 
 

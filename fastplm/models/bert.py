@@ -12,7 +12,7 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
-from fastplm.models._base import FastplmModel, check_input_ids
+from fastplm.models._base import FastplmModel, check_input_ids, tied_inputs
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share
 from fastplm.nn.mlm_head import mlm_loss
 
@@ -61,12 +61,13 @@ class BertForMaskedLM(FastplmModel, transformers.BertForMaskedLM):
                 fit.
         """
         check_input_ids("BertForMaskedLM", input_ids, self.config.vocab_size)
+        decoder = self.cls.predictions.decoder
+        inputs, weight = tied_inputs(self, decoder, input_ids, inputs_embeds, labels)
         outputs = self.bert(
-            input_ids,
+            **inputs,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             return_dict=True,
@@ -79,9 +80,10 @@ class BertForMaskedLM(FastplmModel, transformers.BertForMaskedLM):
                 hidden,
                 labels,
                 self.cls.predictions.transform,
-                self.cls.predictions.decoder,
+                decoder,
                 masked_positions,
                 normalizer=num_items_in_batch,
+                decoder_weight=weight,
                 where="BertForMaskedLM",
             )
         if labels is None or output_logits:
@@ -137,12 +139,13 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
                 fit.
         """
         check_input_ids("BertForPreTraining", input_ids, self.config.vocab_size)
+        decoder = self.cls.predictions.decoder
+        inputs, weight = tied_inputs(self, decoder, input_ids, inputs_embeds, labels)
         outputs = self.bert(
-            input_ids,
+            **inputs,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
             return_dict=True,
             **kwargs,
         )
@@ -154,9 +157,10 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
                 hidden,
                 labels,
                 self.cls.predictions.transform,
-                self.cls.predictions.decoder,
+                decoder,
                 masked_positions,
                 normalizer=num_items_in_batch,
+                decoder_weight=weight,
                 where="BertForPreTraining",
             )
         if next_sentence_label is not None:

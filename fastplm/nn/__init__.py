@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from fastplm.nn.attention import FusedAttention
-from fastplm.nn.mlm_head import MLMHead
-from fastplm.nn.rtd_head import RTDHead
+from fastplm.nn.mlm_head import (
+    AlbertMLMHead,
+    BertMLMHead,
+    ElectraMLMHead,
+    MLMHead,
+    RobertaMLMHead,
+)
+from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
 from fastplm.nn.token_masker import TokenMasker
 
-__all__ = ["FusedAttention", "MLMHead", "RTDHead", "TokenMasker"]
+__all__ = [
+    "AlbertMLMHead",
+    "BertMLMHead",
+    "ElectraMLMHead",
+    "ElectraRTDHead",
+    "FusedAttention",
+    "MLMHead",
+    "RTDHead",
+    "RobertaMLMHead",
+    "TokenMasker",
+]

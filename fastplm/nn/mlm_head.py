@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm.nn._rows import as_normalizer, gather_labelled
 
+if TYPE_CHECKING:
+    from transformers import AlbertConfig, BertConfig, ElectraConfig, RobertaConfig
+
 
 def mlm_loss(
     hidden: Tensor,
     labels: Tensor,
-    transform: nn.Module,
+    transform: Callable[[Tensor], Tensor],
     decoder: nn.Linear,
     masked_positions: Tensor | None = None,
     *,
     normalizer: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    return_statistics: bool = False,
+    logits_budget: int | None = None,
+    decoder_weight: Tensor | None = None,
     where: str = "mlm_loss",
-) -> Tensor:
-    """``MLMHead`` as a function, for models whose submodules keep the names of their checkpoint."""
+) -> Any:
+    """``MLMHead`` as a function, for models whose submodules keep the names of their checkpoint.
+
+    ``decoder_weight`` stands in for the decoder's, see ``tied_embedding``.
+    """
     rows, targets, _ = gather_labelled(where, hidden, labels, masked_positions)
     return ops.linear_cross_entropy(
         transform(rows),
-        decoder.weight,
+        decoder.weight if decoder_weight is None else decoder_weight,
         targets,
         linear_bias=decoder.bias,
+        label_smoothing=label_smoothing,
         normalizer=as_normalizer(normalizer, hidden.device),
+        return_statistics=return_statistics,
+        logits_budget=logits_budget,
     )
 
 
@@ -55,7 +72,10 @@ class MLMHead(nn.Module):
         masked_positions: Tensor | None = None,
         *,
         normalizer: float | Tensor | None = None,
-    ) -> Tensor:
+        label_smoothing: float = 0.0,
+        return_statistics: bool = False,
+        logits_budget: int | None = None,
+    ) -> Any:
         """The loss.
 
         Args:
@@ -64,9 +84,11 @@ class MLMHead(nn.Module):
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots. Without
                 it they are found: exactly on an eager CPU tensor, else with one slot a token.
             normalizer: what the sum of the losses is divided by; default the number of labels.
+            label_smoothing, return_statistics, logits_budget: as in ``ops.linear_cross_entropy``.
 
         Returns:
-            fp32, 0-d; 0 if nothing has a label.
+            fp32, 0-d; 0 if nothing has a label. With ``return_statistics`` the pair (loss,
+            ``ops.RowStatistics`` of the P rows, in the order of their positions).
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes or dtypes that do not fit.
@@ -78,5 +100,183 @@ class MLMHead(nn.Module):
             self.decoder,
             masked_positions,
             normalizer=normalizer,
-            where="MLMHead",
+            label_smoothing=label_smoothing,
+            return_statistics=return_statistics,
+            logits_budget=logits_budget,
+            where=type(self).__name__,
         )
+
+
+# --- the heads of Transformers' models, by their parameter names ----------------------------------
+
+
+class _ModelHead(nn.Module):
+    """``forward`` is the head's of Transformers, ``loss`` the fused one on labelled rows."""
+
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        """What the decoder sees: [..., E] -> [..., E']."""
+        raise NotImplementedError
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        """The decoder; tie its ``weight`` to the embedding's."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits: [..., E] -> [..., V]."""
+        return self.output_projection(self.transform_rows(hidden))
+
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        masked_positions: Tensor | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        label_smoothing: float = 0.0,
+        return_statistics: bool = False,
+        logits_budget: int | None = None,
+    ) -> Any:
+        """The loss of the labelled rows; all as in ``MLMHead.forward``."""
+        return mlm_loss(
+            hidden,
+            labels,
+            self.transform_rows,
+            self.output_projection,
+            masked_positions,
+            normalizer=normalizer,
+            label_smoothing=label_smoothing,
+            return_statistics=return_statistics,
+            logits_budget=logits_budget,
+            where=type(self).__name__,
+        )
+
+
+class BertMLMHead(_ModelHead):
+    """``BertForMaskedLM.cls``: ``predictions.{transform.{dense, LayerNorm}, decoder, bias}``.
+
+    Source: Devlin et al. 2018 (arXiv 1810.04805), appendix A.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.predictions = _BertPredictions(config)
+
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        return self.predictions.transform(hidden)
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        return self.predictions.decoder
+
+
+class _BertPredictions(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.bias = _bias(config)
+        self.transform = _BertTransform(config)
+        self.decoder = _decoder(config.hidden_size, self.bias)
+
+
+class _BertTransform(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = _activation(config.hidden_act)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(hidden)))
+
+
+class AlbertMLMHead(_ModelHead):
+    """``AlbertForMaskedLM.predictions``: ``{bias, LayerNorm, dense, decoder}``.
+
+    Source: Lan et al. 2019 (arXiv 1909.11942), §3.1, with embeddings narrower than hidden rows.
+    """
+
+    def __init__(self, config: AlbertConfig) -> None:
+        super().__init__()
+        self.bias = _bias(config)
+        self.LayerNorm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        self.decoder = _decoder(config.embedding_size, self.bias)
+        self.activation = _activation(config.hidden_act)
+
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(hidden)))
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        return self.decoder
+
+
+class ElectraMLMHead(_ModelHead):
+    """``ElectraForMaskedLM``'s ``generator_predictions.{LayerNorm, dense}`` and
+    ``generator_lm_head``; its activation is GELU whatever the configuration says.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2.
+    """
+
+    def __init__(self, config: ElectraConfig) -> None:
+        super().__init__()
+        self.generator_predictions = _ElectraTransform(config)
+        self.generator_lm_head = nn.Linear(config.embedding_size, config.vocab_size)
+
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        return self.generator_predictions(hidden)
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        return self.generator_lm_head
+
+
+class _ElectraTransform(nn.Module):
+    def __init__(self, config: ElectraConfig) -> None:
+        super().__init__()
+        self.LayerNorm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(nn.functional.gelu(self.dense(hidden)))
+
+
+class RobertaMLMHead(_ModelHead):
+    """``RobertaForMaskedLM.lm_head``: ``{bias, dense, layer_norm, decoder}``.
+
+    Source: Liu et al. 2019 (arXiv 1907.11692).
+    """
+
+    def __init__(self, config: RobertaConfig) -> None:
+        super().__init__()
+        self.bias = _bias(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = _decoder(config.hidden_size, self.bias)
+
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        return self.layer_norm(nn.functional.gelu(self.dense(hidden)))
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        return self.decoder
+
+
+def _bias(config: BertConfig | AlbertConfig | RobertaConfig) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(config.vocab_size))
+
+
+def _decoder(width: int, bias: nn.Parameter) -> nn.Linear:
+    """A checkpoint names the decoder's bias twice; in a model ``tie_weights`` makes it one."""
+    decoder = nn.Linear(width, len(bias))
+    decoder.bias = bias
+    return decoder
+
+
+def _activation(choice: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    if not isinstance(choice, str):
+        return choice
+    # Transformers takes long to import, so it is imported when a head is made.
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[choice]

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm._checks import check_shape, check_tensor
 from fastplm.nn._rows import as_normalizer
 
+if TYPE_CHECKING:
+    from transformers import ElectraConfig
+
 
 def rtd_loss(
     features: Tensor,
-    replaced: Tensor,
+    replaced: Tensor | tuple[Tensor, Tensor],
     prediction: nn.Linear,
     mask: Tensor | None = None,
     *,
     normalizer: float | Tensor | None = None,
+    return_counts: bool = False,
     where: str = "rtd_loss",
-) -> Tensor:
+) -> Any:
     """``RTDHead`` behind its dense layer, as a function.
 
     Args:
         features: [..., E], what ``prediction`` sees.
-        replaced: [...] of any dtype; a token counts as replaced where it is not 0.
+        replaced: [...] of any dtype, where a token counts as replaced if it is not 0; or
+            (ids, original ids), two int64 or two int32 [...], where it does if they differ.
         prediction: ``nn.Linear(E, 1)``.
         mask: [...] of any dtype; tokens with 0 are left out.
         normalizer: what the sum of the losses is divided by; default the number of tokens.
+        return_counts: return (loss, ``ops.DetectionCounts``).
         where: what an error message calls the caller.
     """
-    shape = features.shape[:-1]
-    for name, value in (("labels", replaced), ("attention_mask", mask)):
-        if value is not None:
+    pair = isinstance(replaced, (tuple, list))
+    labels: tuple[Any, ...] = tuple(replaced) if pair else (replaced,)
+    for name, value in (*(("labels", value) for value in labels), ("attention_mask", mask)):
+        if name == "labels" or value is not None:
             check_tensor(where, name, value)
-            check_shape(where, name, value, shape, "one value a token")
+            check_shape(where, name, value, features.shape[:-1], "one value a token")
+    flat = tuple(value.flatten() for value in labels)
     return ops.replaced_token_loss(
         features.flatten(0, -2),
         prediction.weight.flatten(),
-        replaced.flatten().bool(),
+        flat if pair else flat[0].bool(),
         bias=prediction.bias,
         mask=None if mask is None else mask.flatten().bool(),
         normalizer=as_normalizer(normalizer, features.device),
+        return_counts=return_counts,
     )
 
 
@@ -65,18 +76,21 @@ class RTDHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        replaced: Tensor,
+        replaced: Tensor | tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         *,
         normalizer: float | Tensor | None = None,
-    ) -> Tensor:
+        return_counts: bool = False,
+    ) -> Any:
         """The loss.
 
         Args:
             hidden: [N, E] or [B, T, E].
-            replaced: bool or integer [N] or [B, T], 1 = replaced.
+            replaced: bool or integer [N] or [B, T], 1 = replaced; or (ids, original ids), two
+                int64 or two int32 of that shape, replaced where they differ.
             mask: bool or integer of the same shape, 0 = leave the token out; default none.
             normalizer: what the sum of the losses is divided by; default the number of tokens.
+            return_counts: return (loss, ``ops.DetectionCounts``).
 
         Returns:
             fp32, 0-d; 0 if every token is left out.
@@ -84,7 +98,58 @@ class RTDHead(nn.Module):
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes or dtypes that do not fit.
         """
-        features = self.activation(self.dense(hidden))
         return rtd_loss(
-            features, replaced, self.prediction, mask, normalizer=normalizer, where="RTDHead"
+            self.activation(self.dense(hidden)),
+            replaced,
+            self.prediction,
+            mask,
+            normalizer=normalizer,
+            return_counts=return_counts,
+            where="RTDHead",
+        )
+
+
+class ElectraRTDHead(nn.Module):
+    """``transformers``' ``ElectraDiscriminatorPredictions`` with the fused loss beside the logits.
+
+    The parameters are ``dense.*`` and ``dense_prediction.*``, as in its checkpoints.
+
+    Args:
+        config: ``ElectraConfig``.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2.
+    """
+
+    def __init__(self, config: ElectraConfig) -> None:
+        super().__init__()
+        # Transformers takes long to import, so it is imported when a head is made.
+        from transformers.activations import get_activation
+
+        self.config = config
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = get_activation(config.hidden_act)
+        self.dense_prediction = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The logits of "replaced": [..., E] -> [...]."""
+        return self.dense_prediction(self.activation(self.dense(hidden))).squeeze(-1)
+
+    def loss(
+        self,
+        hidden: Tensor,
+        replaced: Tensor | tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        return_counts: bool = False,
+    ) -> Any:
+        """The loss without the logits; arguments and result are those of ``RTDHead``."""
+        return rtd_loss(
+            self.activation(self.dense(hidden)),
+            replaced,
+            self.dense_prediction,
+            mask,
+            normalizer=normalizer,
+            return_counts=return_counts,
+            where="ElectraRTDHead",
         )

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.gather_rows import gather_rows
-from fastplm.ops.linear_cross_entropy import linear_cross_entropy
+from fastplm.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_sample,
+)
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.reference.attention import T5RelativeBias
+from fastplm.reference.linear_cross_entropy import RowStatistics
 from fastplm.reference.mask_tokens import MaskedTokens
+from fastplm.reference.replaced_token_loss import DetectionCounts
 
 __all__ = [
+    "DetectionCounts",
     "MaskedTokens",
+    "RowStatistics",
     "T5RelativeBias",
     "attention",
     "attention_varlen",
     "gather_rows",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_sample",
     "mask_tokens",
     "replaced_token_loss",
 ]

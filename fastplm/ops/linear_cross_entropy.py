@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 
 from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
+    ArgumentTypeError,
     ArgumentValueError,
-    UnsupportedError,
     check,
     check_dtype,
-    check_same,
     check_same_device,
     check_shape,
     check_tensor,
@@ -22,10 +21,24 @@ from fastplm._checks import (
 )
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import check_reduction, last_dim_contiguous
+from fastplm.ops._linear_cross_entropy_torch import torch_backward, torch_forward
 from fastplm.reference._reduce import reduce_loss
-from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref
+from fastplm.reference.linear_cross_entropy import (
+    RowStatistics,
+    linear_cross_entropy_ref,
+    row_statistics_ref,
+    sample_ref,
+)
 
 _NAME = "linear_cross_entropy"
+
+# Keeping 16-bit logits costs about two passes over them that nothing hides, computing them again
+# costs one more product. On an H200 (4.3 TB/s, 790 TFLOP/s) they break even at 184 columns a pass,
+# whatever the number of rows.
+_KEEP_FROM_WIDTH = 2 * 184
+_LOGITS_BUDGET = 2 << 30
+# The columns of kept logits are padded to whole tiles of every kernel: 30,720 for 30,522.
+_LOGITS_ALIGNMENT = 256
 
 
 def linear_cross_entropy(
@@ -38,31 +51,45 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     normalizer: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Cross-entropy of a linear layer's logits, without a matrix of logits.
+    return_statistics: bool = False,
+    logits_budget: int | None = None,
+) -> Any:
+    """Cross-entropy of a linear layer's logits, without a matrix of fp32 logits.
 
-    ``z = input W^T + b``, ``loss[n] = logsumexp(z[n]) - z[n, target[n]]``
+    ``z = input W^T + b``, ``loss[n] = logsumexp(z[n]) - sum_v q[n, v] z[n, v]`` with
+    ``q = (1 - label_smoothing) onehot(target) + label_smoothing / V``
 
     Args:
         input: [N, E], fp32, fp16 or bf16 (fp64 on the CPU); any strides whose last is 1.
-        linear_weight: [V, E], dtype and device of ``input``; any strides whose last is 1.
+        linear_weight: [V, E], device of ``input``, and its dtype or fp32; any strides whose last
+            is 1.
         target: int64 [N]; ``ignore_index`` takes a row out of the loss and out of every gradient.
             Its content never matters then, and it costs nothing in the matrix products.
-        linear_bias: [V], dtype of ``input``.
+        linear_bias: [V], dtype of ``linear_weight``.
         reduction: "mean" over the rows that count | "sum" | "none".
         ignore_index: the target of ignored rows; may lie inside [0, V).
-        label_smoothing: must be 0.0 in this version.
+        label_smoothing: in [0, 1], the share of the target spread evenly over the vocabulary.
         normalizer: 0-d tensor that replaces the mean's denominator (the number of targets of a
             whole accumulated batch); only with ``reduction="mean"``.
+        return_statistics: return ``RowStatistics`` as well: each row's likeliest token, logsumexp
+            and log-probability of the target.
+        logits_budget: bytes. Logits in the dtype of ``input`` are kept from the forward to the
+            backward where they fit in it, and computed again, tile by tile, where they do not; 0
+            never keeps them. Default: rows of 368 columns or more may take 2 GiB, narrower ones,
+            to which a product is cheaper than the traffic, nothing.
 
     Returns:
-        0-d, or [N] for "none", 0 in ignored rows; fp32 (fp64 for fp64 inputs).
+        0-d, or [N] for "none", 0 in ignored rows; fp32 (fp64 for fp64 inputs). With
+        ``return_statistics`` the pair (loss, ``RowStatistics``).
 
     Numerics:
-        Products in the input dtype; softmax, sums and loss in fp32. Gradients come in the input
-        dtype; that of the vocabulary is accumulated in fp32. The backward recomputes the logits
-        from each row's maximum and sum, so a large common offset costs no digits. The mean over no
-        rows is 0 with zero gradients, where PyTorch's is NaN: the training step must survive.
+        Products in the dtype of ``input``; softmax, sums and loss in fp32. The gradient of
+        ``input`` comes in its dtype; that of the vocabulary is accumulated in fp32 and rounded
+        once, to the dtype of ``linear_weight``: not at all if that is fp32 (on the CPU, whose
+        products of 16 bits come in 16 bits, those round it). Kept logits are rounded to the dtype
+        of ``input``. Each row's maximum and sum are kept apart, so a large common offset costs no
+        digits. The mean over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
+        step must survive.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend (on the CPU for one number of
@@ -73,79 +100,304 @@ def linear_cross_entropy(
             on the CPU also a target outside [0, V). On CUDA, and where a compiled function runs
             the eager backend, finding that target would wait for the device: the row's loss is
             NaN, and so are the gradients.
-        UnsupportedError: ``label_smoothing`` is not 0.
         BackendError: a forced backend cannot run the call.
 
     Source: Wijmans et al. 2024 (arXiv 2411.09009), algorithms 1-3, without gradient filtering;
-        Milakov and Gimelshein 2018 (arXiv 1805.02867) for the running maximum and sum.
+        Milakov and Gimelshein 2018 (arXiv 1805.02867) for the running maximum and sum; Szegedy et
+        al. 2015 (arXiv 1512.00567), section 7, for label smoothing.
     Reference: ``fastplm.reference.linear_cross_entropy.linear_cross_entropy_ref``.
     """
-    check_tensor(_NAME, "input", input, ndim=2)
-    check_tensor(_NAME, "linear_weight", linear_weight, ndim=2)
-    check_tensor(_NAME, "target", target, ndim=1)
-    _check_unsupported(label_smoothing)
-    check_reduction(_NAME, input, reduction, normalizer)
-    input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
-    _check(input, linear_weight, linear_bias, target)
+    loss, _, statistics = _vocabulary_pass(
+        _NAME,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        normalizer=normalizer,
+        return_statistics=return_statistics,
+        logits_budget=logits_budget,
+        sampling=None,
+    )
+    return (loss, statistics) if return_statistics else loss
+
+
+def linear_cross_entropy_with_sample(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    normalizer: torch.Tensor | None = None,
+    return_statistics: bool = False,
+    logits_budget: int | None = None,
+    temperature: float = 1.0,
+    seed: int | torch.Tensor,
+    sample_index: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+) -> Any:
+    """``linear_cross_entropy`` and one token a row from ``softmax(z / temperature)``, in one pass.
+
+    The token is the first at which the running sum of probabilities exceeds a uniform number u:
+    the pass leaves the sum of each tile of the vocabulary, u chooses the tile, and that tile alone
+    is computed again. One random number for each row, not for each logit; the distribution is that
+    of ``argmax(z / temperature + Gumbel noise)``.
+
+    Args:
+        temperature: over 0.
+        seed: int, or 0-d int64 tensor on the device of ``input`` (which a captured graph can
+            advance).
+        sample_index: int64 [N], the place of the row's sample in the training stream; default the
+            row's number.
+        position: int64 [N], the row's place in that sample; default 0.
+        the others: as in ``linear_cross_entropy``.
+
+    Returns:
+        (loss, sample) or, with ``return_statistics``, (loss, sample, ``RowStatistics``). Samples
+        are int64 [N]: -1 in ignored rows, 0 in a row with a NaN or an infinite largest logit, and
+        never a token whose probability underflows to 0. No gradient flows through them.
+
+    Randomness:
+        u is a pure function of (seed, sample_index, position): the same on every backend and in
+        every layout of the rows. The token is that of exact arithmetic on the row's logits, as
+        rounded by the backend: two backends differ only where u lies within that rounding of the
+        boundary between two tokens.
+
+    Numerics, Determinism, Raises: as ``linear_cross_entropy``.
+
+    Source: Clark et al. 2020 (ELECTRA, arXiv 2003.10555), section 2, samples from the generator;
+        Devroye 1986, "Non-Uniform Random Variate Generation", III.2, inversion by sequential
+        search, here in two levels.
+    Reference: ``fastplm.reference.linear_cross_entropy.sample_ref``.
+    """
+    where = "linear_cross_entropy_with_sample"
+    check(
+        isinstance(temperature, float | int) and 0 < temperature < math.inf,
+        where,
+        "temperature",
+        temperature,
+        "a finite number over 0",
+        "Use a small one for the likeliest token, or the statistics' argmax.",
+    )
+    check_tensor(where, "input", input, ndim=2)
+    sampling = _Sampling(
+        _seed(where, seed, input),
+        _row_index(where, "sample_index", sample_index, input),
+        _row_index(where, "position", position, input),
+        float(temperature),
+    )
+    loss, sample, statistics = _vocabulary_pass(
+        where,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        normalizer=normalizer,
+        return_statistics=return_statistics,
+        logits_budget=logits_budget,
+        sampling=sampling,
+    )
+    return (loss, sample, statistics) if return_statistics else (loss, sample)
+
+
+class _Sampling(NamedTuple):
+    """How a token is drawn; the first three are None where none is."""
+
+    seed: torch.Tensor | None = None
+    sample_index: torch.Tensor | None = None
+    position: torch.Tensor | None = None
+    temperature: float = 1.0
+
+
+def _seed(where: str, seed: int | torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    if isinstance(seed, torch.Tensor):
+        check_tensor(where, "seed", seed, ndim=0)
+        check_dtype(where, "seed", seed, (torch.int64,))
+        check_same_device(where, input=input, seed=seed)
+        return seed
+    check(
+        isinstance(seed, int),
+        where,
+        "seed",
+        f"a {type(seed).__name__}",
+        "an int or a 0-d int64 tensor",
+        "Pass the seed of the run.",
+        ArgumentTypeError,
+    )
+    return torch.full((), seed, dtype=torch.int64, device=input.device)
+
+
+def _row_index(
+    where: str, name: str, index: torch.Tensor | None, input: torch.Tensor
+) -> torch.Tensor | None:
+    if index is None:
+        return None
+    check_tensor(where, name, index, ndim=1)
+    check_dtype(where, name, index, (torch.int64,))
+    check_same_device(where, input=input, **{name: index})
+    check_shape(where, name, index, input.shape[:1], "[N], N of `input`", "Pass one a row.")
+    return index.contiguous()
+
+
+def _vocabulary_pass(
+    where: str,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    *,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    normalizer: torch.Tensor | None,
+    return_statistics: bool,
+    logits_budget: int | None,
+    sampling: _Sampling | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, RowStatistics | None]:
+    """The loss; the samples and the statistics where they are asked for."""
+    check_tensor(where, "input", input, ndim=2)
+    check_tensor(where, "linear_weight", linear_weight, ndim=2)
+    check_tensor(where, "target", target, ndim=1)
+    check_reduction(where, input, reduction, normalizer)
+    check(
+        0.0 <= label_smoothing <= 1.0,
+        where,
+        "label_smoothing",
+        label_smoothing,
+        "a share in [0, 1]",
+        "Usual values are 0.0 and 0.1.",
+    )
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    _check(where, input, linear_weight, linear_bias, target)
+    keep_logits = _keeps_logits(where, input, linear_weight, linear_bias, logits_budget)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
+    sample = statistics = None
     if backend == "eager":
         if not torch.compiler.is_compiling():  # the values of a traced tensor are not known
-            _check_targets(target, linear_weight, ignore_index)
-        return linear_cross_entropy_ref(
+            check_targets(target, linear_weight, ignore_index)
+        rows: dict[str, Any] = {"linear_bias": linear_bias, "ignore_index": ignore_index}
+        loss = linear_cross_entropy_ref(
             input,
             linear_weight,
             target,
-            linear_bias=linear_bias,
             reduction=reduction,
-            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
             normalizer=normalizer,
+            **rows,
         )
-    loss, _, _ = torch.ops.fastplm.linear_cross_entropy_fwd(
-        last_dim_contiguous(input),
-        last_dim_contiguous(linear_weight),
-        None if linear_bias is None else last_dim_contiguous(linear_bias),
-        target.contiguous(),
-        ignore_index,
-        backend,
+        if sampling is not None:
+            sample = sample_ref(input, linear_weight, target, **rows, **sampling._asdict())
+        if return_statistics:
+            statistics = row_statistics_ref(input, linear_weight, target, **rows)
+        return loss, sample, statistics
+    seed, sample_index, position, temperature = sampling or _Sampling()
+    loss, log_probability, row_max, row_sum, argmax, drawn, _ = (
+        torch.ops.fastplm.linear_cross_entropy_fwd(
+            last_dim_contiguous(input),
+            last_dim_contiguous(linear_weight),
+            None if linear_bias is None else last_dim_contiguous(linear_bias),
+            target.contiguous(),
+            seed,
+            sample_index,
+            position,
+            ignore_index,
+            label_smoothing,
+            temperature,
+            return_statistics,
+            keep_logits,
+            backend,
+        )
     )
-    return reduce_loss(loss, target != ignore_index, reduction, normalizer)
+    if return_statistics:
+        counts = target != ignore_index
+        # An ignored row holds the sum 0.
+        logsumexp = (row_max + row_sum.log()).masked_fill(~counts, 0.0).detach()
+        statistics = RowStatistics(argmax, logsumexp, log_probability.detach())
+    loss = reduce_loss(loss, target != ignore_index, reduction, normalizer)
+    return loss, None if sampling is None else drawn, statistics
 
 
-def _check_unsupported(label_smoothing: float) -> None:
+def _autocast(
+    input: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
+    their gradients stay fp32."""
+    (input,) = autocast(input)  # type: ignore[assignment]
+    if linear_weight.dtype is not torch.float32:
+        linear_weight, linear_bias = autocast(linear_weight, linear_bias)  # type: ignore[assignment]
+    return input, linear_weight, linear_bias
+
+
+def _keeps_logits(
+    where: str,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    budget: int | None,
+) -> bool:
+    """Whether logits are kept for a backward: there is one, it pays, and they fit."""
     check(
-        label_smoothing == 0.0,
-        _NAME,
-        "label_smoothing",
-        label_smoothing,
-        "0.0 in this version",
-        "Use torch.nn.functional.linear_cross_entropy where smoothed labels are needed.",
-        UnsupportedError,
+        budget is None or budget >= 0,
+        where,
+        "logits_budget",
+        budget,
+        "bytes, 0 or more, or None",
+        "0 never keeps logits; None decides by the width of the rows.",
     )
+    given = (input, linear_weight, linear_bias)
+    learns = any(tensor is not None and tensor.requires_grad for tensor in given)
+    if not (learns and torch.is_grad_enabled()):
+        return False
+    if budget is None:
+        budget = _LOGITS_BUDGET if input.shape[1] >= _KEEP_FROM_WIDTH else 0
+    size = input.shape[0] * logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
+    return budget > 0 and size <= budget
+
+
+def logit_columns(vocab: int) -> int:
+    """Columns of a row of kept logits: V, up to whole tiles."""
+    return -(-vocab // _LOGITS_ALIGNMENT) * _LOGITS_ALIGNMENT
 
 
 def _check(
+    where: str,
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     target: torch.Tensor,
 ) -> None:
-    check_dtype(_NAME, "input", input, FLOATING)
-    check_dtype(_NAME, "target", target, (torch.int64,), "Use target.long().")
+    check_dtype(where, "input", input, FLOATING)
+    check_dtype(where, "target", target, (torch.int64,), "Use target.long().")
     if linear_bias is not None:
-        check_tensor(_NAME, "linear_bias", linear_bias, ndim=1)
-    check_same(_NAME, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_same_device(_NAME, input=input, target=target)
+        check_tensor(where, "linear_bias", linear_bias, ndim=1)
+    allowed: tuple[torch.dtype, ...] = (input.dtype,)
+    if input.dtype in (torch.float16, torch.bfloat16):
+        allowed += (torch.float32,)
+    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if value is not None:
+            check_dtype(where, name, value, allowed, f"Convert it with {name}.to(input.dtype).")
+    check_same_device(
+        where, input=input, linear_weight=linear_weight, linear_bias=linear_bias, target=target
+    )
     rows, width = input.shape
     vocab = linear_weight.shape[0]
-    check(width > 0, _NAME, "input", "row width 0", "at least 1", "Check the reshape.")
-    check(vocab > 0, _NAME, "linear_weight", "no rows", "at least 1", "Check the vocabulary.")
-    check_shape(_NAME, "linear_weight", linear_weight, (vocab, width), "[V, E], E of `input`")
-    check_shape(_NAME, "target", target, (rows,), "[N], N of `input`", "Pass one target per row.")
+    check(width > 0, where, "input", "row width 0", "at least 1", "Check the reshape.")
+    check(vocab > 0, where, "linear_weight", "no rows", "at least 1", "Check the vocabulary.")
+    check_shape(where, "linear_weight", linear_weight, (vocab, width), "[V, E], E of `input`")
+    check_shape(where, "target", target, (rows,), "[N], N of `input`", "Pass one target per row.")
     if linear_bias is not None:
-        check_shape(_NAME, "linear_bias", linear_bias, (vocab,), "[V], V of `linear_weight`")
+        check_shape(where, "linear_bias", linear_bias, (vocab,), "[V], V of `linear_weight`")
 
 
-def _check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_index: int) -> None:
+def check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_index: int) -> None:
     """Every target of a CPU tensor is ``ignore_index`` or lies in [0, V)."""
     vocab = linear_weight.shape[0]
     if target.device.type != "cpu" or target.numel() == 0:
@@ -163,151 +415,26 @@ def _check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_ind
         )
 
 
-def _statistic_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-# --- backend "torch": stock GEMMs on chunks of the vocabulary, on the rows that count -------------
-#
-# Chunks of the vocabulary, not of rows: each row of the weight is read once and its gradient is
-# written once, from one product over all rows, so it needs no accumulator of its size.
-
-_CHUNK_ELEMENTS = 1 << 20  # logits alive at once: fp32 and a half-precision copy stay in the cache
-_CHUNK_COLUMNS = 512  # at least, or the GEMMs get too narrow
+# --- backends -------------------------------------------------------------------------------------
 
 
 def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
     return needs_cpu(input)
 
 
-def _gemm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The input dtype, or fp32 where this CPU has no instructions for products in it."""
-    supported = {
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    }.get(tensor.dtype)
-    return tensor.dtype if supported is None or supported() else torch.float32
+def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    outputs = _empty_outputs(*arguments)
+    call = _Forward(*arguments)
+    check_targets(call.target, call.linear_weight, call.ignore_index)
+    torch_forward(call, *outputs)
+    return outputs
 
 
-def _logit_chunks(
-    rows: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(first column, its rows of the weight, fp32 logits, scratch in the dtype of the GEMMs).
-
-    Logits and scratch are [rows, columns] and the caller's to overwrite: one piece of memory serves
-    all chunks, as touching a fresh one costs more than the arithmetic on it.
-    """
-    count, vocab = rows.shape[0], linear_weight.shape[0]
-    columns = min(vocab, max(_CHUNK_COLUMNS, _CHUNK_ELEMENTS // count))
-    products = rows.new_empty(count * columns)
-    logits = products
-    if rows.dtype is not _statistic_dtype(rows):
-        logits = products.new_empty(count * columns, dtype=_statistic_dtype(rows))
-    for start in range(0, vocab, columns):
-        weight = linear_weight[start : start + columns].to(rows.dtype)
-        shape = count, weight.shape[0]
-        scratch = products[: count * weight.shape[0]].view(shape)
-        if linear_bias is None:
-            torch.mm(rows, weight.t(), out=scratch)
-        else:
-            bias = linear_bias[start : start + columns].to(rows.dtype)
-            torch.addmm(bias, rows, weight.t(), out=scratch)
-        chunk = scratch
-        if logits is not products:
-            chunk = logits[: scratch.numel()].view(shape).copy_(scratch)
-        yield start, weight, chunk, scratch
-
-
-def _locate(
-    target: torch.Tensor, start: int, chunk: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column of each target in this chunk, whether it lies there), both [rows, 1]."""
-    column = target[:, None] - start
-    inside = (column >= 0) & (column < chunk.shape[1])
-    return column.clamp(0, chunk.shape[1] - 1), inside
-
-
-def _torch_forward(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check_targets(target, linear_weight, ignore_index)
-    loss, row_max, row_sum = (tensor.zero_() for tensor in _row_statistics(input))
-    rows = (target != ignore_index).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return loss, row_max, row_sum
-    compact, target = input[rows].to(_gemm_dtype(input)), target[rows]
-    picked = loss.new_empty(rows.shape[0], 1)  # the logit of the target
-    maxima, sums = [], []
-    for start, _, logits, _ in _logit_chunks(compact, linear_weight, linear_bias):
-        column, inside = _locate(target, start, logits)
-        picked = torch.where(inside, logits.gather(1, column), picked)
-        maxima.append(logits.amax(1))
-        # -inf - -inf is NaN: a row with nothing in this chunk keeps a reference point of 0.
-        pivot = maxima[-1].masked_fill(maxima[-1].isneginf(), 0.0)
-        sums.append(logits.sub_(pivot[:, None]).exp_().sum(1))
-    m_c, l_c = torch.stack(maxima), torch.stack(sums)  # [chunks, rows]
-    m_i = m_c.amax(0)
-    l_i = ((m_c - m_i).exp() * l_c).sum(0)
-    loss[rows], row_max[rows], row_sum[rows] = (m_i - picked.squeeze(1)) + l_i.log(), m_i, l_i
-    return loss, row_max, row_sum
-
-
-def _torch_backward(
-    grad_loss: torch.Tensor,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    loss: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    ignore_index: int,
-    *needed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = _empty_gradients(input, linear_weight, needed)
-    grad_input, grad_weight, grad_bias = grads
-    grad_input.zero_()
-    rows = (target != ignore_index).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        grad_weight.zero_()
-        grad_bias.zero_()
-        return grads
-    compact, target = input[rows].to(_gemm_dtype(input)), target[rows]
-    grad_loss, row_max = grad_loss[rows, None], row_max[rows, None]
-    scale = grad_loss / row_sum[rows, None]
-    # Not softmax - 1 of the recomputed logits: this is exact where the row is certain.
-    grad_picked = grad_loss * loss[rows, None].neg().expm1()
-    grad_rows = compact.new_zeros(compact.shape, dtype=row_sum.dtype)
-    for start, weight, logits, scratch in _logit_chunks(compact, linear_weight, linear_bias):
-        column, inside = _locate(target, start, logits)
-        grad_logits = logits.sub_(row_max).exp_().mul_(scale)
-        grad_target = torch.where(inside, grad_picked, grad_logits.gather(1, column))
-        grad_logits.scatter_(1, column, grad_target)
-        here = slice(start, start + weight.shape[0])
-        if needed[2]:
-            grad_bias[here] = grad_logits.sum(0)
-        grad_logits = scratch.copy_(grad_logits)
-        if needed[1]:
-            _mm_into(grad_weight[here], grad_logits.t(), compact)
-        if needed[0]:
-            grad_rows += grad_logits @ weight
-    if needed[0]:
-        grad_input[rows] = grad_rows.to(grad_input.dtype)
+def _torch_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = _Backward(*arguments)
+    grads = _empty_gradients(call)
+    torch_backward(call, *grads)
     return grads
-
-
-def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    if out.dtype is a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(a @ b)
-
-
-# --- backend "triton" -----------------------------------------------------------------------------
 
 
 def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
@@ -316,100 +443,165 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
     return needs_triton(input, forced)
 
 
-def _triton_forward(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_fwd
 
-    _check_targets(target, linear_weight, ignore_index)
-    return linear_cross_entropy_fwd(input, linear_weight, linear_bias, target, ignore_index)
+    outputs = _empty_outputs(*arguments)
+    call = _Forward(*arguments)
+    check_targets(call.target, call.linear_weight, call.ignore_index)
+    linear_cross_entropy_fwd(*outputs, **call._asdict())
+    return outputs
 
 
-def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_bwd
 
-    return linear_cross_entropy_bwd(*arguments)
+    call = _Backward(*arguments)
+    grads = _empty_gradients(call)
+    linear_cross_entropy_bwd(*grads, **call._asdict())
+    return grads
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _row_statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, maximum and sum of exponentials above it of each row.
+class _Forward(NamedTuple):
+    """The arguments of ``fastplm::linear_cross_entropy_fwd``, but for the backend."""
+
+    input: torch.Tensor
+    linear_weight: torch.Tensor
+    linear_bias: torch.Tensor | None
+    target: torch.Tensor
+    seed: torch.Tensor | None
+    sample_index: torch.Tensor | None
+    position: torch.Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    temperature: float
+    need_argmax: bool
+    keep_logits: bool
+
+
+class _Backward(NamedTuple):
+    """The arguments of ``fastplm::linear_cross_entropy_bwd``, but for the backend."""
+
+    grad_loss: torch.Tensor
+    input: torch.Tensor
+    linear_weight: torch.Tensor
+    linear_bias: torch.Tensor | None
+    target: torch.Tensor
+    log_probability: torch.Tensor
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    grad_logits: torch.Tensor
+    ignore_index: int
+    label_smoothing: float
+    need_input: bool
+    need_weight: bool
+    need_bias: bool
+
+
+def _empty_outputs(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Of a forward, to be written.
+
+    Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
+    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
-    dtype, rows = _statistic_dtype(input), input.shape[0]
-    return tuple(input.new_empty(rows, dtype=dtype) for _ in range(3))  # type: ignore[return-value]
+    call = _Forward(*arguments)
+    rows, vocab = call.input.shape[0], call.linear_weight.shape[0]
+    dtype = torch.promote_types(call.input.dtype, torch.float32)
+    logits = (rows, logit_columns(vocab)) if call.keep_logits else (0,)
+    return (
+        *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
+        call.target.new_empty(rows if call.need_argmax else 0),
+        call.target.new_empty(rows if call.seed is not None else 0),
+        call.input.new_empty(logits),
+    )
 
 
-def _empty_gradients(
-    input: torch.Tensor, linear_weight: torch.Tensor, needed: tuple[bool, ...]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_gradients(call: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of input, weight and bias to be written; without elements where not needed."""
-    shapes = tuple(input.shape), tuple(linear_weight.shape), (linear_weight.shape[0],)
-    pairs = zip(shapes, needed, strict=True)
-    return tuple(input.new_empty(shape if need else (0,)) for shape, need in pairs)  # type: ignore[return-value]
+    bias = call.linear_weight if call.linear_bias is None else call.linear_bias
+    return (
+        call.input.new_empty(call.input.shape if call.need_input else (0,)),
+        call.linear_weight.new_empty(call.linear_weight.shape if call.need_weight else (0,)),
+        bias.new_empty(call.linear_weight.shape[:1] if call.need_bias else (0,)),
+    )
 
 
-def _fake_forward(input, linear_weight, linear_bias, target, ignore_index, backend):
-    _check(input, linear_weight, linear_bias, target)
-    return _row_statistics(input)
+def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = _Forward(*arguments[:-1])
+    _check(_NAME, call.input, call.linear_weight, call.linear_bias, call.target)
+    return _empty_outputs(*arguments[:-1])
 
 
-def _fake_backward(
-    grad_loss,
-    input,
-    linear_weight,
-    linear_bias,
-    target,
-    loss,
-    row_max,
-    row_sum,
-    ignore_index,
-    need_input,
-    need_weight,
-    need_bias,
-    backend,
-):
-    return _empty_gradients(input, linear_weight, (need_input, need_weight, need_bias))
+def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _empty_gradients(_Backward(*arguments[:-1]))
 
 
 def _setup_context(ctx, inputs, output):
-    input, linear_weight, linear_bias, target, ctx.ignore_index, ctx.backend = inputs
-    ctx.save_for_backward(input, linear_weight, linear_bias, target, *output)
+    call, ctx.backend = _Forward(*inputs[:-1]), inputs[-1]
+    ctx.ignore_index, ctx.label_smoothing = call.ignore_index, call.label_smoothing
+    _, log_probability, row_max, row_sum, _, _, grad_logits = output
+    ctx.save_for_backward(
+        call.input,
+        call.linear_weight,
+        call.linear_bias,
+        call.target,
+        log_probability,
+        row_max,
+        row_sum,
+        grad_logits,
+    )
+    # Or every output without a gradient would get one of zeros, of the size of the logits.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_loss, _grad_max, _grad_sum):
+def _backward(ctx, grad_loss, *_):
+    without = (None,) * 10
+    if grad_loss is None:
+        return None, None, None, *without
     needed = ctx.needs_input_grad[:3]
     grads = torch.ops.fastplm.linear_cross_entropy_bwd(
-        grad_loss.contiguous(), *ctx.saved_tensors, ctx.ignore_index, *needed, ctx.backend
+        grad_loss.contiguous(),
+        *ctx.saved_tensors,
+        ctx.ignore_index,
+        ctx.label_smoothing,
+        *needed,
+        ctx.backend,
     )
     grads = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return *grads, None, None, None
+    return *grads, *without
 
 
 def _smoke(device: torch.device) -> None:
     input = torch.randn(5, 16, device=device, requires_grad=True)
     weight = torch.randn(11, 16, device=device, requires_grad=True)
     target = torch.tensor([0, 10, -100, 3, 4], device=device)
-    linear_cross_entropy(input, weight, target, linear_bias=weight[:, 0].contiguous()).backward()
+    bias = weight[:, 0].contiguous()
+    for budget in (0, 1 << 20):
+        loss, _ = linear_cross_entropy_with_sample(
+            input, weight, target, linear_bias=bias, logits_budget=budget, seed=0
+        )
+        loss.backward(retain_graph=True)
 
 
 OP = Op(_NAME, reference=linear_cross_entropy_ref, smoke=_smoke)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(
-    "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, int ignore_index, "
-    "str backend) -> (Tensor loss, Tensor row_max, Tensor row_sum)",
+    "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? seed, "
+    "Tensor? sample_index, Tensor? position, int ignore_index, float label_smoothing, "
+    "float temperature, bool need_argmax, bool keep_logits, str backend) "
+    "-> (Tensor loss, Tensor log_probability, Tensor row_max, Tensor row_sum, Tensor argmax, "
+    "Tensor sample, Tensor grad_logits)",
     "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, "
-    "Tensor loss, Tensor row_max, Tensor row_sum, int ignore_index, bool need_input, "
-    "bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor log_probability, Tensor row_max, Tensor row_sum, Tensor grad_logits, "
+    "int ignore_index, float label_smoothing, bool need_input, bool need_weight, "
+    "bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
     setup_context=_setup_context,

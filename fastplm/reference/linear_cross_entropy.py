@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from fastplm.reference._reduce import reduce_loss
+from fastplm.reference.philox import Stream, draw, uniform
+
+
+class RowStatistics(NamedTuple):
+    """What a pass over the vocabulary knows of each row, without gradient.
+
+    Args:
+        argmax: int64 [N], the likeliest token, the first of several; -1 in ignored rows.
+        logsumexp: [N], of the logits; 0 in ignored rows.
+        log_probability: [N], of the target, whatever the label smoothing; 0 in ignored rows.
+    """
+
+    argmax: torch.Tensor
+    logsumexp: torch.Tensor
+    log_probability: torch.Tensor
 
 
 def linear_cross_entropy_ref(
@@ -16,16 +33,18 @@ def linear_cross_entropy_ref(
     linear_bias: torch.Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     normalizer: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of the logits ``input W^T + b``, as ``ops.linear_cross_entropy`` defines it.
 
     Args:
         input: [N, E].
-        linear_weight: [V, E].
+        linear_weight: [V, E], rounded to the dtype of ``input``.
         target: int64 [N]; ``ignore_index`` takes the row out of the loss and of every gradient.
-        linear_bias: [V].
+        linear_bias: [V], rounded likewise.
         reduction: "mean" | "sum" | "none".
+        label_smoothing: this share of the target is spread evenly over the vocabulary.
         normalizer: 0-d; replaces the mean's denominator, the number of rows that count.
 
     Returns:
@@ -34,11 +53,126 @@ def linear_cross_entropy_ref(
     """
     counts = target != ignore_index
     known = (target >= 0) & (target < linear_weight.shape[0])
-    # An ignored row must not matter even if it is NaN, and 0 * NaN would.
-    rows = input.masked_fill(~counts[:, None], 0.0)
-    logits = F.linear(rows, linear_weight, linear_bias)  # [N, V]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits, target.masked_fill(~(counts & known), 0), reduction="none")
+    logits = _logits(input, linear_weight, linear_bias, counts)
+    loss = F.cross_entropy(
+        logits,
+        target.masked_fill(~(counts & known), 0),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
     loss = loss * torch.ones_like(loss).masked_fill(counts & ~known, float("nan"))
     loss = loss.masked_fill(~counts, 0.0)
     return reduce_loss(loss, counts, reduction, normalizer)
+
+
+@torch.no_grad()
+def row_statistics_ref(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> RowStatistics:
+    """``RowStatistics`` of the same logits; arguments as in ``linear_cross_entropy_ref``."""
+    counts = target != ignore_index
+    logits = _logits(input, linear_weight, linear_bias, counts)
+    nll = linear_cross_entropy_ref(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        reduction="none",
+        ignore_index=ignore_index,
+    )
+    return RowStatistics(
+        argmax=logits.argmax(1).masked_fill(~counts, -1),
+        logsumexp=logits.logsumexp(1).masked_fill(~counts, 0.0),
+        log_probability=0.0 - nll,
+    )
+
+
+@torch.no_grad()
+def sample_ref(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    seed: int | torch.Tensor,
+    sample_index: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token for each row from ``softmax(logits / temperature)``, by the inverse of its
+    distribution function at one uniform number: the first token at which the running sum of
+    probabilities exceeds it.
+
+    Args:
+        temperature: over 0.
+        seed: int or 0-d int64 tensor.
+        sample_index: int64 [N], the row's sample in the training stream; default the row's number.
+        position: int64 [N], the row's place in that sample; default 0.
+
+    Returns:
+        int64 [N]; -1 in ignored rows, 0 in a row with a NaN or an infinite largest logit.
+    """
+    counts = target != ignore_index
+    logits = _logits(input, linear_weight, linear_bias, counts)
+    level = uniform_level(seed, input.shape[0], sample_index, position, input.device)
+    weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
+    # fp64: in fp32 the sum over a vocabulary would favour or starve the tokens at its end.
+    distribution = weights.double().cumsum(1)  # [N, V]
+    threshold = level[:, None] * distribution[:, -1:]
+    # The first token strictly above: never one that adds nothing.
+    sample = torch.searchsorted(distribution, threshold, right=True).squeeze(1)
+    sample = sample.masked_fill(~distribution[:, -1].isfinite(), 0)
+    return sample.masked_fill(~counts, -1)
+
+
+def gumbel_sample_ref(
+    logits: torch.Tensor, temperature: float = 1.0, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """The same distribution drawn by its other definition, ``argmax(logits / T + Gumbel noise)``.
+
+    Not the same bits: one random number for each logit instead of one for each row.
+
+    Source: Gumbel 1954; Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), §2.
+    """
+    noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+    noise.exponential_(generator=generator)
+    return (logits.double() / temperature - noise.log()).argmax(-1)
+
+
+def uniform_level(
+    seed: int | torch.Tensor,
+    rows: int,
+    sample_index: torch.Tensor | None,
+    position: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The uniform number of each row: fp64 [N] in (0, 1)."""
+    if sample_index is None:
+        sample_index = torch.arange(rows, device=device)
+    word, *_ = draw(
+        seed,
+        Stream.SAMPLE,
+        sample_index=sample_index,
+        position=torch.zeros_like(sample_index) if position is None else position,
+    )
+    return uniform(word)
+
+
+def _logits(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """[N, V]; fp32, or fp64 for fp64 inputs."""
+    # An ignored row must not matter even if it is NaN, and 0 * NaN would.
+    rows = input.masked_fill(~counts[:, None], 0.0)
+    bias = None if linear_bias is None else linear_bias.to(rows.dtype)
+    logits = F.linear(rows, linear_weight.to(rows.dtype), bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

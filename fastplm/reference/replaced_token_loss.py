@@ -2,37 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from fastplm.reference._reduce import reduce_loss
 
 
+class DetectionCounts(NamedTuple):
+    """How many of the tokens that count are told rightly: int64, 0-d, on the device.
+
+    A token is taken for replaced where its logit is over 0, so at probability one half for
+    original. Counts of several batches, devices or steps add up; the ratios come last.
+
+    Args:
+        true_positives: tokens that are replaced and taken for replaced.
+        predicted_positives: tokens taken for replaced.
+        positives: tokens that are replaced.
+        correct: tokens told rightly.
+        total: tokens that count.
+    """
+
+    true_positives: torch.Tensor
+    predicted_positives: torch.Tensor
+    positives: torch.Tensor
+    correct: torch.Tensor
+    total: torch.Tensor
+
+    # A ratio whose denominator is 0 has the numerator 0 too.
+
+    @property
+    def accuracy(self) -> torch.Tensor:
+        """Share of the tokens told rightly: fp32, 0-d; 0 of no token."""
+        return self.correct / self.total.clamp(min=1)
+
+    @property
+    def precision(self) -> torch.Tensor:
+        """Share of the replaced ones in those taken for replaced; 0 if none is."""
+        return self.true_positives / self.predicted_positives.clamp(min=1)
+
+    @property
+    def recall(self) -> torch.Tensor:
+        """Share of those taken for replaced in the replaced ones; 0 if there is none."""
+        return self.true_positives / self.positives.clamp(min=1)
+
+
 def replaced_token_loss_ref(
     input: torch.Tensor,
     weight: torch.Tensor,
-    replaced: torch.Tensor,
+    replaced: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     reduction: str = "mean",
     normalizer: torch.Tensor | None = None,
-) -> torch.Tensor:
+    return_counts: bool = False,
+) -> Any:
     """``softplus(z) - y z`` of ``z = input @ weight + bias`` and ``y = replaced``, reduced.
 
     Args:
         input: [N, E].
         weight: [E].
-        replaced: bool [N].
+        replaced: bool [N], or two integer tensors [N]: replaced where they differ.
         bias: [] or [1].
         mask: bool [N], True = counts.
         reduction: "mean" | "sum" | "none".
         normalizer: [], in place of the mean's denominator.
+        return_counts: return (loss, ``DetectionCounts``).
 
     Returns:
         [] or, with "none", [N]; fp32, or fp64 for fp64 inputs. A row that does not count is 0 and
         passes no gradient.
     """
+    if not isinstance(replaced, torch.Tensor):
+        ids, original_ids = replaced
+        replaced = ids != original_ids
     if mask is not None:
         # A row that does not count must not matter even if it is NaN, and 0 * NaN would.
         input = input.masked_fill(~mask[:, None], 0.0)
@@ -45,4 +90,15 @@ def replaced_token_loss_ref(
     loss = 0.0 - F.logsigmoid(torch.where(replaced, logit, -logit))
     if mask is not None:
         loss = loss.masked_fill(~mask, 0.0)
-    return reduce_loss(loss, mask, reduction, normalizer)
+    loss = reduce_loss(loss, mask, reduction, normalizer)
+    if not return_counts:
+        return loss
+    counted = torch.ones_like(replaced) if mask is None else mask
+    replaced, flagged = replaced & counted, (logit > 0) & counted
+    return loss, DetectionCounts(
+        true_positives=(flagged & replaced).sum(),
+        predicted_positives=flagged.sum(),
+        positives=replaced.sum(),
+        correct=((flagged == replaced) & counted).sum(),
+        total=counted.sum(),
+    )

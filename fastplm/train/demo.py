@@ -70,7 +70,7 @@ def demo(out: str | Path = "runs/demo", *, steps: int = 2200) -> bool:
 
 def _compare(args: PretrainArguments, bf16: bool) -> str:
     from fastplm.data import load_tokenizer, tokenize
-    from fastplm.models.electra import ElectraForJointPreTraining
+    from fastplm.models.electra_joint import ElectraForJointPreTraining
     from fastplm.train.trainer import last_checkpoint
 
     model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(args.out)))

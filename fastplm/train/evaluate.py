@@ -25,10 +25,11 @@ def evaluate(
         batch_size: samples at once.
 
     Returns:
-        ``mlm_loss`` (nats a masked token) and the number of samples; for ELECTRA also ``rtd_loss``
-        and ``detection``'s values, and under "words" those of ``detection_at_base_rate`` for the
-        tokens that could have been replaced; with next-sentence pairs also ``next_sentence_loss``
-        and ``next_sentence_accuracy``.
+        ``mlm_loss`` (nats a masked token; not of a unigram generator) and the number of samples;
+        for ELECTRA also ``rtd_loss`` and ``detection``'s values, and under "words" those of
+        ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
+        discriminator predicts tokens, ``discriminator_mlm_loss``; with next-sentence pairs
+        also ``next_sentence_loss`` and ``next_sentence_accuracy``.
     """
     module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
@@ -53,11 +54,12 @@ def evaluate(
         add("samples", len(batch["input_ids"]))
         add("labels", batch["labels"].ne(-100).sum())
         add("tokens", batch["attention_mask"].sum())
-        add("mlm_loss", outputs.get("mlm_loss", outputs["loss"]))
-        for name in ("rtd_loss", *DETECTION_COUNTS):
+        if not _is_joint(model):
+            add("mlm_loss", outputs["loss"])
+        for name in ("mlm_loss", "rtd_loss", "discriminator_mlm_loss", *DETECTION_COUNTS):
             if name in outputs:
                 add(name, outputs[name])
-        if _is_joint(model):
+        if "rtd_loss" in outputs:
             replaced_ids = outputs["replaced_ids"]
             scores = module.discriminator(replaced_ids, batch["attention_mask"]).logits
             word_scores.append(scores.cpu()[words])
@@ -71,12 +73,14 @@ def evaluate(
             add("next_sentence_accuracy", (scores.argmax(-1) == pair_labels).sum())
     model.train(was_training)
 
-    result: dict[str, Any] = {
-        "samples": int(sums["samples"]),
-        "mlm_loss": sums["mlm_loss"] / sums["labels"],
-    }
+    result: dict[str, Any] = {"samples": int(sums["samples"])}
+    if "mlm_loss" in sums:
+        result["mlm_loss"] = sums["mlm_loss"] / sums["labels"]
+    if "discriminator_mlm_loss" in sums:
+        predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
+        result["discriminator_mlm_loss"] = sums["discriminator_mlm_loss"] / sums[predicted]
     if "rtd_loss" in sums:
-        result["rtd_loss"] = sums["rtd_loss"] / sums["tokens"]
+        result["rtd_loss"] = sums["rtd_loss"] / sums["total"]
         result.update(detection(sums))
         result["words"] = detection_at_base_rate(
             torch.cat(word_scores).float(), torch.cat(replaced_words)

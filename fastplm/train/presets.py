@@ -7,6 +7,7 @@ learn something in two minutes on two cores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from fastplm._checks import check_choice
 if TYPE_CHECKING:
     from transformers import BertConfig
 
-    from fastplm.models.electra import ElectraJointConfig
+    from fastplm.models.electra_joint import ElectraJointConfig
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,24 @@ def preset(arch: str) -> Preset:
     return PRESETS[arch]
 
 
-def configuration(arch: str, **settings: Any) -> BertConfig | ElectraJointConfig:
+def configuration(
+    arch: str, *, joint: Mapping[str, Any] | None = None, **settings: Any
+) -> BertConfig | ElectraJointConfig:
     """The configuration of a model to pre-train.
 
     Args:
         arch: a key of ``PRESETS``.
+        joint: of ELECTRA, fields of ``ElectraJointConfig``.
         settings: passed to the configuration of the encoder as they are, e.g. ``vocab_size``.
 
     Returns:
         Transformers' ``BertConfig``, or our ``ElectraJointConfig`` whose generator is as deep as
-        the discriminator and as narrow as the preset says.
+        the discriminator and as narrow as the preset says; or as wide, where all its weights are
+        shared or handed over.
     """
     from transformers import BertConfig, ElectraConfig
 
-    from fastplm.models.electra import ElectraJointConfig
+    from fastplm.models.electra_joint import ElectraJointConfig
 
     chosen = preset(arch)
     sizes = {
@@ -95,6 +100,10 @@ def configuration(arch: str, **settings: Any) -> BertConfig | ElectraJointConfig
     if chosen.family == "bert":
         return BertConfig(**{**sizes, **settings})
     sizes["embedding_size"] = chosen.embedding or chosen.hidden
+    joint = joint or {}
+    equal = joint.get("embedding_sharing") == "all" or joint.get("stage") is not None
     return ElectraJointConfig.from_discriminator(
-        ElectraConfig(**{**sizes, **settings}), generator_size=chosen.generator
+        ElectraConfig(**{**sizes, **settings}),
+        generator_size=1.0 if equal else chosen.generator,
+        **joint,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from fastplm.data import (
     train_tokenizer,
 )
 from fastplm.data._cache import default_cache
+from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
 from fastplm.train.presets import configuration, preset
 
 if TYPE_CHECKING:
@@ -36,8 +38,14 @@ if TYPE_CHECKING:
 EMBEDDED = "embedded"
 PRECISIONS = ("auto", "fp32", "bf16")
 
+_ELECTRA_CHOICES = {
+    "electra_objective": OBJECTIVES,
+    "electra_sharing": SHARINGS,
+    "electra_generator": GENERATORS,
+}
 _HELD_OUT = 0.05
 _HELD_OUT_SAMPLES = 512
+_TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
 # What may differ between a run and its continuation without changing the loss curve.
 _FREE_ON_RESUME = {"resume", "out", "cache", "workers", "save_every", "log_every"}
@@ -73,6 +81,10 @@ class PretrainArguments:
     workers: int = 0
     gradient_accumulation: int = 1
     nsp: bool = True
+    electra_objective: str = "rtd"
+    electra_sharing: str | None = None
+    electra_generator: str = "model"
+    two_stage: bool = False
     cache: str | Path = field(default_factory=default_cache)
 
     def __post_init__(self) -> None:
@@ -80,6 +92,7 @@ class PretrainArguments:
         check_choice("pretrain", "precision", self.precision, PRECISIONS)
         self.corpus = [str(path) for path in self.corpus]
         self.nsp = self.nsp and chosen.family == "bert"
+        self._check_electra(chosen.family)
         self.lr = chosen.learning_rate if self.lr is None else self.lr
         for name, low in (
             ("steps", 1),
@@ -94,13 +107,13 @@ class PretrainArguments:
             value = getattr(self, name)
             check(value >= low, "pretrain", name, value, f"{low} or more", "Raise it.")
         if self.warmup is None:
-            self.warmup = min(10_000, self.steps // 10)
+            self.warmup = min(10_000, self.first_stage // 10)
         check(
-            0 <= self.warmup <= self.steps,
+            0 <= self.warmup <= self.first_stage,
             "pretrain",
             "warmup",
             self.warmup,
-            f"0 to {self.steps}, the steps of the run",
+            f"0 to {self.first_stage}, the steps of {'a stage' if self.two_stage else 'the run'}",
             "Choose a number of steps in between.",
         )
         check(self.lr > 0, "pretrain", "lr", self.lr, "more than 0", "Raise it.")
@@ -110,6 +123,60 @@ class PretrainArguments:
         check(
             0 <= self.seed < 1 << 32, "pretrain", "seed", self.seed, "0 to 2^32 - 1", "Change it."
         )
+
+    @property
+    def first_stage(self) -> int:
+        """The steps of the first stage of a two-stage training, or of the run."""
+        return self.steps // 2 if self.two_stage else self.steps
+
+    def _check_electra(self, family: str) -> None:
+        for name, choices in _ELECTRA_CHOICES.items():
+            if getattr(self, name) is not None:
+                check_choice("pretrain", name, getattr(self, name), choices)
+        for name in (*_ELECTRA_CHOICES, "two_stage"):
+            default = type(self).__dataclass_fields__[name].default
+            check(
+                family == "electra" or getattr(self, name) == default,
+                "pretrain",
+                name,
+                f"{getattr(self, name)} with {self.arch}",
+                "an ELECTRA",
+                "Leave the option out, or choose an electra architecture.",
+            )
+        if family != "electra":
+            return
+        if self.electra_sharing is None:
+            self.electra_sharing = "none" if self.two_stage else "embeddings"
+        for name, wanted, expected in (
+            ("electra_generator", "model", "model, a generator that can be trained first"),
+            ("electra_sharing", "none", "none, as the generator is frozen in the second stage"),
+        ):
+            check(
+                not self.two_stage or getattr(self, name) == wanted,
+                "pretrain",
+                name,
+                f"{getattr(self, name)} in a two-stage training",
+                expected,
+                "Leave one of the two options out.",
+            )
+        check(
+            not self.two_stage or self.steps > 1,
+            "pretrain",
+            "steps",
+            self.steps,
+            "2 or more, for two stages",
+            "Raise it.",
+        )
+
+    def joint_settings(self) -> dict[str, Any]:
+        """The fields of ``ElectraJointConfig`` that the settings name."""
+        return {
+            "objective": self.electra_objective,
+            "embedding_sharing": self.electra_sharing,
+            "generator_type": self.electra_generator,
+            "stage": 1 if self.two_stage else None,
+            "sampling_seed": self.seed,
+        }
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -130,6 +197,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     from transformers.integrations import TensorBoardCallback
 
     from fastplm.train.trainer import PretrainingTrainer, last_checkpoint
+    from fastplm.train.two_stage import TwoStageTrainer
 
     out = Path(args.out)
     checkpoint = last_checkpoint(out)
@@ -146,6 +214,8 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     )
     set_seed(args.seed)
     model = make_model(args, tokenizer)
+    if args.electra_generator == "unigram":
+        model.set_token_counts(count_tokens(train_store, tokenizer))
     collator = make_collator(args, tokenizer)
     first = training_arguments.process_index == 0
     if first:
@@ -158,7 +228,10 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
-    trainer = PretrainingTrainer(
+    kind: Any = PretrainingTrainer
+    if args.two_stage:
+        kind = functools.partial(TwoStageTrainer, first_stage=args.first_stage)
+    trainer = kind(
         model=model,
         args=training_arguments,
         data_collator=collator,
@@ -227,20 +300,34 @@ def make_collator(
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The untrained model of a run."""
     from fastplm.models.bert import BertForMaskedLM, BertForPreTraining
-    from fastplm.models.electra import ElectraForJointPreTraining
+    from fastplm.models.electra_joint import ElectraForJointPreTraining
 
+    electra = preset(args.arch).family == "electra"
     config = configuration(
         args.arch,
+        joint=args.joint_settings() if electra else None,
         vocab_size=len(tokenizer),
         max_position_embeddings=max(512, args.block_size),
         hidden_dropout_prob=args.dropout,
         attention_probs_dropout_prob=args.attention_dropout,
         pad_token_id=tokenizer.pad_token_id,
     )
-    if preset(args.arch).family == "electra":
-        config.sampling_seed = args.seed
+    if electra:
         return ElectraForJointPreTraining(config)
     return BertForPreTraining(config) if args.nsp else BertForMaskedLM(config)
+
+
+def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """How often each token occurs, for a unigram generator: int64 [V].
+
+    0 for special tokens, which are never masked; nothing is added for tokens that do not occur.
+    """
+    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    for start in range(0, len(store), _TOKENS_AT_ONCE):
+        tokens = store.tokens[start : start + _TOKENS_AT_ONCE].astype("int64")
+        counts += torch.from_numpy(tokens).bincount(minlength=len(counts))
+    counts[torch.tensor(tokenizer.all_special_ids)] = 0
+    return counts
 
 
 def hardware_has_bf16() -> bool:
@@ -312,7 +399,7 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
         dataloader_num_workers=args.workers,
         dataloader_persistent_workers=args.workers > 0,
         dataloader_pin_memory=on_gpu,
-        ddp_find_unused_parameters=False,
+        ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
         logging_steps=args.log_every,
         logging_first_step=True,
         logging_nan_inf_filter=False,
@@ -393,7 +480,9 @@ def _finish(
     model = trainer.model
     models = {"model": model}
     if preset(args.arch).family == "electra":
-        models = {"generator": model.generator, "discriminator": model.discriminator}
+        models = {"discriminator": model.discriminator}
+        if model.generator is not None:
+            models["generator"] = model.generator
     for name, part in models.items():
         scratch = out / f".{name}"
         shutil.rmtree(scratch, ignore_errors=True)

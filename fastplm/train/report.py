@@ -53,7 +53,8 @@ def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None
     figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):
-        axis.plot([entry["step"] for entry in history], [entry[name] for entry in history])
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        axis.plot(*zip(*points, strict=True))
         axis.set_title(name.replace("_", " "))
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
@@ -65,11 +66,10 @@ def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None
 def summary(metrics: dict[str, Any]) -> str:
     """The result of a run as a table for the terminal."""
     history = metrics["history"]
-    names = [name for name in history[-1] if name.endswith("loss")]
-    rows = [
-        (name.replace("_", " "), f"{history[0][name]:.4f} -> {history[-1][name]:.4f}")
-        for name in names
-    ]
+    rows = []
+    for name in (name for name in history[-1] if name.endswith("loss")):
+        first = next(entry[name] for entry in history if name in entry)
+        rows.append((name.replace("_", " "), f"{first:.4f} -> {history[-1][name]:.4f}"))
     held_out = dict(metrics.get("held_out", {}))
     words = held_out.pop("words", {})
     held_out.update({f"words: {name}": value for name, value in words.items()})

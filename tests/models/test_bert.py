@@ -10,11 +10,13 @@ import torch
 import torch._dynamo.testing
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, Trainer, TrainingArguments
 
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining, BertModel
+from fastplm.testing import GRADIENT_FACTOR, ReversedReductions, check_error
 
 VOCAB, ROWS, LENGTH = 37, 4, 9
 CONFIG = BertConfig(
@@ -286,6 +288,156 @@ def test_checkpoints_go_to_transformers_and_back(hold, tmp_path, name):
     ids, _ = batch()
     assert torch.equal(ours(ids)[0], back(ids)[0])
     hold(ours, parent, lambda model: {name: model(ids)[0]})
+
+
+# --- the tied table -------------------------------------------------------------------------------
+
+HEADS = [BertForMaskedLM, BertForPreTraining]
+WORDS = "bert.embeddings.word_embeddings.weight"
+DECODER = "cls.predictions.decoder.weight"
+
+
+def loss_of(model, ids, labels):
+    pairs = {}
+    if hasattr(model.cls, "seq_relationship"):
+        pairs["next_sentence_label"] = torch.arange(ROWS) % 2
+    return {"loss": model(ids, labels=labels, **pairs).loss}
+
+
+def assert_tied(model, vocab=VOCAB):
+    predictions = model.cls.predictions
+    assert predictions.decoder.weight is model.get_input_embeddings().weight
+    assert predictions.decoder.bias is predictions.bias
+    assert predictions.decoder.weight.shape == (vocab, CONFIG.hidden_size)
+    assert predictions.bias.shape == (vocab,)
+    assert predictions.decoder.out_features == vocab == model.config.vocab_size
+
+
+@pytest.mark.parametrize("cls", HEADS)
+def test_tying_survives_saving_and_loading(cls, tmp_path):
+    parent_cls = getattr(transformers, cls.__name__)
+    model = cls(config())
+    nn.init.normal_(model.cls.predictions.bias)
+    assert_tied(model)
+    for step, target in enumerate((cls, parent_cls, cls)):
+        model.save_pretrained(tmp_path / str(step))
+        loaded = target.from_pretrained(tmp_path / str(step))
+        assert_tied(loaded)
+        for name, value in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value), name
+        model = loaded
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 5, VOCAB + 8])
+@pytest.mark.parametrize("cls", HEADS)
+def test_tying_survives_a_resize(hold, cls, vocab, tmp_path):
+    model = cls(config())
+    model.resize_token_embeddings(vocab, mean_resizing=False)
+    assert_tied(model, vocab)
+    model.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    assert_tied(loaded, vocab)
+    ids, labels = batch()
+    ids, labels = ids.clamp(max=vocab - 1), labels.clamp(max=vocab - 1)
+    ids[-1, -1] = vocab - 1
+
+    parent_cls = getattr(transformers, cls.__name__)
+    resized = copy.deepcopy(model.config)
+    resized._attn_implementation = "eager"
+    hold(loaded, parent_cls(resized), lambda model: loss_of(model, ids, labels))
+
+
+def words_gradient(model, ids, labels, tied=True):
+    """Of the table; of two tables, of which each has one use, the sum."""
+    model.zero_grad()
+    model(ids, labels=labels).loss.backward()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    uses = [parameters[name].grad for name in ((WORDS,) if tied else (WORDS, DECODER))]
+    assert all(use.any() for use in uses)
+    return sum(uses)
+
+
+def test_the_tables_gradient_is_the_sum_of_both_uses():
+    ids, labels = batch()
+    ours = BertForMaskedLM(config())
+    apart = config()
+    apart.tie_word_embeddings = False
+    parent = transformers.BertForMaskedLM._from_config(apart, attn_implementation="eager")
+    parent.load_state_dict(ours.state_dict())
+    predictions = parent.cls.predictions
+    assert predictions.decoder.weight is not parent.get_input_embeddings().weight
+    gold = words_gradient(copy.deepcopy(parent).double(), ids, labels, tied=False)
+    bases = [words_gradient(parent, ids, labels, tied=False)]
+    with ReversedReductions():
+        bases.append(words_gradient(parent, ids, labels, tied=False))
+    check_error(WORDS, words_gradient(ours, ids, labels), gold, bases, GRADIENT_FACTOR, [gold])
+
+
+class Tables(TorchDispatchMode):
+    """The pieces of memory of the table's shape that operators inside write."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.shape == (VOCAB, CONFIG.hidden_size):
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = storage
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("cls", HEADS)
+def test_the_tables_gradient_is_one_tensor(cls, checkpointing):
+    ids, labels = batch()
+    model = cls(config()).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+
+    def backward():
+        model.zero_grad()
+        loss = model(ids, labels=labels).loss
+        with Tables() as tables:
+            loss.backward()
+        return len(tables.storages), [p.grad for p in model.parameters() if p.grad is not None]
+
+    tables, gradients = backward()
+    assert tables == 1
+    # A call of the embedding itself, and the bits stay.
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: None)
+    tables, expected = backward()
+    assert tables > 1
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("cls", HEADS)
+def test_an_untied_head_keeps_its_own_table(hold, cls):
+    apart = config()
+    apart.tie_word_embeddings = False
+    ids, labels = batch()
+    ours = cls(apart)
+    nn.init.normal_(ours.cls.predictions.decoder.weight)
+    parent_cls = getattr(transformers, cls.__name__)
+    parent = parent_cls._from_config(copy.deepcopy(apart), attn_implementation="eager")
+
+    hold(ours, parent, lambda model: loss_of(model, ids, labels))
+    parameters = dict(ours.named_parameters())
+    assert not torch.equal(parameters[WORDS].grad, parameters[DECODER].grad)
+
+
+@pytest.mark.parametrize("cls", HEADS)
+def test_embeddings_in_place_of_ids_with_labels(cls):
+    ids, labels = batch()
+    model = cls(config())
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(
+        model(inputs_embeds=embeds, labels=labels).loss, model(ids, labels=labels).loss
+    )
+    with pytest.raises(ValueError, match="exactly one"):
+        model(ids, inputs_embeds=embeds, labels=labels)
 
 
 def test_the_attention_is_fastplms_unless_the_user_says_otherwise():

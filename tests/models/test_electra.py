@@ -20,8 +20,6 @@ from fastplm.models import (
     ElectraForPreTraining,
     ElectraJointConfig,
 )
-from fastplm.models import electra as electra_module
-from fastplm.reference.philox import Stream, draw, uniform
 
 VOCAB, ROWS, LENGTH = 37, 4, 9
 CONFIG = ElectraConfig(
@@ -395,49 +393,6 @@ def test_samples_without_an_index_differ_from_call_to_call():
     model = ElectraForJointPreTraining(joint_config()).eval()
     outs = [model(ids, labels=labels, output_replaced_ids=True).replaced_ids for _ in range(2)]
     assert not torch.equal(*outs)
-
-
-def p_value(counts, probabilities):
-    """Of Pearson's chi-square test; the chance of a worse fit, were the probabilities true."""
-    expected = probabilities * counts.sum()
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, statistic / 2).item()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_samples_have_the_frequencies_of_the_softmax(temperature):
-    draws, width, vocab = 20_000, 8, 12
-    decoder = nn.Linear(width, vocab)
-    row = 4 * temperature * torch.randn(1, width)
-    words = draw(3, Stream.SAMPLE, sample_index=torch.arange(draws), position=5)
-    with torch.no_grad():
-        tokens = electra_module._inverse_cdf(
-            row.expand(draws, -1), decoder, temperature, uniform(words[0])
-        )
-        logits = decoder.double()(row.double())[0]
-    counts = tokens.bincount(minlength=vocab).double()
-    assert p_value(counts, (logits / temperature).softmax(-1)) > 1e-4
-    # What the test is able to see: a temperature that is off by a tenth.
-    assert p_value(counts, (logits / temperature / 1.1).softmax(-1)) < 1e-9
-
-
-def test_samples_do_not_depend_on_the_chunks(monkeypatch):
-    rows, decoder, level = torch.randn(50, 8), nn.Linear(8, 12), torch.rand(50).double()
-    with torch.no_grad():
-        whole = electra_module._inverse_cdf(rows, decoder, 1.0, level)
-        monkeypatch.setattr(electra_module, "_SAMPLE_ELEMENTS", 36)
-        assert torch.equal(electra_module._inverse_cdf(rows, decoder, 1.0, level), whole)
-
-
-def test_a_token_of_probability_0_is_never_drawn():
-    decoder = nn.Linear(4, 6)
-    with torch.no_grad():
-        decoder.weight.zero_()
-        decoder.bias.copy_(torch.tensor([-1e5, 0.0, -1e5, 0.0, -1e5, -1e5]))
-        ends = uniform(torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1]))
-        tokens = electra_module._inverse_cdf(torch.zeros(4, 4), decoder, 1.0, ends)
-    assert tokens.tolist() == [1, 1, 3, 3]
 
 
 # --- configuration, checkpoints, training ---------------------------------------------------------

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.func import functional_call
 
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
-from fastplm.nn import MLMHead
+from fastplm.nn import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
 from fastplm.nn._rows import labelled_positions
 from fastplm.testing import assert_within_budget
 
@@ -85,6 +90,28 @@ def test_nothing_labelled_is_0_with_gradients_0(search):
     assert not hidden.grad.any() and not any(p.grad.any() for p in module.parameters())
 
 
+def logits_of(module, hidden, labels):
+    positions = labelled_positions(labels)
+    return module.decoder(module.transform(hidden.flatten(0, 1)[positions])), labels.flatten()[
+        positions
+    ]
+
+
+@pytest.mark.parametrize("budget", [None, 0, 1 << 20])
+def test_options_reach_the_op(budget):
+    module, hidden, labels = head(), torch.randn(BATCH, LENGTH, WIDTH), some_labels()
+    options = {"label_smoothing": 0.25, "logits_budget": budget}
+    loss, statistics = module(hidden, labels, return_statistics=True, **options)
+    logits, targets = logits_of(module, hidden, labels)
+    assert torch.equal(statistics.argmax, logits.argmax(1))
+    expected = nn.functional.cross_entropy(logits, targets, label_smoothing=0.25)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(module(hidden, labels, **options), loss)
+    assert module(hidden, labels) != loss
+    with pytest.raises(ArgumentValueError, match="logits_budget"):
+        module(hidden, labels, logits_budget=-1)
+
+
 def test_bad_arguments_raise_typed_errors():
     module, hidden = head(), torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(ArgumentValueError, match="labels"):
@@ -93,3 +120,128 @@ def test_bad_arguments_raise_typed_errors():
         module(hidden, torch.zeros(BATCH, LENGTH))
     with pytest.raises(ArgumentTypeError, match="masked_positions"):
         module(hidden, some_labels(), torch.zeros(2, dtype=torch.int32))
+
+
+# --- the heads of Transformers' models ------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "embedding_size": WIDTH - 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "initializer_range": 0.3,
+}
+
+
+class Joined(nn.Module):
+    """ELECTRA's head is two modules of the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.generator_predictions = model.generator_predictions
+        self.generator_lm_head = model.generator_lm_head
+
+    def forward(self, hidden):
+        return self.generator_lm_head(self.generator_predictions(hidden))
+
+
+class Loss(nn.Module):
+    """``functional_call`` calls ``forward``."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, *args):
+        return self.head.loss(*args)
+
+
+PARENTS = {
+    BertMLMHead: (transformers.BertForMaskedLM, lambda model: model.cls),
+    AlbertMLMHead: (transformers.AlbertForMaskedLM, lambda model: model.predictions),
+    ElectraMLMHead: (transformers.ElectraForMaskedLM, Joined),
+    RobertaMLMHead: (transformers.RobertaForMaskedLM, lambda model: model.lm_head),
+}
+
+
+def parent_head(cls, **options):
+    """The head of a Transformers model whose parameters all differ from their initial values."""
+    model_cls, select = PARENTS[cls]
+    sizes = {**SIZES, "max_position_embeddings": 12, **options}
+    if cls in (BertMLMHead, RobertaMLMHead):
+        del sizes["embedding_size"]
+    model = model_cls(model_cls.config_class(**sizes))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return select(model), model.config
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize("cls", PARENTS)
+def test_a_head_is_that_of_transformers(cls, activation, search):
+    parent, config = parent_head(cls, hidden_act=activation)
+    ours = cls(config)
+    assert list(ours.state_dict()) == list(parent.state_dict())
+    ours.load_state_dict(parent.state_dict(), strict=True)
+    assert dict(ours.named_parameters()).keys() == dict(parent.named_parameters()).keys()
+    labels = some_labels()
+    parameters = {name: value.detach() for name, value in parent.named_parameters()}
+    # Several losses: how far off PyTorch's is on one batch is chance.
+    inputs = {"hidden": torch.randn(8, BATCH, LENGTH, WIDTH), **parameters}
+
+    def logits(module):
+        return lambda hidden, **values: functional_call(module, values, (hidden,))
+
+    def losses(hidden, **values):
+        values = {f"head.{name}": value for name, value in values.items()}
+        return torch.stack([functional_call(Loss(ours), values, (h, labels)) for h in hidden])
+
+    def parent_losses(hidden, **values):
+        cross_entropy = nn.functional.cross_entropy
+        rows = logits(parent)(hidden, **values).flatten(1, 2)
+        return torch.stack([cross_entropy(row, labels.flatten()) for row in rows])
+
+    assert_within_budget(logits(ours), logits(parent), inputs, wrt=list(inputs))
+    assert_within_budget(losses, parent_losses, inputs, wrt=list(inputs))
+
+
+@pytest.mark.parametrize("cls", PARENTS)
+def test_a_heads_loss_takes_the_options_of_mlm_head(cls):
+    parent, config = parent_head(cls)
+    ours = cls(config)
+    ours.load_state_dict(parent.state_dict())
+    plain = MLMHead(nn.Identity(), ours.output_projection)
+    hidden, labels = torch.randn(BATCH, LENGTH, WIDTH), some_labels()
+    positions = torch.cat((labelled_positions(labels), torch.full((4,), -1)))
+    options = {"normalizer": 11, "label_smoothing": 0.1, "return_statistics": True}
+    loss, statistics = ours.loss(hidden, labels, positions, **options)
+    rows = ours.transform_rows(hidden)
+    expected, expected_statistics = plain(rows, labels, positions, **options)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(statistics.argmax, expected_statistics.argmax)
+    with pytest.raises(ArgumentTypeError, match=cls.__name__):
+        ours.loss(hidden, labels.float())
+
+
+@pytest.mark.parametrize("cls", [BertMLMHead, AlbertMLMHead, RobertaMLMHead])
+def test_a_heads_two_names_of_the_bias_are_one_parameter(cls):
+    parent, config = parent_head(cls)
+    ours = cls(config)
+    ours.load_state_dict(parent.state_dict())
+    names = [name for name in ours.state_dict() if ours.get_parameter(name).shape == (VOCAB,)]
+    assert len(names) == 2
+    assert all(ours.get_parameter(name) is ours.output_projection.bias for name in names)
+    ours.loss(torch.randn(BATCH, LENGTH, WIDTH), some_labels()).backward()
+    assert all(parameter.grad.any() for parameter in ours.parameters())
+
+
+def test_the_modules_do_not_import_transformers():
+    script = (
+        "import sys, json, fastplm.nn\n"
+        "print(json.dumps([name for name in sys.modules if name.split('.')[0] == 'transformers']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []

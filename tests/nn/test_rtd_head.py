@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fastplm._checks import ArgumentValueError
+from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.nn import RTDHead
+from fastplm.nn.rtd_head import ElectraRTDHead, rtd_loss
 from fastplm.testing import assert_within_budget
 
 BATCH, LENGTH, WIDTH = 3, 7, 16
@@ -58,6 +59,106 @@ def test_nothing_counted_is_0_with_gradients_0(normalizer):
     )
     loss.backward()
     assert loss.item() == 0.0 and not any(p.grad.any() for p in module.parameters())
+
+
+def judged():
+    """Ids, original ids, which differ, and a mask."""
+    original = torch.randint(9, (BATCH, LENGTH))
+    ids = torch.where(torch.rand(BATCH, LENGTH) < 0.3, 9, original)
+    return ids, original, ids != original, torch.rand(BATCH, LENGTH) < 0.8
+
+
+def counts_of(logits, replaced, mask):
+    flagged, replaced = (logits > 0)[mask], replaced[mask]
+    correct = flagged == replaced
+    return [int(x.sum()) for x in (flagged & replaced, flagged, replaced, correct, mask)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_and_counts_pass_through(dtype):
+    module = head()
+    ids, original, replaced, mask = judged()
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    pair = (ids.to(dtype), original.to(dtype))
+    loss, counts = module(hidden, pair, mask, normalizer=7, return_counts=True)
+    assert torch.equal(loss, module(hidden, replaced, mask, normalizer=7))
+    logits = module.prediction(module.activation(module.dense(hidden))).squeeze(-1)
+    assert [int(count) for count in counts] == counts_of(logits, replaced, mask)
+    features = module.activation(module.dense(hidden))
+    assert torch.equal(loss, rtd_loss(features, pair, module.prediction, mask, normalizer=7))
+
+
+@pytest.fixture
+def electra():
+    """Our head and that of Transformers, with the same weights."""
+    from transformers import ElectraConfig
+    from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
+
+    config = ElectraConfig(hidden_size=WIDTH, hidden_act="gelu_new")
+    module, parent = ElectraRTDHead(config), ElectraDiscriminatorPredictions(config)
+    assert list(module.state_dict()) == list(parent.state_dict())
+    module.load_state_dict(parent.state_dict())
+    return module, parent
+
+
+def test_the_electra_head_gives_the_logits_of_transformers(electra):
+    module, parent = electra
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    assert torch.equal(module(hidden), parent(hidden))
+
+
+@pytest.mark.parametrize("normalizer", [None, 40])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_electra_head_gives_the_loss_of_those_logits(electra, masked, normalizer):
+    module, parent = electra
+    ids, original, replaced, mask = judged()
+    mask = mask if masked else None
+    counted = torch.ones_like(replaced) if mask is None else mask
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = module
+
+        def forward(self, hidden):
+            return self.head.loss(hidden, (ids, original), mask, normalizer=normalizer)
+
+    def candidate(hidden, **parameters):
+        parameters = {f"head.{name}": value for name, value in parameters.items()}
+        return functional_call(Loss(), parameters, (hidden,))
+
+    def reference(hidden, **parameters):
+        logits = functional_call(parent, parameters, (hidden,))[counted]
+        bce = nn.functional.binary_cross_entropy_with_logits
+        total = bce(logits, replaced[counted].to(logits.dtype), reduction="sum")
+        return total / (counted.sum() if normalizer is None else normalizer)
+
+    inputs = {
+        "hidden": torch.randn(BATCH, LENGTH, WIDTH),
+        **{name: parameter.detach() for name, parameter in module.named_parameters()},
+    }
+    # The last bias apart: the error of one number is luck.
+    wrt = [name for name in inputs if name != "dense_prediction.bias"]
+    assert_within_budget(candidate, reference, inputs, wrt=wrt)
+
+    _, counts = module.loss(inputs["hidden"], replaced, mask, return_counts=True)
+    expected = counts_of(module(inputs["hidden"]), replaced, counted)
+    assert [int(count) for count in counts] == expected
+
+
+def test_bad_labels_raise_typed_errors():
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    with pytest.raises(ArgumentValueError, match="`labels` got shape"):
+        head()(hidden, (ids, ids[1:]))
+    with pytest.raises(ArgumentTypeError, match="`labels` got a NoneType"):
+        head()(hidden, None)
+    with pytest.raises(ArgumentTypeError, match="`labels` got a NoneType"):
+        head()(hidden, (ids, None))
+    with pytest.raises(ArgumentTypeError, match=r"`replaced\[1\]` got torch.int32"):
+        head()(hidden, (ids, ids.int()))
+    with pytest.raises(ArgumentValueError, match="`replaced` got a tuple of 3"):
+        head()(hidden, (ids, ids, ids))
 
 
 def test_bad_shapes_raise_typed_errors():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import fastplm
 from fastplm import ops
-from fastplm.reference.replaced_token_loss import replaced_token_loss_ref
+from fastplm._registry import OPS
+from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
@@ -31,7 +34,7 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def run(backend: str, **inputs) -> torch.Tensor:
+def run(backend: str, **inputs):
     if backend == "torch" and inputs["input"].is_cuda:
         pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
     with fastplm.use_backend(backend):
@@ -89,7 +92,7 @@ def loss_and_grads(backend: str, upstream=None, **inputs):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @DTYPES
-@pytest.mark.parametrize("rows", (0, 1, 63, 257))
+@pytest.mark.parametrize("rows", (0, 1, 65))
 @pytest.mark.parametrize("width", (1, 40, 64, 768))
 def test_shapes_and_dtypes(device, backend, rows, width, dtype):
     # A wide row has a wide gradient of the weight, so that one problem is enough of them.
@@ -114,13 +117,25 @@ def test_normalizer_replaces_the_denominator(device, backend, kind):
     check(backend, random_mask(make(device, normalizer=normalizer)))
 
 
-@pytest.mark.parametrize(("least_tiles", "most_groups"), ((1, 1024), (4, 3)))
-def test_many_rows(device, monkeypatch, least_tiles, most_groups):
-    """More groups of rows than are added up at once, and groups of more tiles than the fewest."""
+@pytest.mark.parametrize(
+    ("reduction", "rows_of_a_group", "most_groups"), (("mean", 8, 1024), ("none", 16, 3))
+)
+def test_many_rows(device, monkeypatch, reduction, rows_of_a_group, most_groups):
+    """More groups than the smaller tile of their sums holds, and groups of many rows."""
     kernels = importlib.import_module("fastplm.triton_kernels.replaced_token_loss")
-    monkeypatch.setattr(kernels, "_MIN_TILES_PER_GROUP", least_tiles)
+    monkeypatch.setattr(kernels, "_ROWS", rows_of_a_group)
     monkeypatch.setattr(kernels, "_MAX_GROUPS", most_groups)
-    inputs = random_mask(make(device, rows=2200, width=24, problems=1, reduction="none"))
+    inputs = random_mask(make(device, rows=1100, width=24, problems=1, reduction=reduction))
+    check("triton", inputs, wrt=("input", "weight"))
+
+
+@DTYPES
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("parts", (3, 7, 33), ids=lambda parts: f"{parts} parts")
+def test_rows_of_many_parts(device, parts, reduction, dtype):
+    """One warp, several, and (33) a row too wide to hold; the last part is not full."""
+    width = parts * 512 // dtype.itemsize - 24
+    inputs = random_mask(make(device, 5, width, dtype, problems=1, reduction=reduction))
     check("triton", inputs, wrt=("input", "weight"))
 
 
@@ -132,9 +147,170 @@ def test_without_bias_and_with_a_bias_of_no_dimension(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrt", ("input", "weight", "bias"))
-def test_one_gradient_alone(device, backend, wrt):
-    check(backend, random_mask(make(device)), wrt=(wrt,))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("wrt", (*((name,) for name in WRT), ("weight", "bias")), ids="+".join)
+def test_some_gradients_alone(device, backend, wrt, reduction):
+    check(backend, random_mask(make(device, reduction=reduction)), wrt=wrt)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_gradient_of_the_normalizer(device, backend):
+    inputs = first(random_mask(make(device)))
+    normalizer = torch.tensor(40.0, device=device, requires_grad=True)
+    loss = run(backend, **inputs, normalizer=normalizer)
+    got = torch.autograd.grad(loss, [normalizer, *(inputs[name] for name in WRT)])
+    expected = replaced_token_loss_ref(**inputs, normalizer=normalizer)
+    expected = torch.autograd.grad(expected, [normalizer, *(inputs[name] for name in WRT)])
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+def test_backward_twice(device, backend, reduction):
+    inputs = first(random_mask(make(device, reduction=reduction)))
+    loss = run(backend, **inputs)
+    leaves = [inputs[name] for name in WRT]
+    upstream = torch.randn_like(loss)
+    grads = [
+        torch.autograd.grad(loss, leaves, factor * upstream, retain_graph=True)
+        for factor in (1, 1, 2)
+    ]
+    for once, again, twice in zip(*grads, strict=True):
+        assert torch.equal(once, again) and torch.equal(2 * once, twice)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained weight", "frozen weight"))
+def test_the_rows_are_kept_only_to_be_read_again(device, backend, reduction, frozen):
+    inputs = first(random_mask(make(device, reduction=reduction)))
+    inputs["weight"].requires_grad_(not frozen)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        run(backend, **inputs)
+    kept = any(tensor is not None and tensor.shape == inputs["input"].shape for tensor in saved)
+    assert saved and kept == (reduction == "none" and not frozen)
+
+
+# --- labels as two tensors of ids -----------------------------------------------------------------
+
+
+def as_ids(replaced: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids that differ where ``replaced``; of 64 bits, some in the upper half alone."""
+    original = torch.randint(30522, replaced.shape, device=replaced.device).to(dtype)
+    step = torch.where(original % 2 == 0, 1, 2**32 if dtype is torch.int64 else 3).to(dtype)
+    return original + step * replaced, original
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32), ids=("int64", "int32"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_two_tensors_of_ids_are_compared(device, backend, reduction, dtype):
+    inputs = first(random_mask(make(device, reduction=reduction)))
+    upstream = torch.randn(63 if reduction == "none" else (), device=device)
+    expected = loss_and_grads(backend, upstream, **inputs)
+    ids, original = as_ids(inputs["replaced"], dtype)
+    spread = torch.stack((ids, original), 1)  # of stride 2
+    for pair in ((ids, original), [original, ids], spread.unbind(1)):
+        got = loss_and_grads(backend, upstream, **inputs | {"replaced": pair})
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def assert_counts(counts, logit, replaced, mask) -> None:
+    """Told one by one."""
+    expected = dict.fromkeys(DetectionCounts._fields, 0)
+    for z, was, counted in zip(logit.tolist(), replaced.tolist(), mask.tolist(), strict=True):
+        if counted:
+            expected["true_positives"] += was and z > 0
+            expected["predicted_positives"] += z > 0
+            expected["positives"] += was
+            expected["correct"] += (z > 0) == was
+            expected["total"] += 1
+    assert {name: int(count) for name, count in counts._asdict().items()} == expected
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("masked", (False, True), ids=("all rows", "mask"))
+def test_counts_by_hand(device, backend, masked):
+    logit = [0.0, 1.0, -1.0, 2.0, -3.0, 0.0, 5.0, NAN]
+    replaced = [True, True, True, False, False, False, True, True]
+    rows = slice(None) if masked else slice(6)
+    inputs = dict(
+        input=torch.tensor(logit, device=device)[rows, None],
+        weight=torch.ones(1, device=device),
+        replaced=torch.tensor(replaced, device=device)[rows],
+        mask=torch.arange(8, device=device) < 6 if masked else None,
+    )
+    loss, counts = run(backend, **inputs, return_counts=True)
+    assert torch.equal(loss, run(backend, **inputs))
+    # A logit of exactly 0 is taken for an original.
+    assert [int(count) for count in counts] == [1, 2, 3, 3, 6]
+    assert isinstance(counts, DetectionCounts)
+    for count in counts:
+        assert count.dtype is torch.int64 and count.dim() == 0 and count.device == loss.device
+    ratios = (counts.accuracy, counts.precision, counts.recall)
+    assert all(ratio.dim() == 0 and ratio.dtype is torch.float32 for ratio in ratios)
+    torch.testing.assert_close(torch.stack(ratios).cpu(), torch.tensor([3 / 6, 1 / 2, 1 / 3]))
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize(
+    ("rows", "reduction"), ((1, "mean"), (65, "sum"), (65, "none"), (300, "mean"))
+)
+def test_counts_of_many_rows(device, backend, rows, reduction):
+    """Whole numbers, so that logits are exact and often 0."""
+    input = torch.randint(-1, 2, (rows, 5), device=device).float()
+    weight = torch.tensor([1.0, 2.0, 1.0, -2.0, 1.0], device=device)
+    replaced = torch.rand(rows, device=device) < 0.3
+    mask = torch.rand(rows, device=device) < 0.7
+    inputs = dict(input=input, weight=weight, mask=mask, reduction=reduction)
+    for labels in (replaced, as_ids(replaced, torch.int32)):
+        loss, counts = run(backend, **inputs, replaced=labels, return_counts=True)
+        assert_counts(counts, input @ weight, replaced, mask)
+        assert torch.equal(loss, run(backend, **inputs, replaced=labels))
+
+
+@pytest.mark.parametrize("wrong", ("masked rows", "ties"))
+def test_wrong_counts_are_caught(wrong):
+    logit = torch.tensor([0.0, 1.0, -1.0, 0.0])
+    replaced = torch.tensor([True, False, True, False])
+    mask = torch.tensor([True, True, True, False])
+    if wrong == "masked rows":
+        counts = ops.replaced_token_loss(
+            logit[:, None], torch.ones(1), replaced, return_counts=True
+        )[1]
+    else:
+        counts = ops.replaced_token_loss(
+            logit[:, None] + 1e-6, torch.ones(1), replaced, mask=mask, return_counts=True
+        )[1]
+    with pytest.raises(AssertionError):
+        assert_counts(counts, logit, replaced, mask)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("rows", (0, 9))
+def test_ratios_of_no_row_are_0(device, backend, rows):
+    inputs = first(make(device, rows))
+    mask = torch.zeros(rows, dtype=torch.bool, device=device)
+    _, counts = run(backend, **inputs, mask=mask, return_counts=True)
+    assert not any(counts)
+    assert not any((counts.accuracy, counts.precision, counts.recall))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_with_counts(device, backend):
+    inputs = first(random_mask(make(device)))
+    loss, _ = run(backend, **inputs, return_counts=True)
+    got = torch.autograd.grad(loss, [inputs[name] for name in WRT])
+    expected = loss_and_grads(backend, **inputs)[1:]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# --- numbers that are not finite, limits, layouts -------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -270,6 +446,8 @@ def planted(bug):
             bias = bias.detach() + 0 * bias
         if bug == "dropped weight gradient":
             weight = weight.detach() + 0 * weight
+        if bug == "weight gradient twice":
+            weight = 2 * weight - weight.detach()
         if bug == "ignored mask":
             mask = torch.ones_like(mask)
         if bug == "labels off by one":
@@ -297,6 +475,7 @@ def planted(bug):
         ("mean over all rows", "output"),
         ("dropped bias gradient", "gradient of bias"),
         ("dropped weight gradient", "gradient of weight"),
+        ("weight gradient twice", "gradient of weight"),
     ),
 )
 def test_planted_bugs_are_caught(bug, where, dtype):
@@ -307,55 +486,140 @@ def test_planted_bugs_are_caught(bug, where, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("gradient", "where"),
+    ((0, "gradient of input"), (1, "gradient of weight"), (2, "gradient of bias")),
+)
+def test_an_upstream_gradient_applied_twice_is_caught(
+    device, monkeypatch, backend, gradient, where
+):
+    """Planted in the backend's own backward."""
+    backends = OPS["replaced_token_loss"].backends
+    right = backends[backend]
+
+    def backward(grad_loss, *saved):
+        grads = list(right.backward(grad_loss, *saved))
+        grads[gradient] = grads[gradient] * grad_loss
+        return tuple(grads)
+
+    inputs = random_mask(make(device))
+    check(backend, inputs)
+    monkeypatch.setitem(backends, backend, dataclasses.replace(right, backward=backward))
+    with pytest.raises(BudgetExceeded, match=where):
+        check(backend, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ("mean", "none"))
 @DTYPES
-def test_repeats_bit_for_bit(device, backend, dtype):
-    inputs = random_mask(make(device, rows=257, width=64, dtype=dtype, problems=2))
+def test_repeats_bit_for_bit(device, backend, reduction, dtype):
+    inputs = random_mask(make(device, 65, 64, dtype, problems=2, reduction=reduction))
     assert_repeatable(each(functools.partial(run, backend)), inputs, wrt=WRT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("optional", (False, True), ids=("plain", "bias and mask"))
-def test_opcheck(device, backend, optional):
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("optional", (False, True), ids=("plain", "all options"))
+def test_opcheck(device, backend, optional, reduction):
     if backend == "torch" and device.type == "cuda":
         pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
     inputs = first(random_mask(make(device)))
     input, weight, replaced = inputs["input"], inputs["weight"], inputs["replaced"]
-    bias, mask = (inputs["bias"].reshape(()), inputs["mask"]) if optional else (None, None)
-    arguments = (input, weight, bias, replaced, mask, backend)
-    torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_fwd, arguments)
-    logit = torch.randn(63, device=device)
+    original = bias = mask = normalizer = None
+    if optional:
+        replaced, original = as_ids(replaced, torch.int64)
+        bias, mask = inputs["bias"].detach().reshape(()).requires_grad_(), inputs["mask"]
+        normalizer = torch.tensor(7, device=device) if reduction == "mean" else None
+    reduced = reduction != "none"
+    for sums in {False, reduced}:
+        labels = (bias, replaced, original, mask, normalizer, reduction, optional, sums, backend)
+        torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_fwd, (input, weight, *labels))
+    slope, scalar = torch.randn(63, device=device), torch.tensor(3.0, device=device)
+    weight_sum = torch.randn(40, device=device)
+    rows, weight = input.detach(), weight.detach()
     for need in ((True, True), (True, False), (False, True)):
-        tensors = (logit.expand(63), input.detach(), weight.detach(), logit, replaced, mask)
-        arguments = (*tensors, *need, backend)
-        torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_bwd, arguments)
+        if reduced:
+            saved = [(None, weight_sum), (rows, None)] if need[1] else [(None, None)]
+            saved = [(scalar, slope, scalar, weight, mask, *pair, scalar) for pair in saved]
+        else:
+            saved = [(slope.expand(63), slope, None, weight, mask, rows, None, None)]
+        for tensors in saved:
+            arguments = (*tensors, *need, backend)
+            torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_bwd, arguments)
 
 
 def test_compiles_without_graph_breaks_or_recompiles(device):
-    inputs = first(random_mask(make(device)))
-    count = torch._dynamo.testing.CompileCounter()
+    inputs = first(random_mask(make(device, return_counts=True)))
+    inputs["replaced"] = as_ids(inputs["replaced"], torch.int64)
+    count = CompileCounter()
     compiled = torch.compile(ops.replaced_token_loss, fullgraph=True, backend=count)
     for _ in range(3):
-        torch.testing.assert_close(compiled(**inputs), ops.replaced_token_loss(**inputs))
+        loss, counts = compiled(**inputs)
+        expected, expected_counts = ops.replaced_token_loss(**inputs)
+        torch.testing.assert_close(loss, expected)
+        assert isinstance(counts, DetectionCounts) and counts == expected_counts
     assert count.frame_count == 1
     with fastplm.use_backend("eager"):
         compiled(**inputs)
     assert count.frame_count == 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-def test_gradient_compiles_with_dynamic_shapes(device, reduction):
-    compiled = torch.compile(
-        ops.replaced_token_loss, fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for rows in (63, 20, 257):
+def test_gradient_compiles_with_dynamic_shapes(device, backend, reduction):
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (63, 20, 100):
         inputs = first(random_mask(make(device, rows, reduction=reduction)))
         results = []
-        for loss in (ops.replaced_token_loss, compiled):
-            out = loss(**inputs)
+        for loss in (run, compiled):
+            out = loss(backend, **inputs)
             upstream = torch.ones_like(out)
             results.append((out, *torch.autograd.grad(out, [inputs[n] for n in WRT], upstream)))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_the_forward_and_backward_fit_in_one_cuda_graph(reduction):
+    """Without waiting for the device; replayed on other rows, ids, masks and denominators."""
+    device = torch.device("cuda")
+
+    def call(denominator):
+        inputs = first(random_mask(make(device, 257, 768, torch.bfloat16, reduction=reduction)))
+        inputs["ids"], inputs["original"] = as_ids(inputs.pop("replaced"), torch.int64)
+        if reduction == "mean":
+            inputs["normalizer"] = torch.tensor(denominator, device=device)
+        return inputs
+
+    def step(ids, original, **inputs):
+        labels = dict(replaced=(ids, original), return_counts=True)
+        loss, counts = ops.replaced_token_loss(**inputs, **labels)
+        grads = torch.autograd.grad(loss, [inputs[n] for n in WRT], torch.ones_like(loss))
+        return (loss.detach(), *counts, *grads)
+
+    static = call(100.0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(**static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(**static)
+    for denominator in (50.0, 0.0):
+        other = call(denominator)
+        with torch.no_grad():
+            for name, value in other.items():
+                if isinstance(value, torch.Tensor):
+                    static[name].copy_(value)
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = step(**other)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def test_autocast_as_linear(device):
@@ -380,6 +644,9 @@ def test_float64_runs_on_the_cpu_default():
     )
 
 
+IDS = torch.zeros(63, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     (
@@ -392,6 +659,17 @@ def test_float64_runs_on_the_cpu_default():
         (dict(weight=torch.zeros(40).half()), TypeError, "`weight` got torch.float16"),
         (dict(replaced=torch.zeros(63)), TypeError, "`replaced` got torch.float32"),
         (dict(replaced=torch.zeros(62).bool()), ValueError, "`replaced` got shape (62,)"),
+        (dict(replaced=torch.zeros(63).long()), TypeError, "pass (ids, original_ids)"),
+        (dict(replaced=[True] * 63), ValueError, "`replaced` got a list of 63"),
+        (dict(replaced=(IDS,)), ValueError, "`replaced` got a tuple of 1"),
+        (dict(replaced=(IDS, IDS, IDS)), ValueError, "`replaced` got a tuple of 3"),
+        (dict(replaced=(IDS, None)), TypeError, "`replaced[1]` got a NoneType"),
+        (dict(replaced=(IDS, IDS[None])), ValueError, "`replaced[1]` got 2 dimensions"),
+        (dict(replaced=(IDS, IDS[1:])), ValueError, "`replaced[1]` got shape (62,)"),
+        (dict(replaced=(IDS[1:], IDS)), ValueError, "`replaced[0]` got shape (62,)"),
+        (dict(replaced=(IDS, IDS.int())), TypeError, "`replaced[1]` got torch.int32"),
+        (dict(replaced=(IDS > 0, IDS > 0)), TypeError, "`replaced[0]` got torch.bool"),
+        (dict(replaced=(IDS, IDS.to("meta"))), ValueError, "`replaced[1]` got device meta"),
         (dict(bias=0.5), TypeError, "`bias` got a float"),
         (dict(bias=torch.zeros(2)), ValueError, "`bias` got shape (2,)"),
         (dict(bias=torch.zeros(1).double()), TypeError, "`bias` got torch.float64"),
@@ -415,7 +693,8 @@ def test_the_fake_makes_the_same_checks():
     tensors = torch.zeros(63, 40, device="meta"), torch.zeros(41, device="meta")
     replaced = torch.zeros(63, dtype=torch.bool, device="meta")
     with pytest.raises(ValueError, match=r"`weight` got shape \(41,\)"):
-        torch.ops.fastplm.replaced_token_loss_fwd(*tensors, None, replaced, None, "torch")
+        options = (None, None, None, "mean", False, False, "torch")
+        torch.ops.fastplm.replaced_token_loss_fwd(*tensors, None, replaced, *options)
 
 
 def test_a_forced_backend_that_cannot_run_says_every_reason():

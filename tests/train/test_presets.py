@@ -56,6 +56,13 @@ def test_electra_sizes(arch, expected, generator):
     )
 
 
+def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():
+    for joint in ({"embedding_sharing": "all"}, {"embedding_sharing": "none", "stage": 1}):
+        config = configuration("electra-small", vocab_size=99, joint=joint)
+        assert config.generator.hidden_size == config.discriminator.hidden_size == 256
+        assert {name: getattr(config, name) for name in joint} == joint
+
+
 def test_every_preset_builds():
     for arch, preset in PRESETS.items():
         kind = BertForPreTraining if preset.family == "bert" else ElectraForJointPreTraining

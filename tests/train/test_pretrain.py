@@ -13,7 +13,8 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
-from fastplm.cli import main
+from fastplm.cli import _parser, main
+from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import pretrain as module
 from fastplm.train.trainer import last_checkpoint
@@ -90,6 +91,72 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
         check_error(output, out, truth, bases, FORWARD_FACTOR)
 
 
+@pytest.mark.parametrize(
+    ("options", "parts", "kind"),
+    [
+        (
+            {"electra_objective": "rtd_masked", "electra_sharing": "all"},
+            ["mlm_loss", "rtd_loss"],
+            "ElectraForPreTraining",
+        ),
+        (
+            {"electra_objective": "all_tokens_mlm"},
+            ["discriminator_mlm_loss", "mlm_loss"],
+            "ElectraForMaskedLM",
+        ),
+        ({"electra_generator": "unigram"}, ["rtd_loss"], "ElectraForPreTraining"),
+    ],
+    ids=str,
+)
+def test_electra_options(run, tmp_path, options, parts, kind):
+    out = tmp_path / "out"
+    metrics = run(out, arch="electra-tiny", **options)
+    recorded = json.loads((out / "run.json").read_text())
+    assert {name: recorded[name] for name in options} == options
+    for entry in metrics["history"]:
+        assert sorted(name for name in entry if name.endswith("_loss")) == parts
+    for name in ("loss", *parts):
+        assert metrics["history"][-1][name] < metrics["history"][0][name]
+        assert name == "loss" or 0 < metrics["held_out"][name] < 2 * metrics["history"][0][name]
+    assert ("words" in metrics["held_out"]) == ("rtd_loss" in parts)
+    assert (out / "generator").is_dir() == ("mlm_loss" in parts)
+    config = json.loads((out / "discriminator" / "config.json").read_text())
+    assert config["architectures"] == [kind]
+    assert getattr(transformers, kind).from_pretrained(out / "discriminator")
+
+
+def test_counts_of_a_unigram_generator(bert, arguments):
+    settings = vars(_parser().parse_args(arguments(bert)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert / "tokenizer")
+    store = tokenize(module.open_corpus(settings["corpus"]), tokenizer, settings["cache"])
+    counts = module.count_tokens(store, tokenizer)
+    tokens = torch.from_numpy(store.tokens.astype("int64"))
+    for token in range(len(tokenizer)):
+        special = token in tokenizer.all_special_ids
+        assert counts[token] == (0 if special else (tokens == token).sum())
+
+
+def test_two_stages(run, tmp_path):
+    out = tmp_path / "out"
+    options = {"arch": "electra-tiny", "two_stage": True, "steps": 9, "log_every": 3, "warmup": 2}
+    metrics = run(out, **options)
+    history = metrics["history"]
+    # Four steps of the generator, the last of which ends a window of the log, and five of the
+    # discriminator.
+    assert [entry["step"] for entry in history] == [1, 3, 4, 6, 9]
+    assert ["rtd_loss" in entry for entry in history] == [False, False, False, True, True]
+    assert history[2]["mlm_loss"] < history[0]["mlm_loss"]
+    assert history[4]["rtd_loss"] < history[3]["rtd_loss"]
+    for entry in history:  # one of the two losses, and not its weight of 50
+        part = torch.tensor(entry.get("rtd_loss", entry["mlm_loss"]))
+        check_error("loss", part, torch.tensor(entry["loss"]).double(), [part], FORWARD_FACTOR)
+    # Up in two steps and down to the end, twice.
+    factors = [0.0, 1.0, 1 / 2, 1 / 2, 1 / 3]
+    assert [entry["learning_rate"] for entry in history] == [1e-3 * factor for factor in factors]
+    assert json.loads((out / "run.json").read_text())["two_stage"] is True
+    assert transformers.ElectraForPreTraining.from_pretrained(out / "discriminator")
+
+
 def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
     metrics = run(
         tmp_path / "out",
@@ -151,6 +218,18 @@ def test_killed_and_resumed_gives_the_same_curve(run, arguments, command, tmp_pa
         torch.set_num_threads(threads)
     assert losses(parts) == losses(whole)
     assert scalars(tmp_path / "parts") == scalars(tmp_path / "whole")
+
+
+# The checkpoint resumed from is the last of the first stage, or lies in the second.
+@pytest.mark.parametrize(("steps", "at", "stage"), [(8, 4, 1), (9, 6, 2)])
+def test_two_stages_resumed_give_the_same_curve(run, tmp_path, steps, at, stage):
+    options = {"arch": "electra-tiny", "two_stage": True, "steps": steps, "save_every": at}
+    out = tmp_path / "out"
+    whole = run(out, **options)["history"]
+    config = json.loads((out / f"checkpoint-{at}" / "config.json").read_text())
+    assert config["stage"] == stage
+    shutil.rmtree(out / f"checkpoint-{steps}")
+    assert losses(run(out, resume=True, **options)["history"]) == losses(whole)
 
 
 @pytest.mark.slow
@@ -237,11 +316,19 @@ def run_to_its_end(words, environment):
     assert process.returncode == 0, output
 
 
-@pytest.mark.parametrize("arch", ["bert-tiny", "electra-tiny"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arch": "bert-tiny"},
+        {"arch": "electra-tiny"},
+        pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_two_processes_are_one_with_twice_the_batch(
-    arch, run, arguments, command, tmp_path, monkeypatch
+    options, run, arguments, command, tmp_path, monkeypatch
 ):
-    options = {"arch": arch, "dropout": 0, "steps": 4, "save_every": 100}
+    options = {**options, "dropout": 0, "steps": 4, "save_every": 100}
     one = run(tmp_path / "one", batch_size=8, **options)
     accumulated = run(tmp_path / "accumulated", gradient_accumulation=2, **options)
     (python, *fastplm), environment = command
@@ -354,6 +441,33 @@ def test_bad_tokenizer(arguments, tmp_path, capsys):
 )
 def test_bad_ranges(arguments, tmp_path, capsys, option, value):
     refused(capsys, arguments(tmp_path / "out", **{option: value}), option.split("_")[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"electra_objective": "mlm"}, ["electra-objective", "rtd_masked"]),
+        ({"electra_sharing": "some"}, ["electra-sharing", "embeddings"]),
+        ({"electra_generator": "bigram"}, ["electra-generator", "unigram"]),
+        ({"arch": "bert-tiny", "electra_objective": "replace_mlm"}, ["electra_objective"]),
+        ({"arch": "bert-tiny", "electra_sharing": "all"}, ["electra_sharing", "bert-tiny"]),
+        ({"arch": "bert-tiny", "two_stage": True}, ["two_stage", "bert-tiny"]),
+        ({"two_stage": True, "electra_generator": "unigram"}, ["electra_generator", "two-stage"]),
+        ({"two_stage": True, "electra_sharing": "embeddings"}, ["electra_sharing", "two-stage"]),
+        ({"two_stage": True, "steps": 1}, ["steps", "2 or more"]),
+        ({"two_stage": True, "steps": 8, "warmup": 5}, ["warmup", "0 to 4"]),
+    ],
+    ids=str,
+)
+def test_bad_electra_options(arguments, tmp_path, capsys, options, words):
+    options = {"arch": "electra-tiny", **options}
+    refused(capsys, arguments(tmp_path / "out", **options), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_with_other_electra_options(arguments, electra, capsys):
+    options = {"arch": "electra-tiny", "resume": True, "electra_objective": "rtd_masked"}
+    refused(capsys, arguments(electra, **options), "electra_objective", "expected rtd,")
 
 
 def test_a_subcommand_is_needed(capsys):

@@ -1,0 +1,7 @@
+"""The choices of ``ElectraJointConfig``, for those who need no model (and no Transformers)."""
+
+from __future__ import annotations
+
+OBJECTIVES = ("rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm")
+SHARINGS = ("none", "embeddings", "all")
+GENERATORS = ("model", "unigram")

@@ -1,0 +1,681 @@
+"""ELECTRA's pre-training: generator and discriminator in one model, with the paper's ablations."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import ElectraConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from fastplm import ops
+from fastplm._checks import INTEGER, check, check_choice, check_dtype, check_shape, check_tensor
+from fastplm.models._base import FastplmModel, check_input_ids, tied_inputs, values_are_known
+from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
+from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
+from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labelled_positions
+from fastplm.nn.rtd_head import rtd_loss
+from fastplm.reference._reduce import reduce_loss
+from fastplm.reference.philox import Stream, draw, uniform
+
+_WHERE = "ElectraForJointPreTraining"
+_EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+# What two models must have in common to share embeddings, and all of their weights.
+_EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
+_ENCODER_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+)
+
+
+class ElectraJointConfig(PreTrainedConfig):
+    """Configuration of ``ElectraForJointPreTraining``: two ELECTRAs and the objective.
+
+    Below, x is the original text, m the positions chosen for prediction, x' the text whose tokens
+    at m are replaced by the generator's draws. A draw that equals the original token is original.
+
+    Args:
+        generator, discriminator: ``ElectraConfig`` (or its dict); equal in vocabulary, and in
+            whatever they share.
+        discriminator_weight: lambda, the factor of the discriminator's loss; by default the paper's
+            50 where it is a detection loss, and 1 where it is a cross-entropy over the vocabulary,
+            as the generator's is (the paper names no value there).
+        temperature: of the softmax that replacements are drawn from.
+        sampling_seed: of the replacements.
+        embedding_sharing: "embeddings" (default): one set of token, position and token-type
+            embeddings, of the discriminator's embedding size (§3.2, Weight Sharing) | "none" |
+            "all": one encoder; needs equal sizes; the heads stay each model's own.
+        objective: what the discriminator learns from x'.
+
+            - "rtd" (default): whether each token is replaced, over all tokens (§2).
+            - "rtd_masked": the same over m alone ("ELECTRA 15%", §3.4).
+            - "replace_mlm": the original token at m, by an MLM head ("Replace MLM", §3.4).
+            - "all_tokens_mlm": the original token everywhere, by an MLM head with a copy mechanism
+              ("All-Tokens MLM", §3.4): a sigmoid gives each token a probability D of a copy, and
+              ``p(w) = D 1[w = x'_t] + (1 - D) softmax(w)``.
+        generator_type: "model" (default) | "unigram": replacements are drawn by their frequency in
+            the corpus (§3.2, Smaller Generators), given to ``set_token_counts``; there is no
+            generator network and no generator loss.
+        stage: None (default): both losses at once | 1: the generator's loss alone | 2: the
+            discriminator's alone, with the generator frozen: the two-stage training of §3.2
+            (Training Algorithms). ``start_second_stage`` leads from 1 to 2; needs equal sizes and
+            ``embedding_sharing="none"``.
+
+    ``ElectraJointConfig.from_discriminator`` derives the generator.
+
+    Raises:
+        ArgumentValueError: a choice that does not exist, or choices that exclude each other.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555).
+    """
+
+    model_type = "fastplm-electra-joint"
+    sub_configs = {"generator": ElectraConfig, "discriminator": ElectraConfig}
+
+    generator: ElectraConfig | dict | None = None
+    discriminator: ElectraConfig | dict | None = None
+    discriminator_weight: float | None = None
+    temperature: float = 1.0
+    sampling_seed: int = 0
+    embedding_sharing: str = "embeddings"
+    objective: str = "rtd"
+    generator_type: str = "model"
+    stage: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("generator", "discriminator"):
+            value = getattr(self, name)
+            if not isinstance(value, PreTrainedConfig):
+                setattr(self, name, ElectraConfig(**(value or {})))
+        self.check_options()
+        if self.discriminator_weight is None:
+            self.discriminator_weight = 50.0 if self.detects else 1.0
+        super().__post_init__(**kwargs)
+
+    @property
+    def detects(self) -> bool:
+        """Whether the discriminator tells replaced tokens, instead of predicting original ones."""
+        return self.objective.startswith("rtd")
+
+    def check_options(self) -> None:
+        """Raise unless the options exist and go together."""
+        where = "ElectraJointConfig"
+        check_choice(where, "embedding_sharing", self.embedding_sharing, SHARINGS)
+        check_choice(where, "objective", self.objective, OBJECTIVES)
+        check_choice(where, "generator_type", self.generator_type, GENERATORS)
+        check(self.stage in (None, 1, 2), where, "stage", self.stage, "None, 1 or 2", "Choose one.")
+        check(self.temperature > 0, where, "temperature", self.temperature, "over 0", "Raise it.")
+        if self.generator_type == "unigram":
+            check(
+                self.stage is None,
+                where,
+                "stage",
+                f"{self.stage} with a unigram generator",
+                "None, as there is no generator to train first",
+                "Leave it out, or use generator_type='model'.",
+            )
+            return
+        check(
+            self.stage is None or self.embedding_sharing == "none",
+            where,
+            "embedding_sharing",
+            f"{self.embedding_sharing!r} with stage={self.stage}",
+            "'none', as the second stage trains one model and leaves the other as it is",
+            "Set embedding_sharing='none' for two-stage training.",
+        )
+        equal: tuple[str, ...] = ("vocab_size",)
+        if self.embedding_sharing != "none":
+            equal = _EMBEDDING_SIZES
+        if self.embedding_sharing == "all" or self.stage is not None:
+            equal = _EMBEDDING_SIZES + _ENCODER_SIZES
+        for name in equal:
+            wanted = getattr(self.discriminator, name)
+            check(
+                getattr(self.generator, name) == wanted,
+                where,
+                f"generator.{name}",
+                getattr(self.generator, name),
+                f"{wanted}, that of the discriminator",
+                "Derive the generator with ElectraJointConfig.from_discriminator (with "
+                "generator_size=1 to share all weights, or to hand them over).",
+            )
+
+    @classmethod
+    def from_discriminator(
+        cls, discriminator: ElectraConfig, *, generator_size: float = 0.25, **kwargs: Any
+    ) -> ElectraJointConfig:
+        """The generator is the discriminator, narrower: ELECTRA §3.2.
+
+        Args:
+            discriminator: its configuration.
+            generator_size: width of the generator as a fraction of the discriminator's, in (0, 1];
+                the paper finds 1/4 to 1/2 best. Hidden size and heads shrink together, so that the
+                size of a head stays; depth and embedding size stay.
+            kwargs: fields of ``ElectraJointConfig``.
+
+        Raises:
+            ArgumentValueError: ``generator_size`` outside (0, 1].
+        """
+        check(
+            0 < generator_size <= 1,
+            "ElectraJointConfig",
+            "generator_size",
+            generator_size,
+            "a fraction in (0, 1]",
+            "The paper uses 0.25 (small, large) and 0.333 (base).",
+        )
+        head_dim = discriminator.hidden_size // discriminator.num_attention_heads
+        heads = max(1, round(discriminator.num_attention_heads * generator_size))
+        ratio = discriminator.intermediate_size / discriminator.hidden_size
+        fields = discriminator.to_dict()
+        fields.update(
+            hidden_size=heads * head_dim,
+            num_attention_heads=heads,
+            intermediate_size=round(heads * head_dim * ratio),
+        )
+        return cls(
+            generator=ElectraConfig(**fields),
+            discriminator=ElectraConfig(**discriminator.to_dict()),
+            **kwargs,
+        )
+
+
+@dataclass
+class ElectraJointOutput(ModelOutput):
+    """Output of ``ElectraForJointPreTraining``; None where the objective or stage has no such part.
+
+    Args:
+        loss: what is trained on, 0-d.
+        mlm_loss: the generator's, 0-d, detached.
+        rtd_loss, discriminator_mlm_loss: the discriminator's, by its objective, 0-d, detached.
+        true_positives: int64 0-d, tokens that are replaced and taken for replaced.
+        predicted_positives: int64 0-d, tokens taken for replaced (probability over one half).
+        positives: int64 0-d, tokens that are replaced.
+        correct: int64 0-d, tokens judged rightly.
+        total: int64 0-d, tokens judged: those of the detection loss.
+        replaced_ids: int64 [B, T], what the discriminator saw, if asked for.
+    """
+
+    loss: Tensor | None = None
+    mlm_loss: Tensor | None = None
+    rtd_loss: Tensor | None = None
+    discriminator_mlm_loss: Tensor | None = None
+    true_positives: Tensor | None = None
+    predicted_positives: Tensor | None = None
+    positives: Tensor | None = None
+    correct: Tensor | None = None
+    total: Tensor | None = None
+    replaced_ids: Tensor | None = None
+
+
+class _Replaced(NamedTuple):
+    """A batch as the discriminator sees it.
+
+    Args:
+        ids: int64 [B, T], with replacements.
+        originals: int64 [B, T].
+        seen: bool [B, T], False = padding.
+        positions: int64 [P], flat; -1 in unused slots.
+        targets: int64 [P], the labels there; -100 in unused slots.
+        sampled: int64 [P], the replacements there; -1 in unused slots.
+        per_label, per_token: 0-d, the denominators of means; None = those of this batch.
+    """
+
+    ids: Tensor
+    originals: Tensor
+    seen: Tensor
+    positions: Tensor
+    targets: Tensor
+    sampled: Tensor
+    per_label: Tensor | None
+    per_token: Tensor | None
+
+
+class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
+    """ELECTRA's pre-training: a generator fills masked tokens, a discriminator finds the fillings.
+
+    ``loss = L_MLM(generator) + discriminator_weight * L_Disc(discriminator)``, where a masked token
+    is replaced by one draw from the generator's softmax, through which no gradient flows, and where
+    a draw that equals the original token counts as original. Where the generator is not trained (a
+    unigram generator, the second stage) ``loss = L_Disc``; in the first stage ``loss = L_MLM``.
+
+    ``ElectraJointConfig`` says what L_Disc is, which weights the two share, and in which stage of a
+    two-stage training the model is. With stages, DistributedDataParallel has to be told of unused
+    parameters (``ddp_find_unused_parameters=True``).
+
+    Attributes:
+        generator: ``ElectraForMaskedLM``; None if it is a unigram generator.
+        discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` where the objective is
+            to predict tokens.
+        copy_head: of objective "all_tokens_mlm", ``nn.Linear`` from a hidden state to D's logit.
+        token_counts: int64 [V], of a unigram generator.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2, §3.2 and §3.4.
+    """
+
+    config_class = ElectraJointConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    # Either of two classes, by the objective; mypy takes what is not declared for a tensor.
+    discriminator: Any
+    token_counts: Tensor
+
+    def __init__(self, config: ElectraJointConfig) -> None:
+        super().__init__(config)
+        chosen: Any = self.config  # with the attention that the parts inherit
+        chosen.check_options()
+        self.generator: ElectraForMaskedLM | None = None
+        if chosen.generator_type == "model":
+            self.generator = ElectraForMaskedLM(chosen.generator)
+        else:
+            counts = torch.zeros(chosen.discriminator.vocab_size, dtype=torch.int64)
+            self.register_buffer("token_counts", counts)
+        kind = ElectraForPreTraining if chosen.detects else ElectraForMaskedLM
+        self.discriminator = kind(chosen.discriminator)
+        if chosen.objective == "all_tokens_mlm":
+            self.copy_head = nn.Linear(chosen.discriminator.hidden_size, 1)
+        self._tied_weights_keys = self._shared_weights()
+        self.post_init()
+
+    def _shared_weights(self) -> dict[str, str]:
+        """The generator's parameters by name, and which of the discriminator's each one is."""
+        if self.generator is None or self.config.embedding_sharing == "none":
+            return {}
+        names = [f"embeddings.{table}.weight" for table in _EMBEDDINGS]
+        if self.config.embedding_sharing == "all":
+            names = [name for name, _ in self.discriminator.electra.named_parameters()]
+        return {f"generator.electra.{name}": f"discriminator.electra.{name}" for name in names}
+
+    # --- parts, and what is saved ---
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.discriminator.get_input_embeddings()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        for part in (self.generator, self.discriminator):
+            if part is not None:
+                part.resize_token_embeddings(*args, **kwargs)
+        embeddings: Any = self.get_input_embeddings()
+        for sizes in (self.config.generator, self.config.discriminator):
+            sizes.vocab_size = embeddings.num_embeddings
+        if self.generator is None:
+            grown = embeddings.num_embeddings - len(self.token_counts)
+            self.token_counts = F.pad(self.token_counts, (0, grown))
+        self.tie_weights()
+        return embeddings
+
+    def save_discriminator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write the discriminator alone, as ``transformers.ElectraForPreTraining`` loads it, or
+        ``transformers.ElectraForMaskedLM`` where its objective is to predict tokens."""
+        self.discriminator.save_pretrained(save_directory, **kwargs)
+
+    def save_generator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write the generator alone, as ``transformers.ElectraForMaskedLM`` loads it.
+
+        Raises:
+            ArgumentValueError: it is a unigram generator.
+        """
+        check(
+            self.generator is not None,
+            _WHERE,
+            "save_generator",
+            "a unigram generator",
+            "generator_type='model'",
+            "Save the discriminator alone.",
+        )
+        self.generator.save_pretrained(save_directory, **kwargs)  # type: ignore[union-attr]
+
+    def set_token_counts(self, counts: Tensor) -> None:
+        """Give a unigram generator the corpus' frequencies; they are saved with the model.
+
+        Nothing is added to them: a token that was counted 0 times is never drawn.
+
+        Args:
+            counts: int64 [V], 0 or more, not all 0. Leave out the tokens that are never chosen for
+                prediction ([CLS], [SEP], [MASK], padding).
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: counts that do not fit, or another generator.
+        """
+        where = "set_token_counts"
+        check(
+            self.generator is None,
+            where,
+            "generator_type",
+            "'model'",
+            "'unigram'",
+            "Only a unigram generator draws by frequency.",
+        )
+        check_tensor(where, "counts", counts)
+        check_dtype(where, "counts", counts, (torch.int64,))
+        check_shape(where, "counts", counts, self.token_counts.shape, "[V]")
+        check(
+            bool((counts >= 0).all() and counts.sum() > 0),
+            where,
+            "counts",
+            "a negative count, or none over 0",
+            "0 or more for each token, and more for some",
+            "Count the tokens of the corpus with torch.bincount.",
+        )
+        self.token_counts.copy_(counts)
+
+    @torch.no_grad()
+    def start_second_stage(self) -> None:
+        """From the generator's training to the discriminator's, which begins with its weights.
+
+        Copies the encoder, embeddings included; the discriminator's head stays as initialised. From
+        here on the generator runs without gradient. The state is kept in ``config.stage``: a model
+        that is loaded goes on in its stage.
+
+        Raises:
+            ArgumentValueError: the model is not in the first stage.
+        """
+        check(
+            self.config.stage == 1,
+            "start_second_stage",
+            "config.stage",
+            self.config.stage,
+            "1",
+            "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none').",
+        )
+        assert self.generator is not None
+        self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
+        self.zero_grad()
+        self.config.stage = 2
+
+    # --- the loss ---
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor = None,  # type: ignore[assignment]
+        masked_positions: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        num_tokens_in_batch: int | Tensor | None = None,
+        output_replaced_ids: bool = False,
+        **kwargs: Any,
+    ) -> ElectraJointOutput:
+        """The losses of a masked batch.
+
+        Args:
+            input_ids: int64 [B, T], with masked (or otherwise corrupted) tokens.
+            attention_mask: bool or integer [B, T], 1 = token, 0 = padding; what is padding has no
+                label.
+            token_type_ids: int64 [B, T].
+            labels: int64 [B, T], the original token where it was chosen for prediction, else -100;
+                or, beside ``masked_positions``, int64 [P], those of the slots (as
+                ``ops.mask_tokens`` gives them).
+            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
+                shapes of the head, for compiled models and CUDA. Without it they are found.
+            sample_index: int64 [B], the samples' places in the training stream. The replacements
+                are a pure function of (``config.sampling_seed``, sample index, position) and of the
+                generator's logits. Without it, one is drawn from torch's generator.
+            num_items_in_batch: what the sum of the losses over labels is divided by: the number of
+                labels of all batches that gradients are accumulated over. Default: of this batch.
+            num_tokens_in_batch: likewise for losses over all tokens. Without it, but with
+                ``num_items_in_batch``, the mean is weighted by this batch's share of the labels.
+            output_replaced_ids: return what the discriminator saw.
+            kwargs: passed on to both models.
+
+        Returns:
+            ``ElectraJointOutput``. Nothing in it was copied to the host.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: no labels, or shapes, dtypes or (on the CPU) ids
+                that do not fit.
+        """
+        config = self.config
+        check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
+        labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
+        place = _places(input_ids, positions, sample_index)
+        encoder_arguments = {
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "return_dict": True,
+            **kwargs,
+        }
+        per_label = as_normalizer(num_items_in_batch, input_ids.device)
+
+        if self.generator is None:
+            mlm_loss, sampled = None, self._draw_by_frequency(targets, place)
+        else:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
+                decoder = self.generator.generator_lm_head
+                inputs, weight = tied_inputs(self.generator, decoder, input_ids, None, labels)
+                hidden = self.generator.electra(**inputs, **encoder_arguments).last_hidden_state
+                rows = ops.gather_rows(hidden.flatten(0, -2), positions)
+                mlm_loss, sampled = self._fill(rows, weight, targets, place, per_label)
+        generated = None if mlm_loss is None else mlm_loss.detach()
+        if config.stage == 1:
+            return ElectraJointOutput(loss=mlm_loss, mlm_loss=generated)
+
+        originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
+        seen = _seen(input_ids, attention_mask)
+        replaced = _Replaced(
+            ids=_write(originals, positions, sampled),
+            originals=originals,
+            seen=seen,
+            positions=positions,
+            targets=targets,
+            sampled=sampled,
+            per_label=per_label,
+            per_token=_per_token(num_tokens_in_batch, num_items_in_batch, labels, seen),
+        )
+        hidden = self.discriminator.electra(replaced.ids, **encoder_arguments).last_hidden_state
+        judge = getattr(self, f"_{config.objective}")
+        loss, parts = judge(hidden, replaced)
+        if mlm_loss is not None and config.stage is None:
+            loss = mlm_loss + config.discriminator_weight * loss
+        return ElectraJointOutput(
+            loss=loss,
+            mlm_loss=generated,
+            replaced_ids=replaced.ids if output_replaced_ids else None,
+            **parts,
+        )
+
+    def _fill(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        place: tuple[Tensor, Tensor],
+        normalizer: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The generator's loss and one draw from its softmax for each slot, in one pass: §2."""
+        assert self.generator is not None
+        sample_index, position = place
+        return ops.linear_cross_entropy_with_sample(
+            self.generator.generator_predictions(rows),
+            weight,
+            targets,
+            linear_bias=self.generator.generator_lm_head.bias,
+            normalizer=normalizer,
+            temperature=self.config.temperature,
+            seed=self.config.sampling_seed,
+            sample_index=sample_index,
+            position=position,
+        )
+
+    def _draw_by_frequency(self, targets: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
+        """One token for each slot by its frequency in the corpus, the unigram generator of §3.2.
+
+        In integers, so the same on every device: token v where the running sum of counts first
+        exceeds ``floor(u * total)``, with the uniform number that the model would draw by.
+        """
+        sample_index, position = place
+        word, *_ = draw(
+            self.config.sampling_seed, Stream.SAMPLE, sample_index=sample_index, position=position
+        )
+        if values_are_known(self.token_counts):
+            check(
+                bool(self.token_counts.any()),
+                _WHERE,
+                "token_counts",
+                "no counts",
+                "the frequencies of the tokens in the corpus",
+                "Call set_token_counts first.",
+            )
+        reached = self.token_counts.cumsum(0)
+        level = (uniform(word) * reached[-1]).long()
+        return torch.searchsorted(reached, level, right=True).masked_fill(
+            targets == IGNORE_INDEX, -1
+        )
+
+    # --- the discriminator's loss, by objective: the loss, and what to report of it ---
+
+    def _rtd(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+        """Detection over all tokens: §2, L_Disc."""
+        return self._detect(hidden, (batch.ids, batch.originals), batch.seen, batch.per_token)
+
+    def _rtd_masked(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+        """Detection over the positions chosen: §3.4, ELECTRA 15%."""
+        rows = ops.gather_rows(hidden.flatten(0, -2), batch.positions)
+        chosen = batch.targets != IGNORE_INDEX
+        return self._detect(rows, (batch.sampled, batch.targets), chosen, batch.per_label)
+
+    def _detect(
+        self,
+        hidden: Tensor,
+        ids: tuple[Tensor, Tensor],
+        judged: Tensor,
+        normalizer: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Whether the first ids are the second, and how many answers are right, in one pass."""
+        loss, counts = rtd_loss(
+            self.discriminator.features(hidden),
+            ids,
+            self.discriminator.discriminator_predictions.dense_prediction,
+            judged,
+            normalizer=normalizer,
+            return_counts=True,
+            where=_WHERE,
+        )
+        return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
+
+    def _replace_mlm(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+        """The original tokens at the positions chosen: §3.4, Replace MLM."""
+        rows = ops.gather_rows(hidden.flatten(0, -2), batch.positions)
+        decoder = self.discriminator.generator_lm_head
+        loss = ops.linear_cross_entropy(
+            self.discriminator.generator_predictions(rows),
+            decoder.weight,
+            batch.targets,
+            linear_bias=decoder.bias,
+            normalizer=batch.per_label,
+        )
+        return loss, {"discriminator_mlm_loss": loss.detach()}
+
+    def _all_tokens_mlm(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+        """The original tokens everywhere, copied or predicted: §3.4, All-Tokens MLM.
+
+        ``-log(D 1[x = x'] + (1 - D) softmax(x))``, in logarithms, so that neither a certain copy
+        nor an unlikely token underflows.
+        """
+        rows, seen = hidden.flatten(0, -2), batch.seen.flatten()
+        decoder = self.discriminator.generator_lm_head
+        nll = ops.linear_cross_entropy(
+            self.discriminator.generator_predictions(rows),
+            decoder.weight,
+            batch.originals.flatten().masked_fill(~seen, IGNORE_INDEX),
+            linear_bias=decoder.bias,
+            reduction="none",
+        )
+        copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
+        predicted = F.logsigmoid(-copy) - nll
+        either = torch.logaddexp(F.logsigmoid(copy), predicted)
+        kept = (batch.ids == batch.originals).flatten()
+        losses = torch.where(kept, either, predicted).neg().masked_fill(~seen, 0.0)
+        loss = reduce_loss(losses, seen, "mean", batch.per_token)
+        return loss, {"discriminator_mlm_loss": loss.detach()}
+
+
+def _per_token(
+    num_tokens: int | Tensor | None, num_items: int | Tensor | None, labels: Tensor, seen: Tensor
+) -> Tensor | None:
+    """The denominator of a mean over tokens; without their number, what weights the mean by the
+    batch's share of the labels; without either None, the number of tokens of this batch."""
+    if num_tokens is not None or num_items is None:
+        return as_normalizer(num_tokens, labels.device)
+    # Infinite without a label: then the share is 0, and so is the loss.
+    return seen.sum().clamp(min=1) / batch_share(labels, num_items)
+
+
+def _seen(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Which tokens are not padding: bool [B, T]."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    check_tensor(_WHERE, "attention_mask", attention_mask)
+    check_shape(_WHERE, "attention_mask", attention_mask, input_ids.shape, "[B, T]")
+    return attention_mask.bool()
+
+
+def _labels(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    masked_positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels int64 [B, T] with -100 in padding, the positions [P] of them, and they again [P]."""
+    check_tensor(_WHERE, "labels", labels)
+    check_dtype(_WHERE, "labels", labels, INTEGER)
+    if masked_positions is not None:
+        check_tensor(_WHERE, "masked_positions", masked_positions, ndim=1)
+        check_dtype(_WHERE, "masked_positions", masked_positions, (torch.int64,))
+        if labels.dim() == 1:
+            check_shape(_WHERE, "labels", labels, masked_positions.shape, "[P] or [B, T]")
+            nothing = torch.full_like(input_ids, IGNORE_INDEX)
+            labels = _write(nothing, masked_positions, labels)
+    check_shape(
+        _WHERE,
+        "labels",
+        labels,
+        input_ids.shape,
+        "one label a token",
+        "Use -100 where there is none.",
+    )
+    labels = labels.long().masked_fill(~_seen(input_ids, attention_mask), IGNORE_INDEX)
+    positions = labelled_positions(labels) if masked_positions is None else masked_positions
+    # One spare entry, so that position -1 reads "no label".
+    targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]
+    return labels, positions, targets
+
+
+def _places(
+    input_ids: Tensor, positions: Tensor, sample_index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sample index and the position in its sample of each slot, both int64 [P]."""
+    batch, length = input_ids.shape
+    if sample_index is None:
+        sample_index = torch.randint(1 << 62, (batch,), device=input_ids.device)
+    check_tensor(_WHERE, "sample_index", sample_index, ndim=1)
+    check_dtype(_WHERE, "sample_index", sample_index, (torch.int64,))
+    check_shape(_WHERE, "sample_index", sample_index, (batch,), "[B]")
+    used = positions.clamp(min=0)
+    return sample_index[used // length], used % length
+
+
+def _write(ids: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    """``ids`` [B, T] with ``values`` [P] at flat ``positions`` [P]; what is negative, position or
+    value, is written nowhere."""
+    # A spare entry at the end takes what belongs nowhere: index -1.
+    flat = torch.cat((ids.flatten(), ids.new_zeros(1)))
+    slots = positions.masked_fill((positions < 0) | (values < 0), ids.numel())
+    return flat.scatter(0, slots, values.to(ids.dtype))[:-1].view_as(ids)

@@ -1,0 +1,392 @@
+"""The CPU's backend of ``ops.linear_cross_entropy``: stock matrix products on the rows that count.
+
+Two data flows, chosen by the caller through ``keep_logits``:
+
+Kept logits: one product makes the logits of all rows, in the tensor that leaves the forward; there,
+a block of rows at a time, they become the gradient of the logits at grad_loss = 1. The backward is
+two products, with the upstream gradients on the rows of X.
+
+Recompute: chunks of the vocabulary, not of rows: each row of the weight is read once and its
+gradient is written once, from one product over all rows, so it needs no accumulator of its size.
+The backward computes the logits of each chunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastplm.reference.linear_cross_entropy import uniform_level
+
+if TYPE_CHECKING:
+    from fastplm.ops.linear_cross_entropy import _Backward, _Forward
+
+_CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
+_CHUNK_COLUMNS = 512  # at least, or the products of a chunk get too narrow
+
+
+def torch_forward(
+    call: _Forward,
+    loss: Tensor,
+    log_probability: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    argmax: Tensor,
+    sample: Tensor,
+    grad_logits: Tensor,
+) -> None:
+    """Write the outputs of ``fastplm::linear_cross_entropy_fwd``."""
+    for output in (loss, log_probability, row_max, row_sum):
+        output.zero_()
+    argmax.fill_(-1)
+    sample.fill_(-1)
+    rows = _cpu_positions(call.target != call.ignore_index)
+    if rows.numel() == 0:
+        return
+    statistics = _Statistics(call, rows)
+    if call.keep_logits:
+        _keep_logits(call, rows, statistics, grad_logits)
+    else:
+        _stream_logits(call, rows, statistics)
+    loss[rows] = statistics.loss(call)
+    log_probability[rows] = statistics.log_probability()
+    row_max[rows], row_sum[rows] = statistics.m_i, statistics.l_i
+    if call.need_argmax:
+        argmax[rows] = statistics.argmax
+    if call.seed is not None:
+        sample[rows] = statistics.sample
+
+
+def torch_backward(
+    call: _Backward, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+) -> None:
+    """Write the outputs of ``fastplm::linear_cross_entropy_bwd``."""
+    grad_input.zero_()
+    rows = _cpu_positions(call.target != call.ignore_index)
+    if rows.numel() == 0:
+        grad_weight.zero_()
+        grad_bias.zero_()
+    elif call.grad_logits.numel():
+        _backward_of_kept(call, rows, grad_input, grad_weight, grad_bias)
+    else:
+        _backward_of_recomputed(call, rows, grad_input, grad_weight, grad_bias)
+
+
+class _Statistics:
+    """What a forward finds out about the rows that count, each [rows]."""
+
+    def __init__(self, call: _Forward, rows: Tensor) -> None:
+        count = rows.shape[0]
+        values = call.input.new_empty(4, count, dtype=_wide(call.input))
+        self.m_i, self.l_i, self.picked, self.mean = values  # the last two relative to m_i
+        self.argmax, self.sample = rows.new_zeros(2, count)
+        self.level = rows.new_empty(0)
+        if call.seed is not None:
+            level = uniform_level(
+                call.seed,
+                call.input.shape[0],
+                call.sample_index,
+                call.position,
+                call.input.device,
+            )
+            self.level = level[rows]
+
+    def log_probability(self) -> Tensor:
+        return self.picked - self.l_i.log()
+
+    def loss(self, call: _Forward) -> Tensor:
+        log_sum = self.l_i.log()
+        loss = log_sum - self.picked
+        if call.label_smoothing:
+            loss = (1 - call.label_smoothing) * loss
+            loss += call.label_smoothing * (log_sum - self.mean)
+        return loss
+
+
+# --- kept logits ----------------------------------------------------------------------------------
+
+
+def _keep_logits(
+    call: _Forward, rows: Tensor, statistics: _Statistics, grad_logits: Tensor
+) -> None:
+    compact = call.input[rows].to(_gemm_dtype(call.input))
+    logits = _kept(grad_logits, rows.shape[0], call.linear_weight.shape[0])
+    _product(compact, call.linear_weight, call.linear_bias, logits)
+    target = call.target[rows, None]
+    for here in _row_blocks(*logits.shape):
+        kept = logits[here]
+        z = kept if kept.dtype is _wide(kept) else kept.to(_wide(kept))
+        p = _row_block(call, z, target[here], statistics, here)
+        grad_target = _grad_target(statistics.log_probability()[here], call, z.shape[1])
+        p.mul_(statistics.l_i[here, None].reciprocal())
+        if call.label_smoothing:
+            p.sub_(call.label_smoothing / z.shape[1])
+        p.scatter_(1, target[here], grad_target[:, None])
+        if p is not kept:
+            kept.copy_(p)
+
+
+def _row_block(
+    call: _Forward, z: Tensor, target: Tensor, statistics: _Statistics, here: slice
+) -> Tensor:
+    """Statistics of whole rows of logits, which become exp(z - m), in place."""
+    if call.need_argmax:
+        m_i, statistics.argmax[here] = z.max(1)
+    else:
+        m_i = z.amax(1)
+    z.sub_(m_i[:, None])
+    statistics.m_i[here] = m_i
+    statistics.picked[here] = z.gather(1, target).squeeze(1)
+    if call.label_smoothing:
+        statistics.mean[here] = z.mean(1)
+    weights = None
+    if call.seed is not None and call.temperature != 1.0:
+        weights = (z / call.temperature).exp_()
+    z.exp_()
+    statistics.l_i[here] = z.sum(1)
+    if call.seed is not None:
+        weights = z if weights is None else weights
+        statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
+    return z
+
+
+def _backward_of_kept(
+    call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+) -> None:
+    vocab = call.linear_weight.shape[0]
+    dtype = _gemm_dtype(call.input)
+    grad_logits = _kept(call.grad_logits, rows.shape[0], vocab).to(dtype)
+    grad_loss = call.grad_loss[rows]
+    if call.need_input:
+        grad_rows = grad_logits @ call.linear_weight.to(dtype)
+        grad_input[rows] = (grad_rows * grad_loss[:, None]).to(grad_input.dtype)
+    # The gradient of a mean is one number: off the rows it comes, which then take no rounding.
+    scale = grad_loss.abs().amax()
+    share = grad_loss / scale.masked_fill(scale == 0, 1.0)
+    if call.need_weight:
+        compact = (call.input[rows] * share[:, None]).to(dtype)
+        _mm_into(grad_weight, grad_logits.t(), compact)
+        grad_weight.mul_(scale)
+    if call.need_bias:
+        total = grad_loss.new_zeros(vocab)
+        for here in _row_blocks(*grad_logits.shape):
+            total += grad_loss[here] @ grad_logits[here].to(total.dtype)
+        grad_bias.copy_(total)
+
+
+def _kept(grad_logits: Tensor, count: int, vocab: int) -> Tensor:
+    """The kept logits of the rows that count, without gaps: [count, V]."""
+    return grad_logits.view(-1)[: count * vocab].view(count, vocab)
+
+
+def _row_blocks(count: int, vocab: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocab)
+    for start in range(0, count, size):
+        yield slice(start, start + size)
+
+
+# --- recompute ------------------------------------------------------------------------------------
+
+
+def _stream_logits(call: _Forward, rows: Tensor, statistics: _Statistics) -> None:
+    compact, target = call.input[rows].to(_gemm_dtype(call.input)), call.target[rows]
+    vocab = call.linear_weight.shape[0]
+    picked = statistics.picked
+    maxima, sums, means, sampled_sums, likeliest = [], [], [], [], []
+    for start, _, logits, _ in _logit_chunks(compact, call.linear_weight, call.linear_bias):
+        column, inside = _locate(target, start, logits)
+        picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
+        if call.need_argmax:
+            m_c, index = logits.max(1)
+            likeliest.append(index + start)
+        else:
+            m_c = logits.amax(1)
+        maxima.append(m_c)
+        # -inf - -inf is NaN: a row with nothing in this chunk keeps a reference point of 0.
+        logits.sub_(_pivot(m_c)[:, None])
+        if call.label_smoothing:
+            means.append(logits.sum(1) / vocab)
+        if call.seed is not None and call.temperature != 1.0:
+            sampled_sums.append((logits / call.temperature).exp_().sum(1))
+        sums.append(logits.exp_().sum(1))
+    m_c, l_c = torch.stack(maxima), torch.stack(sums)  # [chunks, rows]
+    statistics.m_i, best = m_c.max(0)
+    statistics.l_i = ((m_c - statistics.m_i).exp() * l_c).sum(0)
+    statistics.picked = picked - statistics.m_i
+    if call.need_argmax:
+        statistics.argmax = torch.stack(likeliest).gather(0, best[None]).squeeze(0)
+    if call.label_smoothing:
+        columns = _chunk_sizes(rows.shape[0], vocab)
+        share = torch.tensor(columns, dtype=m_c.dtype)[:, None] / vocab
+        statistics.mean = (torch.stack(means) + share * (_pivot(m_c) - statistics.m_i)).sum(0)
+    if call.seed is not None:
+        l_c = torch.stack(sampled_sums) if sampled_sums else l_c
+        weights = ((m_c - statistics.m_i) / call.temperature).exp() * l_c
+        statistics.sample = _sample_in_chunks(call, compact, weights.t(), statistics)
+
+
+def _sample_in_chunks(
+    call: _Forward, compact: Tensor, weights: Tensor, statistics: _Statistics
+) -> Tensor:
+    """The uniform number of a row chooses one of the chunks, whose ``weights`` are [rows, chunks];
+    that chunk alone is computed again."""
+    chosen, rest = _inverse_cdf_and_rest(weights, statistics.level)
+    sample = torch.zeros_like(chosen)
+    start = 0
+    for chunk, columns in enumerate(_chunk_sizes(compact.shape[0], call.linear_weight.shape[0])):
+        here = _cpu_positions(chosen == chunk)
+        if here.numel():
+            tile = slice(start, start + columns)
+            bias = None if call.linear_bias is None else call.linear_bias[tile]
+            logits = compact.new_empty(here.shape[0], columns)
+            _product(compact[here], call.linear_weight[tile], bias, logits)
+            z = logits.to(_wide(logits)) - statistics.m_i[here, None]
+            # Its own maximum, or a tile far below the row's would underflow.
+            z -= _pivot(z.amax(1))[:, None]
+            sample[here] = start + _inverse_cdf((z / call.temperature).exp_(), rest[here])
+        start += columns
+    return sample.masked_fill_(~weights.sum(1).isfinite(), 0)
+
+
+def _backward_of_recomputed(
+    call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+) -> None:
+    compact, target = call.input[rows].to(_gemm_dtype(call.input)), call.target[rows]
+    grad_loss, row_max = call.grad_loss[rows, None], call.row_max[rows, None]
+    vocab = call.linear_weight.shape[0]
+    scale = grad_loss / call.row_sum[rows, None]
+    grad_picked = grad_loss * _grad_target(call.log_probability[rows, None], call, vocab)
+    grad_rows = compact.new_zeros(compact.shape, dtype=row_max.dtype)
+    chunks = _logit_chunks(compact, call.linear_weight, call.linear_bias)
+    for start, weight, logits, scratch in chunks:
+        column, inside = _locate(target, start, logits)
+        grad_logits = logits.sub_(row_max).exp_().mul_(scale)
+        if call.label_smoothing:
+            grad_logits.sub_(grad_loss, alpha=call.label_smoothing / vocab)
+        grad_target = torch.where(inside[:, None], grad_picked, grad_logits.gather(1, column))
+        grad_logits.scatter_(1, column, grad_target)
+        here = slice(start, start + weight.shape[0])
+        if call.need_bias:
+            grad_bias[here] = grad_logits.sum(0)
+        grad_logits = scratch.copy_(grad_logits)
+        if call.need_weight:
+            _mm_into(grad_weight[here], grad_logits.t(), compact)
+        if call.need_input:
+            grad_rows += grad_logits @ weight
+    if call.need_input:
+        grad_input[rows] = grad_rows.to(grad_input.dtype)
+
+
+def _logit_chunks(
+    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(first column, its rows of the weight, fp32 logits, scratch in the dtype of the products).
+
+    Logits and scratch are [rows, columns] and the caller's to overwrite: one piece of memory serves
+    all chunks, as touching a fresh one costs more than the arithmetic on it.
+    """
+    count, vocab = rows.shape[0], linear_weight.shape[0]
+    sizes = _chunk_sizes(count, vocab)
+    products = rows.new_empty(count * sizes[0])
+    logits = products
+    if rows.dtype is not _wide(rows):
+        logits = products.new_empty(count * sizes[0], dtype=_wide(rows))
+    start = 0
+    for columns in sizes:
+        tile = slice(start, start + columns)
+        weight = linear_weight[tile].to(rows.dtype)
+        scratch = products[: count * columns].view(count, columns)
+        _product(rows, weight, None if linear_bias is None else linear_bias[tile], scratch)
+        chunk = scratch
+        if logits is not products:
+            chunk = logits[: scratch.numel()].view(count, columns).copy_(scratch)
+        yield start, weight, chunk, scratch
+        start += columns
+
+
+def _chunk_sizes(count: int, vocab: int) -> list[int]:
+    columns = min(vocab, max(_CHUNK_COLUMNS, _CHUNK_ELEMENTS // count))
+    return [min(columns, vocab - start) for start in range(0, vocab, columns)]
+
+
+def _locate(target: Tensor, start: int, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """(column of each target in this chunk [rows, 1], whether it lies there [rows])."""
+    column = target - start
+    inside = (column >= 0) & (column < chunk.shape[1])
+    return column.clamp(0, chunk.shape[1] - 1)[:, None], inside
+
+
+def _pivot(maximum: Tensor) -> Tensor:
+    return maximum.masked_fill(maximum.isneginf(), 0.0)
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def _grad_target(log_probability: Tensor, call: _Forward | _Backward, vocab: int) -> Tensor:
+    """The gradient of the target's logit at grad_loss = 1.
+
+    Not softmax - 1 of rounded logits: this is exact where the row is certain.
+    """
+    return log_probability.expm1() + (call.label_smoothing - call.label_smoothing / vocab)
+
+
+def _inverse_cdf(weights: Tensor, level: Tensor) -> Tensor:
+    """The first column at which the running share of ``weights`` [rows, columns] exceeds ``level``
+    fp64 [rows]; 0 in a row that is not finite."""
+    return _inverse_cdf_and_rest(weights, level)[0]
+
+
+def _inverse_cdf_and_rest(weights: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and how far into that column the level lies: fp64, in [0, 1)."""
+    # fp64: in fp32 the sum over a vocabulary would favour or starve the tokens at its end.
+    distribution = weights.double().cumsum(1)
+    total = distribution[:, -1:]
+    # The first column strictly above: never one that adds nothing, and always one.
+    threshold = torch.minimum(level[:, None] * total, total.nextafter(total.new_zeros(())))
+    column = torch.searchsorted(distribution, threshold, right=True)
+    column.masked_fill_(~total.isfinite(), 0)
+    end, weight = distribution.gather(1, column), weights.gather(1, column)
+    rest = (threshold - (end - weight)) / weight
+    return column.squeeze(1), rest.clamp_(0, 1).squeeze(1)
+
+
+def _cpu_positions(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = rows weight^T + bias``, in the dtype of ``rows``."""
+    weight = weight.to(rows.dtype)
+    bias = None if bias is None else bias.to(rows.dtype)
+    target = out if out.dtype is rows.dtype else rows.new_empty(out.shape)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=target)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.dtype is a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _gemm_dtype(tensor: Tensor) -> torch.dtype:
+    """The input dtype, or fp32 where this CPU has no instructions for products in it."""
+    supported = {
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    }.get(tensor.dtype)
+    return tensor.dtype if supported is None or supported() else torch.float32
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of statistics: fp32, or fp64 of fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)

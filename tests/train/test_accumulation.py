@@ -1,0 +1,207 @@
+"""Accumulated micro-batches are one large batch, through the Trainer.
+
+Seven samples an optimizer step: in one batch, or in micro-batches of two (the last of one) or of
+one, with very unequal numbers of labels and of tokens, some without any label.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertConfig, ElectraConfig, Trainer, TrainingArguments
+
+from fastplm.models import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    ElectraForJointPreTraining,
+    ElectraJointConfig,
+)
+from fastplm.testing import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    BudgetExceeded,
+    ReversedReductions,
+    check_error,
+)
+from fastplm.train.trainer import PretrainingTrainer
+
+VOCAB, LENGTH, STEPS = 37, 12, 3
+LABELS = (0, 0, 1, 0, 2, 1, 9)
+TOKENS = (12, 5, 12, 3, 6, 4, 12)
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": LENGTH,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+}
+
+
+def samples(pairs):
+    """One epoch, which is one step."""
+    rows = []
+    for index, (labels, tokens) in enumerate(zip(LABELS, TOKENS, strict=True)):
+        ids = torch.randint(1, VOCAB, (LENGTH,))
+        seen = torch.arange(LENGTH) < tokens
+        chosen = torch.randperm(tokens)[:labels]
+        row = {
+            "input_ids": ids.index_fill(0, chosen, 1).masked_fill(~seen, 0),
+            "attention_mask": seen.long(),
+            "labels": torch.full((LENGTH,), -100).index_copy(0, chosen, ids[chosen]),
+        }
+        if pairs:
+            row["next_sentence_label"] = torch.tensor(index % 3 % 2)
+        else:
+            row["sample_index"] = torch.tensor(index)
+        rows.append(row)
+    return rows
+
+
+def collate(rows):
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    positions = (batch["labels"].flatten() != -100).nonzero().flatten()
+    spare = torch.full((batch["labels"].numel() - len(positions),), -1)
+    return {**batch, "masked_positions": torch.cat((positions, spare))}
+
+
+def bert(cls):
+    return cls(BertConfig(**SIZES))
+
+
+def electra(**options):
+    discriminator = ElectraConfig(**SIZES, embedding_size=16)
+    return ElectraForJointPreTraining(
+        ElectraJointConfig.from_discriminator(discriminator, generator_size=0.5, **options)
+    )
+
+
+CASES = {
+    "MLM": (lambda: bert(BertForMaskedLM), PretrainingTrainer),
+    "MLM, plain Trainer": (lambda: bert(BertForMaskedLM), Trainer),
+    "MLM+NSP": (lambda: bert(BertForPreTraining), PretrainingTrainer),
+    "RTD": (electra, PretrainingTrainer),
+    "RTD, masked tokens": (lambda: electra(objective="rtd_masked"), PretrainingTrainer),
+}
+
+
+def unaware(cls):
+    """The model, blind to all batches but its own: its mean losses are averaged."""
+
+    class MeanOfMeans(cls):
+        accepts_loss_kwargs = False
+
+        def forward(
+            self,
+            num_items_in_batch=None,
+            num_sequences_in_batch=None,
+            num_tokens_in_batch=None,
+            **kwargs,
+        ):
+            return super().forward(**kwargs)
+
+    return MeanOfMeans
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Trains a case; returns the logged losses [STEPS] by name, and all parameters by name."""
+
+    def run(case, batch_size, *, double=False, backwards=False, unaware_of_others=False):
+        make_model, trainer_cls = CASES[case]
+        torch.manual_seed(0)
+        model = make_model()
+        rows = samples(pairs=isinstance(model, BertForPreTraining))
+        if type(model) is BertForMaskedLM:
+            rows = [{k: v for k, v in row.items() if k != "sample_index"} for row in rows]
+        if unaware_of_others:
+            model.__class__ = unaware(type(model))
+        trainer = trainer_cls(
+            model=model.double() if double else model,
+            args=TrainingArguments(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=batch_size,
+                gradient_accumulation_steps=-(-len(rows) // batch_size),
+                max_steps=STEPS,
+                learning_rate=0.02,
+                optim="sgd",
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                train_sampling_strategy="sequential",
+                remove_unused_columns=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            data_collator=collate,
+            train_dataset=rows[::-1] if backwards else rows,
+        )
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer.train()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(history) == STEPS
+        losses = {
+            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64)
+            for name in history[0]
+            if name.endswith("loss")
+        }
+        moved = {name: (p.detach() - before[name]) for name, p in model.named_parameters()}
+        return losses, moved
+
+    return run
+
+
+def hold(out, gold, bases):
+    """Losses and what the optimizer made of the gradients, by the error budget in fp32."""
+    for kind, factor in ((0, FORWARD_FACTOR), (1, GRADIENT_FACTOR)):
+        related = tuple(gold[1].values()) if kind else ()
+        assert out[kind].keys() == gold[kind].keys()
+        for name, value in out[kind].items():
+            measures = [base[kind][name].float() for base in bases]
+            check_error(name, value.float(), gold[kind][name], measures, factor, related)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_of_unequal_size_are_one_batch(trained, case):
+    gold = trained(case, 7, double=True)
+    assert all(moved.any() for moved in gold[1].values())
+    # In fp64 all that may differ is how an fp32 number is rounded.
+    hold(trained(case, 2, double=True), gold, [gold])
+    hold(trained(case, 1, double=True), gold, [gold])
+    # In fp32 they may differ by what one batch errs.
+    bases = [trained(case, 7), trained(case, 7, backwards=True)]
+    with ReversedReductions():
+        bases.append(trained(case, 7))
+    hold(trained(case, 2), gold, bases)
+    # The mean of the micro-batches' means is something else.
+    wrong = trained(case, 2, unaware_of_others=True)
+    for kind in (0, 1):
+        with pytest.raises(BudgetExceeded):
+            hold(*(pick(run, kind) for run in (wrong, gold)), [pick(run, kind) for run in bases])
+
+
+def pick(run, kind):
+    """The losses alone, or the parameters alone."""
+    return tuple(part if index == kind else {} for index, part in enumerate(run))
+
+
+@pytest.mark.parametrize("batch_size", [7, 2])
+def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(trained, batch_size):
+    """By the definition: the first step's loss from Transformers' logits on all rows at once."""
+    losses, _ = trained("MLM", batch_size, double=True)
+    torch.manual_seed(0)
+    model = bert(BertForMaskedLM)
+    batch = collate(samples(pairs=False))
+    model = model.double().eval()
+    with torch.no_grad():
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    chosen = batch["labels"] != -100
+    assert chosen.sum() == sum(LABELS)
+    log_probability = logits[chosen].log_softmax(1)
+    expected = -log_probability.gather(1, batch["labels"][chosen][:, None]).mean()
+    check_error("loss", losses["loss"][0].float(), expected, [expected.float()], FORWARD_FACTOR)
