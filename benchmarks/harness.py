@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fastplm.testing import assert_within_budget
+from fastplm.testing import assert_within_budget, peak_bytes
 
 Inputs = dict[str, Any]
 
@@ -92,7 +92,7 @@ class Row:
     p80_us: float | None
     gb_per_s: float | None
     gflop_per_s: float | None
-    peak_mb: float | None
+    peak_mb: float | None  # MiB held at once beside the inputs
     vs_eager: float | None
     status: str
 
@@ -183,7 +183,6 @@ class _Runner:
         self.sets = [self._prepare(case.make(device)) for _ in range(copies)]
         self.times: list[float] = []
         self.calls = 0
-        self.peak = 0
 
     def _prepare(self, inputs: Inputs) -> Inputs:
         return {
@@ -197,8 +196,6 @@ class _Runner:
         self.calls += 1
         out = None if self.forward_timed else self._forward(inputs)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             # The device sleeps while the call is enqueued: its own time is measured, not Python's.
             torch.cuda._sleep(self._SLEEP_CYCLES)
@@ -207,11 +204,15 @@ class _Runner:
             end.record()
             end.synchronize()
             self.times.append(start.elapsed_time(end) / 1e3)
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before)
         else:
             started = time.perf_counter()
             self._call(inputs, out)
             self.times.append(time.perf_counter() - started)
+
+    def peak(self) -> int:
+        """Bytes that one more run holds at once; not while its time is taken."""
+        out = None if self.forward_timed else self._forward(self.sets[0])
+        return peak_bytes(lambda: self._call(self.sets[0], out), self.device)
 
     def _call(self, inputs: Inputs, out: Any) -> None:
         out = self._forward(inputs) if self.forward_timed else out
@@ -239,7 +240,7 @@ def _row(
         }[direction]
         gbs = round(moved / p50 / 1e3, 2) if moved else None
         flops = round(done / p50 / 1e3, 2) if done else None
-        peak = round(runner.peak / 2**20, 1) if runner.peak else None
+        peak = round(runner.peak() / 2**20, 1)
     return Row(
         **machine_line(),
         op=case.op,

@@ -17,6 +17,7 @@ small by cancellation, and the sums that cancel run in fp32. Where a gradient is
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -290,3 +291,26 @@ def assert_repeatable(
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """The most memory that PyTorch holds at once for ``function``, beyond what it held before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    # PyTorch keeps no such count for the CPU; its profiler sees every allocation and release.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -48,10 +48,10 @@ def record_launches(arch: int) -> Iterator[list[Launch]]:
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
     """``kernel[grid](**arguments)`` on ``device``; an empty grid launches nothing."""
+    if 0 in grid:
+        return
     if _Recorder.launches is not None:
         _Recorder.launches.append(Launch(kernel, grid, arguments))
-        return
-    if 0 in grid:
         return
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -58,10 +58,10 @@ _ROUNDS = tl.constexpr(10)
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
 _SPLIT_COLUMNS = 4096
-# 64 MiB in half precision: about the L2 of a large device, which then serves both readers of dZ.
+# 128 MiB in half precision: columns enough for the owners of dW to fill a large device.
 # Never more than a part of the vocabulary, or a small batch would hold all its logits after all.
-_SCRATCH_ELEMENTS = 1 << 25
-_SCRATCH_PARTS = 8
+_SCRATCH_ELEMENTS = 1 << 26
+_SCRATCH_PARTS = 4
 # The way inside a tile of 128 rows is counted in 32 bits.
 _MAX_STRIDE = 1 << 23
 # Of the kernel that only orders rows: it is one program.
@@ -997,8 +997,8 @@ def _linear_cross_entropy_bwd_weight_kernel(
         ptrs = dw_ptr + offs_v.to(tl.int64)[:, None] * E + offs_e[None, :]
         mask = mask_v[:, None] & (offs_e < E)[None, :]
         tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask)
-    if NEED_BIAS:
-        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v)
+    if NEED_BIAS:  # every tile of E has the same sum
+        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & (start_e == 0))
 
 
 @triton.jit
@@ -1342,13 +1342,11 @@ def linear_cross_entropy_bwd(
                 **operands,
                 **config_x,
             )
-        # The bias is summed by the owners of one tile of E alone: it needs dZ in registers, which
-        # makes a step of the product on sm_90 1.4 times as long.
-        tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else 0
-        with_bias = 1 if need_bias else 0
+        # The sum of the bias needs dZ in registers, which makes a step of the product on sm_90 1.4
+        # times as long: where one tile of E fills the device, the others go without.
+        tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else int(need_bias)
+        with_bias = min(1, tiles_e) if kept and need_bias else tiles_e
         for first_tile, tiles in ((0, with_bias), (with_bias, tiles_e - with_bias)):
-            if tiles <= 0:
-                continue
             launch(
                 _linear_cross_entropy_bwd_weight_kernel,
                 (triton.cdiv(columns, config_w["BLOCK_V"]), tiles),
@@ -1388,6 +1386,18 @@ def _chunk_columns(rows: int, vocab: int, *configs: dict[str, int]) -> int:
     return max(triton.cdiv(wanted, block), 1) * block
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    " smoothed": {"label_smoothing": 0.1},
+    " sampled, argmax, smoothed": {
+        "temperature": 1.0,
+        "need_argmax": True,
+        "label_smoothing": 0.1,
+    },
+    " sampled at T": {"temperature": 0.5},
+}
+
+
 def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every shipped configuration: a label ("slow: …" for the long lane) and what launches it."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -1398,30 +1408,41 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                     continue
                 label = f"{str(dtype)[6:]} E={width}{' kept' if kept else ''}"
                 default = (width, kept) in ((128, False), (768, True))
-                for option in ("", " smoothed", " sampled, argmax, smoothed", " sampled at T"):
+                for option, arguments in _OPTIONS.items():
                     if option and not (default or width == 64 or dtype is torch.bfloat16):
                         continue
                     always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
-                    case = functools.partial(_case, dtype, width, kept, option)
+                    case = functools.partial(meta_case, dtype, width, kept, **arguments)
                     yield label + option if always else f"slow: {label}{option}", case
 
 
-def _case(dtype: torch.dtype, width: int, kept: bool, option: str) -> None:
-    rows, vocab = 512, 30522
+def meta_case(
+    dtype: torch.dtype,
+    width: int,
+    kept: bool,
+    *,
+    rows: int = 512,
+    vocab: int = 30522,
+    label_smoothing: float = 0.0,
+    need_argmax: bool = False,
+    temperature: float | None = None,
+) -> None:
+    """Launch forward and backward on meta tensors; with a ``temperature`` it samples."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     ids = functools.partial(meta, rows, dtype=torch.int64)
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
-    grad_logits = meta(rows, 30720, dtype=dtype) if kept else meta(0, dtype=dtype)
+    columns = triton.cdiv(vocab, 256) * 256
+    grad_logits = meta(rows, columns, dtype=dtype) if kept else meta(0, dtype=dtype)
     same = dict(
         input=meta(rows, width, dtype=dtype),
         linear_weight=meta(vocab, width, dtype=dtype),
         linear_bias=meta(vocab, dtype=dtype),
         target=ids(),
         ignore_index=-100,
-        label_smoothing=0.1 if "smoothed" in option else 0.0,
+        label_smoothing=label_smoothing,
     )
     linear_cross_entropy_fwd(
         loss,
@@ -1431,16 +1452,14 @@ def _case(dtype: torch.dtype, width: int, kept: bool, option: str) -> None:
         ids(),
         ids(),
         grad_logits,
-        seed=meta(dtype=torch.int64) if "sampled" in option else None,
+        seed=None if temperature is None else meta(dtype=torch.int64),
         sample_index=ids(),
         position=ids(),
-        temperature=0.5 if "at T" in option else 1.0,
-        need_argmax="argmax" in option,
+        temperature=temperature or 1.0,
+        need_argmax=need_argmax,
         keep_logits=kept,
         **same,
     )
-    if "sampled" in option:  # the backward does not know of it
-        return
     linear_cross_entropy_bwd(
         meta(rows, width, dtype=dtype),
         meta(vocab, width, dtype=dtype),

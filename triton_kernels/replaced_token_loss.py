@@ -58,6 +58,8 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     part = min(warps * _BYTES_PER_WARP // itemsize, max(16, triton.next_power_of_2(width)))
     parts = min(_MAX_PARTS, triton.cdiv(width, part))
     block_n = (8, 4, 4, 2)[parts - 1]
+    if warps >= 4:
+        block_n //= 2  # a whole tile of such rows spills on sm_90
     if width * itemsize % 16 or stride * itemsize % 16:
         block_n //= 2  # elements arrive one by one, each in a register of its own
     return _Tile(block_n, part, parts, warps)

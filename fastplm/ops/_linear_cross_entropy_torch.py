@@ -112,8 +112,8 @@ class _Statistics:
 def _keep_logits(
     call: _Forward, rows: Tensor, statistics: _Statistics, grad_logits: Tensor
 ) -> None:
-    compact = call.input[rows].to(_gemm_dtype(call.input))
-    logits = _kept(grad_logits, rows.shape[0], call.linear_weight.shape[0])
+    compact = call.input[rows]
+    logits = grad_logits[: rows.shape[0]]
     _product(compact, call.linear_weight, call.linear_bias, logits)
     target = call.target[rows, None]
     for here in _row_blocks(*logits.shape):
@@ -157,17 +157,16 @@ def _backward_of_kept(
     call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
 ) -> None:
     vocab = call.linear_weight.shape[0]
-    dtype = _gemm_dtype(call.input)
-    grad_logits = _kept(call.grad_logits, rows.shape[0], vocab).to(dtype)
+    grad_logits = call.grad_logits[: rows.shape[0]]
     grad_loss = call.grad_loss[rows]
     if call.need_input:
-        grad_rows = grad_logits @ call.linear_weight.to(dtype)
+        grad_rows = grad_logits @ call.linear_weight.to(grad_logits.dtype)
         grad_input[rows] = (grad_rows * grad_loss[:, None]).to(grad_input.dtype)
     # The gradient of a mean is one number: off the rows it comes, which then take no rounding.
     scale = grad_loss.abs().amax()
     share = grad_loss / scale.masked_fill(scale == 0, 1.0)
     if call.need_weight:
-        compact = (call.input[rows] * share[:, None]).to(dtype)
+        compact = (call.input[rows] * share[:, None]).to(grad_logits.dtype)
         _mm_into(grad_weight, grad_logits.t(), compact)
         grad_weight.mul_(scale)
     if call.need_bias:
@@ -175,11 +174,6 @@ def _backward_of_kept(
         for here in _row_blocks(*grad_logits.shape):
             total += grad_loss[here] @ grad_logits[here].to(total.dtype)
         grad_bias.copy_(total)
-
-
-def _kept(grad_logits: Tensor, count: int, vocab: int) -> Tensor:
-    """The kept logits of the rows that count, without gaps: [count, V]."""
-    return grad_logits.view(-1)[: count * vocab].view(count, vocab)
 
 
 def _row_blocks(count: int, vocab: int) -> Iterator[slice]:
@@ -192,7 +186,7 @@ def _row_blocks(count: int, vocab: int) -> Iterator[slice]:
 
 
 def _stream_logits(call: _Forward, rows: Tensor, statistics: _Statistics) -> None:
-    compact, target = call.input[rows].to(_gemm_dtype(call.input)), call.target[rows]
+    compact, target = call.input[rows].to(multiplies_in(call.input)), call.target[rows]
     vocab = call.linear_weight.shape[0]
     picked = statistics.picked
     maxima, sums, means, sampled_sums, likeliest = [], [], [], [], []
@@ -254,7 +248,7 @@ def _sample_in_chunks(
 def _backward_of_recomputed(
     call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
 ) -> None:
-    compact, target = call.input[rows].to(_gemm_dtype(call.input)), call.target[rows]
+    compact, target = call.input[rows].to(multiplies_in(call.input)), call.target[rows]
     grad_loss, row_max = call.grad_loss[rows, None], call.row_max[rows, None]
     vocab = call.linear_weight.shape[0]
     scale = grad_loss / call.row_sum[rows, None]
@@ -362,13 +356,10 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
     """``out = rows weight^T + bias``, in the dtype of ``rows``."""
     weight = weight.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
-    target = out if out.dtype is rows.dtype else rows.new_empty(out.shape)
     if bias is None:
-        torch.mm(rows, weight.t(), out=target)
+        torch.mm(rows, weight.t(), out=out)
     else:
-        torch.addmm(bias, rows, weight.t(), out=target)
-    if target is not out:
-        out.copy_(target)
+        torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -378,8 +369,10 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.copy_(a @ b)
 
 
-def _gemm_dtype(tensor: Tensor) -> torch.dtype:
-    """The input dtype, or fp32 where this CPU has no instructions for products in it."""
+def multiplies_in(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's products: fp32 where this CPU has no instructions for its own."""
+    if tensor.device.type != "cpu":
+        return tensor.dtype
     supported = {
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from fastplm._checks import (
 )
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import check_reduction, last_dim_contiguous
-from fastplm.ops._linear_cross_entropy_torch import torch_backward, torch_forward
+from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.linear_cross_entropy import (
     RowStatistics,
@@ -39,6 +38,7 @@ _KEEP_FROM_WIDTH = 2 * 184
 _LOGITS_BUDGET = 2 << 30
 # The columns of kept logits are padded to whole tiles of every kernel: 30,720 for 30,522.
 _LOGITS_ALIGNMENT = 256
+_FP32 = torch.finfo(torch.float32)
 
 
 def linear_cross_entropy(
@@ -149,7 +149,7 @@ def linear_cross_entropy_with_sample(
     of ``argmax(z / temperature + Gumbel noise)``.
 
     Args:
-        temperature: over 0.
+        temperature: over 0; in the range of normal fp32 numbers.
         seed: int, or 0-d int64 tensor on the device of ``input`` (which a captured graph can
             advance).
         sample_index: int64 [N], the place of the row's sample in the training stream; default the
@@ -177,11 +177,11 @@ def linear_cross_entropy_with_sample(
     """
     where = "linear_cross_entropy_with_sample"
     check(
-        isinstance(temperature, float | int) and 0 < temperature < math.inf,
+        isinstance(temperature, float | int) and _FP32.tiny <= temperature <= _FP32.max,
         where,
         "temperature",
         temperature,
-        "a finite number over 0",
+        "a number over 0, finite and normal in fp32",
         "Use a small one for the likeliest token, or the statistics' argmax.",
     )
     check_tensor(where, "input", input, ndim=2)
@@ -298,6 +298,8 @@ def _vocabulary_pass(
         if return_statistics:
             statistics = row_statistics_ref(input, linear_weight, target, **rows)
         return loss, sample, statistics
+    if backend == "torch" and multiplies_in(input) is not input.dtype:
+        keep_logits = False  # a CPU without 16-bit products makes them in fp32
     seed, sample_index, position, temperature = sampling or _Sampling()
     loss, log_probability, row_max, row_sum, argmax, drawn, _ = (
         torch.ops.fastplm.linear_cross_entropy_fwd(
@@ -423,8 +425,8 @@ def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    outputs = _empty_outputs(*arguments)
     call = _Forward(*arguments)
+    outputs = _empty_outputs(call, call.linear_weight.shape[0])
     check_targets(call.target, call.linear_weight, call.ignore_index)
     torch_forward(call, *outputs)
     return outputs
@@ -446,8 +448,8 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_fwd
 
-    outputs = _empty_outputs(*arguments)
     call = _Forward(*arguments)
+    outputs = _empty_outputs(call, logit_columns(call.linear_weight.shape[0]))
     check_targets(call.target, call.linear_weight, call.ignore_index)
     linear_cross_entropy_fwd(*outputs, **call._asdict())
     return outputs
@@ -501,19 +503,19 @@ class _Backward(NamedTuple):
     need_bias: bool
 
 
-def _empty_outputs(*arguments: Any) -> tuple[torch.Tensor, ...]:
+def _empty_outputs(call: _Forward, columns: int) -> tuple[torch.Tensor, ...]:
     """Of a forward, to be written.
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
-    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1.
+    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
+    [N, columns], in which the rows that count come first and the others are never written.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
-    call = _Forward(*arguments)
-    rows, vocab = call.input.shape[0], call.linear_weight.shape[0]
+    rows = call.input.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    logits = (rows, logit_columns(vocab)) if call.keep_logits else (0,)
+    logits = (rows, columns) if call.keep_logits else (0,)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
         call.target.new_empty(rows if call.need_argmax else 0),
@@ -533,9 +535,10 @@ def _empty_gradients(call: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _Forward(*arguments[:-1])
+    call, backend = _Forward(*arguments[:-1]), arguments[-1]
     _check(_NAME, call.input, call.linear_weight, call.linear_bias, call.target)
-    return _empty_outputs(*arguments[:-1])
+    vocab = call.linear_weight.shape[0]
+    return _empty_outputs(call, logit_columns(vocab) if backend == "triton" else vocab)
 
 
 def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:

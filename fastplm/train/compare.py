@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fastplm.testing import peak_bytes
 
 Batch = dict[str, Tensor]
 Step = Callable[[Batch], Tensor]
@@ -195,21 +196,6 @@ def _forward_backward(module: nn.Module, step: Step, batch: Batch, bf16: bool) -
 
 
 def _peak_bytes(module: nn.Module, step: Step, batch: Batch, bf16: bool) -> int:
-    device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        _forward_backward(module, step, batch, bf16)
-        return torch.cuda.max_memory_allocated(device) - before
-    # PyTorch keeps no such count for the CPU; its profiler sees every allocation and release.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        _forward_backward(module, step, batch, bf16)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    device = next(module.parameters()).device
+    return peak_bytes(lambda: _forward_backward(module, step, batch, bf16), device)
