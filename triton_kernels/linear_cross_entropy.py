@@ -58,9 +58,9 @@ _ROUNDS = tl.constexpr(10)
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
 _SPLIT_COLUMNS = 4096
-# 128 MiB in half precision: columns enough for the owners of dW to fill a large device.
-# Never more than a part of the vocabulary, or a small batch would hold all its logits after all.
-_SCRATCH_ELEMENTS = 1 << 26
+# Columns enough for the owners of dW to fill a large device, within 512 MiB in half precision; never
+# more than a part of the vocabulary, or a small batch would hold all its logits after all.
+_SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
 # The way inside a tile of 128 rows is counted in 32 bits.
 _MAX_STRIDE = 1 << 23

@@ -33,8 +33,10 @@ _NAME = "linear_cross_entropy"
 
 # Keeping 16-bit logits costs about two passes over them that nothing hides, computing them again
 # costs one more product. On an H200 (4.3 TB/s, 790 TFLOP/s) they break even at 184 columns a pass,
-# whatever the number of rows.
+# whatever the number of rows. On two cores of an EPYC they were measured to do so between 128 and
+# 256 columns (benchmarks/results/cpu).
 _KEEP_FROM_WIDTH = 2 * 184
+_KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
 # The columns of kept logits are padded to whole tiles of every kernel: 30,720 for 30,522.
 _LOGITS_ALIGNMENT = 256
@@ -75,8 +77,8 @@ def linear_cross_entropy(
             and log-probability of the target.
         logits_budget: bytes. Logits in the dtype of ``input`` are kept from the forward to the
             backward where they fit in it, and computed again, tile by tile, where they do not; 0
-            never keeps them. Default: rows of 368 columns or more may take 2 GiB, narrower ones,
-            to which a product is cheaper than the traffic, nothing.
+            never keeps them. Default: rows of 368 columns or more (on a CPU 192) may take 2 GiB,
+            narrower ones, to which a product is cheaper than the traffic, nothing.
 
     Returns:
         0-d, or [N] for "none", 0 in ignored rows; fp32 (fp64 for fp64 inputs). With
@@ -359,7 +361,9 @@ def _keeps_logits(
     if not (learns and torch.is_grad_enabled()):
         return False
     if budget is None:
-        budget = _LOGITS_BUDGET if input.shape[1] >= _KEEP_FROM_WIDTH else 0
+        on_cpu = input.device.type == "cpu"
+        pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
+        budget = _LOGITS_BUDGET if pays else 0
     size = input.shape[0] * logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
     return budget > 0 and size <= budget
 

@@ -1173,13 +1173,10 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize(
-    ("width", "kept"), ((367, False), (368, True)), ids=("narrow rows", "wide rows")
-)
-def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(
-    device, backend, width, kept
-):
-    inputs = make(device, rows=5, width=width)
+@pytest.mark.parametrize("kept", (False, True), ids=("narrow rows", "wide rows"))
+def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, backend, kept):
+    wide = 192 if device.type == "cpu" else 368
+    inputs = make(device, rows=5, width=wide if kept else wide - 1)
     learning = with_gradients(inputs)
     one = inputs | {"linear_bias": learning["linear_bias"]}
 
