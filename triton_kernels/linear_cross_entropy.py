@@ -58,7 +58,7 @@ _ROUNDS = tl.constexpr(10)
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
 _SPLIT_COLUMNS = 4096
-# Columns enough for the owners of dW to fill a large device, within 512 MiB in half precision; never
+# Columns enough for the owners of dW to fill a large device, in at most 512 MiB of 16 bits; never
 # more than a part of the vocabulary, or a small batch would hold all its logits after all.
 _SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
