@@ -99,7 +99,7 @@ def times(shape: Shape, kept: bool) -> dict[str, float]:
         linear_cross_entropy.meta_case(
             torch.bfloat16,
             shape.width,
-            kept,
+            shape.rows if kept else 0,
             rows=shape.rows,
             vocab=shape.vocab,
             temperature=1.0 if shape.samples else None,

@@ -28,9 +28,10 @@ in registers, once for the owner of dX, once for that of dW. Wider rows would do
 of E; there, dZ is computed once, by chunks of the vocabulary that a bounded scratch holds, and both
 products read it.
 
-Kept logits: splits are single tiles, whose Z the forward stores, rounded to the dtype of X; a
-kernel turns it into D in place. The backward is two products of D, with g on the rows of the other
-operand, so that the upstream gradient need not be known before.
+Kept logits, for as many rows as fit into memory: splits are single tiles, whose Z the forward
+stores, rounded to the dtype of X; a kernel turns it into D in place. The backward is two products
+of D, with g on the rows of the other operand, so that the upstream gradient need not be known
+before.
 
 Sampling: a token of softmax(Z / T) by the inverse of its distribution function at one uniform
 number a row. The forward leaves the sum of every tile; a third kernel chooses the tile and, in it,
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +55,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # The stream of ``reference.philox.Stream.SAMPLE`` and the rounds of that file's default.
 _SAMPLE_STREAM = tl.constexpr(2)
 _ROUNDS = tl.constexpr(10)
+# Two counts of rows that are passed by pointer, each at a multiple of 16 bytes.
+_COUNT_STRIDE = tl.constexpr(4)
 
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
@@ -154,9 +157,9 @@ def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, 
     return dict(zip(names, config, strict=True))
 
 
-def _forward_config(keep_logits: bool, more: bool, input: torch.Tensor) -> dict[str, int]:
+def _forward_config(kept: bool, more: bool, input: torch.Tensor) -> dict[str, int]:
     """``more``: argmax or label smoothing, which need registers."""
-    if not keep_logits:
+    if not kept:
         return _config("forward", input.device, input)
     return _config("kept forward with more" if more else "kept forward", input.device, input)
 
@@ -256,11 +259,13 @@ def _linear_cross_entropy_order_kernel(
     scale_ptr,
     # sizes
     N,
+    kept_rows,
     ignore_index,
     # constexprs
     BLOCK: tl.constexpr,
 ):
-    """All rows, those that count first and in order; how many count; the largest |g| of these."""
+    """All rows, those that count first and in order; how many of these there are among the first
+    ``kept_rows`` slots and after them; their largest |g|."""
     count = tl.zeros([], tl.int32)
     scale = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
@@ -271,7 +276,8 @@ def _linear_cross_entropy_order_kernel(
             g = tl.abs(tl.load(g_ptr + offs, mask=counts, other=0.0))
             scale = tl.where((g > scale) | (g != g), g, scale)  # a NaN stays
         count += tl.sum(counts.to(tl.int32), 0)
-    tl.store(count_ptr, count)
+    tl.store(count_ptr, tl.minimum(count, kept_rows))
+    tl.store(count_ptr + _COUNT_STRIDE, tl.maximum(count - kept_rows, 0))
     if g_ptr is not None:
         largest = tl.max(scale, 0)
         bad = tl.sum((scale != scale).to(tl.int32), 0) > 0
@@ -931,6 +937,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
     HAS_BIAS: tl.constexpr,
     SMOOTHED: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -996,8 +1003,12 @@ def _linear_cross_entropy_bwd_weight_kernel(
         offs_e = start_e + tl.arange(0, BLOCK_E)
         ptrs = dw_ptr + offs_v.to(tl.int64)[:, None] * E + offs_e[None, :]
         mask = mask_v[:, None] & (offs_e < E)[None, :]
+        if ACCUMULATES:
+            dw += tl.load(ptrs, mask=mask, other=0.0)
         tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask)
     if NEED_BIAS:  # every tile of E has the same sum
+        if ACCUMULATES:
+            db += tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
         tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & (start_e == 0))
 
 
@@ -1040,13 +1051,32 @@ def _linear_cross_entropy_scale_rows_kernel(
     tl.store(share_ptr + offs_n, share, mask=used)
 
 
-def _order(
-    target: torch.Tensor, ignore_index: int, grad_loss: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """The rows that count and how many they are; with ``grad_loss`` its largest magnitude too."""
+class _Part(NamedTuple):
+    """Slots of rows that take one of the data flows: those that count come first."""
+
+    order: torch.Tensor
+    count: torch.Tensor
+    kept: bool
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[0]
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        return dict(order_ptr=self.order, count_ptr=self.count)
+
+
+def _parts(
+    target: torch.Tensor,
+    ignore_index: int,
+    kept_rows: int,
+    grad_loss: torch.Tensor | None = None,
+) -> tuple[list[_Part], torch.Tensor]:
+    """The slots that keep their logits and those that do not; with ``grad_loss`` the largest
+    magnitude of it that counts. Without a host sync."""
     rows = target.shape[0]
     order = target.new_empty(rows)
-    count = target.new_empty((), dtype=torch.int32)
+    count = target.new_empty((2, _COUNT_STRIDE.value), dtype=torch.int32)
     scale = target.new_empty((), dtype=torch.float32)
     launch(
         _linear_cross_entropy_order_kernel,
@@ -1058,11 +1088,16 @@ def _order(
         count_ptr=count,
         scale_ptr=scale,
         N=rows,
+        kept_rows=kept_rows,
         ignore_index=ignore_index,
         BLOCK=_ORDER_BLOCK,
         num_warps=8,
     )
-    return dict(order_ptr=order, count_ptr=count, scale_ptr=scale)
+    parts = (
+        _Part(order[:kept_rows], count[0], True),
+        _Part(order[kept_rows:], count[1], False),
+    )
+    return [part for part in parts if part.rows], scale
 
 
 def _operands(
@@ -1109,42 +1144,74 @@ def linear_cross_entropy_fwd(
     label_smoothing: float,
     temperature: float,
     need_argmax: bool,
-    keep_logits: bool,
+    kept_rows: int,
 ) -> None:
     """Launch the forward, which writes the seven tensors before the keywords.
 
-    Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits`` [N, V
-    padded] in the dtype of ``input``, or without elements.
+    Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
+    [kept_rows, V padded] in the dtype of ``input``, or without elements.
     """
-    rows, vocab, device = input.shape[0], linear_weight.shape[0], input.device
-    if rows == 0:
-        return
     operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
-    ordered = _order(target, ignore_index)
-    ordered.pop("scale_ptr")
-    config = _forward_config(keep_logits, need_argmax or label_smoothing > 0, input)
-    columns = config["BLOCK_V"] if keep_logits else _split_columns(config["BLOCK_V"])
+    parts, _ = _parts(target, ignore_index, kept_rows)
+    for part in parts:
+        _forward_part(
+            part,
+            operands,
+            loss_ptr=loss,
+            log_probability_ptr=log_probability,
+            max_ptr=row_max,
+            sum_ptr=row_sum,
+            argmax_ptr=argmax if need_argmax else None,
+            sample_ptr=sample if seed is not None else None,
+            grad_logits=grad_logits if part.kept else None,
+            target=target,
+            drawn_by=dict(seed_ptr=seed, sample_index_ptr=sample_index, position_ptr=position),
+            label_smoothing=label_smoothing,
+            temperature=temperature,
+        )
+
+
+def _forward_part(
+    part: _Part,
+    operands: dict[str, Any],
+    *,
+    loss_ptr: torch.Tensor,
+    log_probability_ptr: torch.Tensor,
+    max_ptr: torch.Tensor,
+    sum_ptr: torch.Tensor,
+    argmax_ptr: torch.Tensor | None,
+    sample_ptr: torch.Tensor | None,
+    grad_logits: torch.Tensor | None,
+    target: torch.Tensor,
+    drawn_by: dict[str, torch.Tensor | None],
+    label_smoothing: float,
+    temperature: float,
+) -> None:
+    """Launch the forward of the rows of one part."""
+    input, rows, vocab = operands["x_ptr"], part.rows, operands["V"]
+    device = input.device
+    needs_more = argmax_ptr is not None or label_smoothing > 0
+    config = _forward_config(part.kept, needs_more, input)
+    columns = config["BLOCK_V"] if part.kept else _split_columns(config["BLOCK_V"])
     splits, tiles = triton.cdiv(vocab, columns), triton.cdiv(vocab, config["BLOCK_V"])
 
     def partial(count: int, needed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return input.new_empty(count, rows, dtype=dtype) if needed else None
 
-    tempered = seed is not None and temperature != 1.0
+    samples = sample_ptr is not None
+    tempered = samples and temperature != 1.0
     split_max, split_sum = partial(splits), partial(splits)
     tile_max, tile_sum = split_max, split_sum
-    if not keep_logits or tempered:
-        tile_max, tile_sum = partial(tiles, seed is not None), partial(tiles, seed is not None)
+    if not part.kept or tempered:
+        tile_max, tile_sum = partial(tiles, samples), partial(tiles, samples)
     partials = dict(
         split_max_ptr=split_max,
         split_sum_ptr=split_sum,
         split_picked_ptr=partial(splits),
         split_total_ptr=partial(splits, label_smoothing > 0),
-        split_argmax_ptr=partial(splits, need_argmax, torch.int32),
+        split_argmax_ptr=partial(splits, argmax_ptr is not None, torch.int32),
     )
-    kept = dict(
-        z_ptr=grad_logits if keep_logits else None,
-        stride_zn=grad_logits.stride(0) if keep_logits else 0,
-    )
+    logits = dict(z_ptr=grad_logits, stride_zn=0 if grad_logits is None else grad_logits.stride(0))
     launch(
         _linear_cross_entropy_fwd_kernel,
         (triton.cdiv(rows, config["BLOCK_N"]), splits),
@@ -1157,9 +1224,9 @@ def linear_cross_entropy_fwd(
         split_columns=columns,
         inverse_temperature=1.0 / temperature,
         TEMPERED=tempered,
-        **ordered,
+        **part.arguments(),
         **partials,
-        **kept,
+        **logits,
         **operands,
         **config,
     )
@@ -1168,52 +1235,49 @@ def linear_cross_entropy_fwd(
         (triton.cdiv(rows, 128),),
         device,
         target_ptr=target,
-        loss_ptr=loss,
-        log_probability_ptr=log_probability,
-        max_ptr=row_max,
-        sum_ptr=row_sum,
-        argmax_ptr=argmax if need_argmax else None,
+        loss_ptr=loss_ptr,
+        log_probability_ptr=log_probability_ptr,
+        max_ptr=max_ptr,
+        sum_ptr=sum_ptr,
+        argmax_ptr=argmax_ptr,
         N=rows,
         V=vocab,
         split_columns=columns,
         label_smoothing=label_smoothing,
         BLOCK_N=128,
-        **ordered,
+        **part.arguments(),
         **partials,
     )
-    if seed is not None:
-        sampled = {name: operands[name] for name in _SAMPLED}
+    if samples:
         launch(
             _linear_cross_entropy_sample_kernel,
             (rows,),
             device,
             tile_max_ptr=tile_max,
             tile_sum_ptr=tile_sum,
-            seed_ptr=seed,
-            sample_index_ptr=sample_index,
-            position_ptr=position,
-            sample_ptr=sample,
+            sample_ptr=sample_ptr,
             N=rows,
             num_tiles=tiles,
             inverse_temperature=1.0 / temperature,
             BLOCK_T=triton.next_power_of_2(tiles),
             BLOCK_V=config["BLOCK_V"],
-            BLOCK_E=min(64, triton.next_power_of_2(input.shape[1])),
+            BLOCK_E=min(64, triton.next_power_of_2(operands["E"])),
             num_warps=4,
-            **ordered,
-            **kept,
-            **sampled,
+            **part.arguments(),
+            **drawn_by,
+            **logits,
+            **{name: operands[name] for name in _SAMPLED},
         )
-    if keep_logits:
+    if grad_logits is not None:
         block_n, block_v = _GRAD_LOGITS_TILE
         launch(
             _linear_cross_entropy_grad_logits_kernel,
             (triton.cdiv(rows, block_n), triton.cdiv(grad_logits.shape[1], block_v)),
             device,
             target_ptr=target,
-            log_probability_ptr=log_probability,
-            max_ptr=row_max,
-            sum_ptr=row_sum,
+            log_probability_ptr=log_probability_ptr,
+            max_ptr=max_ptr,
+            sum_ptr=sum_ptr,
             V=vocab,
             label_smoothing=label_smoothing,
             BLOCK_N=block_n,
@@ -1221,8 +1285,8 @@ def linear_cross_entropy_fwd(
             SMOOTHED=label_smoothing > 0,
             UPCAST=operands["UPCAST"],
             num_warps=4,
-            **ordered,
-            **kept,
+            **part.arguments(),
+            **logits,
         )
 
 
@@ -1250,45 +1314,77 @@ def linear_cross_entropy_bwd(
     need_bias: bool,
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements."""
-    (rows, width), vocab, device = input.shape, linear_weight.shape[0], input.device
-    if rows == 0:
+    vocab, width = linear_weight.shape
+    kept_rows = grad_logits.shape[0] if grad_logits.numel() else 0
+    parts, scale = _parts(target, ignore_index, kept_rows, grad_loss if kept_rows else None)
+    if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    kept = grad_logits.numel() > 0
-    from_scratch = kept or _is_wide(width)
-    ordered = _order(target, ignore_index, grad_loss if kept else None)
-    scale = ordered.pop("scale_ptr")
     operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    dw, db = grad_weight, grad_bias
+    if len(parts) > 1:  # the parts add up in fp32
+        dw, db = dw.float(), db.float()
+    for number, part in enumerate(parts):
+        _backward_part(
+            part,
+            operands,
+            dx_ptr=grad_input if need_input else None,
+            dw_ptr=dw,
+            db_ptr=db,
+            kept=grad_logits if part.kept else None,
+            scale=scale,
+            accumulates=number > 0,
+            need_weight=need_weight,
+            need_bias=need_bias,
+            target_ptr=target,
+            g_ptr=grad_loss,
+            log_probability_ptr=log_probability,
+            max_ptr=row_max,
+            sum_ptr=row_sum,
+            label_smoothing=label_smoothing,
+            SMOOTHED=label_smoothing > 0,
+        )
+    if dw is not grad_weight:
+        grad_weight.copy_(dw)
+        grad_bias.copy_(db)
 
-    prefix = "wide " if from_scratch else ""
-    config_x, config_w, config_z = (
-        _config(prefix + which, device, input) if which else {}
-        for which in ("dX", "dW", "dZ" if from_scratch and not kept else "")
-    )
+
+def _backward_part(
+    part: _Part,
+    operands: dict[str, Any],
+    *,
+    dx_ptr: torch.Tensor | None,
+    dw_ptr: torch.Tensor,
+    db_ptr: torch.Tensor,
+    kept: torch.Tensor | None,
+    scale: torch.Tensor,
+    accumulates: bool,
+    need_weight: bool,
+    need_bias: bool,
+    **scalars: Any,
+) -> None:
+    """Launch the backward of the rows of one part."""
+    input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
+    device = input.device
+    wide = kept is not None or _is_wide(width)  # both products read a stored dZ
+    prefix = "wide " if wide else ""
+    config_x, config_w = (_config(prefix + which, device, input) for which in ("dX", "dW"))
+    config_z = _config("wide dZ", device, input) if wide and kept is None else {}
     scratch, chunk_columns = input, vocab  # the scratch is never read
-    if kept:
-        scratch = grad_logits
-    elif from_scratch:
+    if kept is not None:
+        scratch = kept
+    elif wide:
         chunk_columns = _chunk_columns(rows, vocab, config_x, config_w, config_z)
         scratch = input.new_empty(rows, chunk_columns)
-    split_columns = chunk_columns if from_scratch else _split_columns(config_x["BLOCK_V"])
+    split_columns = chunk_columns if wide else _split_columns(config_x["BLOCK_V"])
     splits = triton.cdiv(chunk_columns, split_columns)
-    split_dx = input.new_empty(splits, rows if need_input else 0, width, dtype=torch.float32)
-
-    shared = dict(
-        target_ptr=target,
-        g_ptr=grad_loss,
-        log_probability_ptr=log_probability,
-        max_ptr=row_max,
-        sum_ptr=row_sum,
-        dz_ptr=scratch,
-        stride_dzn=scratch.stride(0),
-        label_smoothing=label_smoothing,
-        SMOOTHED=label_smoothing > 0,
+    split_dx = input.new_empty(
+        splits, rows if dx_ptr is not None else 0, width, dtype=torch.float32
     )
-    for_weight = operands | ordered | dict(share_ptr=None, scale_ptr=None)
-    if kept and (need_weight or need_bias):
+    shared = dict(**scalars, dz_ptr=scratch, stride_dzn=scratch.stride(0))
+    for_weight = operands | part.arguments() | dict(share_ptr=None, scale_ptr=None)
+    if kept is not None and (need_weight or need_bias):
         share = input.new_empty(rows, dtype=torch.float32)
         scaled = input.new_empty(rows, width)
         launch(
@@ -1296,7 +1392,7 @@ def linear_cross_entropy_bwd(
             (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
             device,
             x_ptr=input,
-            g_ptr=grad_loss,
+            g_ptr=scalars["g_ptr"],
             scale_ptr=scale,
             share_ptr=share,
             scaled_ptr=scaled,
@@ -1305,7 +1401,7 @@ def linear_cross_entropy_bwd(
             E=width,
             BLOCK_N=32,
             BLOCK_E=64,
-            **ordered,
+            **part.arguments(),
         )
         for_weight |= dict(
             x_ptr=scaled, stride_xn=width, order_ptr=None, share_ptr=share, scale_ptr=scale
@@ -1319,11 +1415,11 @@ def linear_cross_entropy_bwd(
                 device,
                 chunk_start=chunk_start,
                 **shared,
-                **ordered,
+                **part.arguments(),
                 **operands,
                 **config_z,
             )
-        if need_input:
+        if dx_ptr is not None:
             launch(
                 _linear_cross_entropy_bwd_input_kernel,
                 (
@@ -1336,46 +1432,47 @@ def linear_cross_entropy_bwd(
                 N=rows,
                 chunk_start=chunk_start,
                 split_columns=split_columns,
-                FROM_SCRATCH=from_scratch,
+                FROM_SCRATCH=wide,
                 **shared,
-                **ordered,
+                **part.arguments(),
                 **operands,
                 **config_x,
             )
         # The sum of the bias needs dZ in registers, which makes a step of the product on sm_90 1.4
         # times as long: where one tile of E fills the device, the others go without.
         tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else int(need_bias)
-        with_bias = min(1, tiles_e) if kept and need_bias else tiles_e
+        with_bias = min(1, tiles_e) if kept is not None and need_bias else tiles_e
         for first_tile, tiles in ((0, with_bias), (with_bias, tiles_e - with_bias)):
             launch(
                 _linear_cross_entropy_bwd_weight_kernel,
                 (triton.cdiv(columns, config_w["BLOCK_V"]), tiles),
                 device,
-                dw_ptr=grad_weight,
-                db_ptr=grad_bias,
+                dw_ptr=dw_ptr,
+                db_ptr=db_ptr,
                 chunk_start=chunk_start,
                 first_tile_e=first_tile,
-                FROM_SCRATCH=from_scratch,
+                FROM_SCRATCH=wide,
+                ACCUMULATES=accumulates,
                 NEED_WEIGHT=need_weight,
                 NEED_BIAS=need_bias and first_tile == 0,
                 **shared,
                 **for_weight,
                 **config_w,
             )
-    if need_input:
+    if dx_ptr is not None:
         launch(
             _linear_cross_entropy_reduce_input_kernel,
             (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
             device,
             split_dx_ptr=split_dx,
-            g_ptr=grad_loss if kept else None,
-            dx_ptr=grad_input,
+            g_ptr=scalars["g_ptr"] if kept is not None else None,
+            dx_ptr=dx_ptr,
             N=rows,
             num_splits=splits,
             E=width,
             BLOCK_N=32,
             BLOCK_E=64,
-            **ordered,
+            **part.arguments(),
         )
 
 
@@ -1386,6 +1483,7 @@ def _chunk_columns(rows: int, vocab: int, *configs: dict[str, int]) -> int:
     return max(triton.cdiv(wanted, block), 1) * block
 
 
+_KEPT = {0: "", 512: " kept", 256: " half kept"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     " smoothed": {"label_smoothing": 0.1},
@@ -1402,24 +1500,26 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every shipped configuration: a label ("slow: …" for the long lane) and what launches it."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (128, 768, 17, 16, 64, 256, 1024):
-            for kept in (False, True):
+            for kept_rows in (0, 512, 256):  # of 512
                 # Wide rows run the same kernels, whatever their width, but for the masks.
-                if kept and width in (17, 16, 64):
+                if kept_rows and width in (17, 16, 64):
                     continue
-                label = f"{str(dtype)[6:]} E={width}{' kept' if kept else ''}"
-                default = (width, kept) in ((128, False), (768, True))
+                label = f"{str(dtype)[6:]} E={width}{_KEPT[kept_rows]}"
+                default = (width, kept_rows) in ((128, 0), (768, 512))
                 for option, arguments in _OPTIONS.items():
                     if option and not (default or width == 64 or dtype is torch.bfloat16):
                         continue
+                    if option and kept_rows == 256:
+                        continue
                     always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
-                    case = functools.partial(meta_case, dtype, width, kept, **arguments)
+                    case = functools.partial(meta_case, dtype, width, kept_rows, **arguments)
                     yield label + option if always else f"slow: {label}{option}", case
 
 
 def meta_case(
     dtype: torch.dtype,
     width: int,
-    kept: bool,
+    kept_rows: int,
     *,
     rows: int = 512,
     vocab: int = 30522,
@@ -1435,7 +1535,7 @@ def meta_case(
     ids = functools.partial(meta, rows, dtype=torch.int64)
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
     columns = triton.cdiv(vocab, 256) * 256
-    grad_logits = meta(rows, columns, dtype=dtype) if kept else meta(0, dtype=dtype)
+    grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
     same = dict(
         input=meta(rows, width, dtype=dtype),
         linear_weight=meta(vocab, width, dtype=dtype),
@@ -1457,7 +1557,7 @@ def meta_case(
         position=ids(),
         temperature=temperature or 1.0,
         need_argmax=need_argmax,
-        keep_logits=kept,
+        kept_rows=kept_rows,
         **same,
     )
     linear_cross_entropy_bwd(

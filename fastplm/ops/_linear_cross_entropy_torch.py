@@ -1,6 +1,6 @@
 """The CPU's backend of ``ops.linear_cross_entropy``: stock matrix products on the rows that count.
 
-Two data flows, chosen by the caller through ``keep_logits``:
+Two data flows; the first ``kept_rows`` rows that count take the first, the others the second:
 
 Kept logits: one product makes the logits of all rows, in the tensor that leaves the forward; there,
 a block of rows at a time, they become the gradient of the logits at grad_loss = 1. The backward is
@@ -46,18 +46,19 @@ def torch_forward(
     rows = _cpu_positions(call.target != call.ignore_index)
     if rows.numel() == 0:
         return
-    statistics = _Statistics(call, rows)
-    if call.keep_logits:
-        _keep_logits(call, rows, statistics, grad_logits)
-    else:
-        _stream_logits(call, rows, statistics)
-    loss[rows] = statistics.loss(call)
-    log_probability[rows] = statistics.log_probability()
-    row_max[rows], row_sum[rows] = statistics.m_i, statistics.l_i
-    if call.need_argmax:
-        argmax[rows] = statistics.argmax
-    if call.seed is not None:
-        sample[rows] = statistics.sample
+    for some, kept in _parts(rows, call.kept_rows):
+        statistics = _Statistics(call, some)
+        if kept:
+            _keep_logits(call, some, statistics, grad_logits)
+        else:
+            _stream_logits(call, some, statistics)
+        loss[some] = statistics.loss(call)
+        log_probability[some] = statistics.log_probability()
+        row_max[some], row_sum[some] = statistics.m_i, statistics.l_i
+        if call.need_argmax:
+            argmax[some] = statistics.argmax
+        if call.seed is not None:
+            sample[some] = statistics.sample
 
 
 def torch_backward(
@@ -66,13 +67,25 @@ def torch_backward(
     """Write the outputs of ``fastplm::linear_cross_entropy_bwd``."""
     grad_input.zero_()
     rows = _cpu_positions(call.target != call.ignore_index)
-    if rows.numel() == 0:
+    parts = _parts(rows, call.grad_logits.shape[0])
+    if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
-    elif call.grad_logits.numel():
-        _backward_of_kept(call, rows, grad_input, grad_weight, grad_bias)
-    else:
-        _backward_of_recomputed(call, rows, grad_input, grad_weight, grad_bias)
+    for number, (some, kept) in enumerate(parts):
+        weight, bias = grad_weight, grad_bias
+        if number:
+            weight, bias = torch.empty_like(weight), torch.empty_like(bias)
+        backward = _backward_of_kept if kept else _backward_of_recomputed
+        backward(call, some, grad_input, weight, bias)
+        if number:
+            grad_weight += weight
+            grad_bias += bias
+
+
+def _parts(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
+    """The rows that keep their logits and those that do not, without empty parts."""
+    parts = (rows[:kept_rows], True), (rows[kept_rows:], False)
+    return [(some, kept) for some, kept in parts if some.numel()]
 
 
 class _Statistics:

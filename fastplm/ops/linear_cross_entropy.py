@@ -40,6 +40,10 @@ _KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
 # The columns of kept logits are padded to whole tiles of every kernel: 30,720 for 30,522.
 _LOGITS_ALIGNMENT = 256
+# Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
+# gradient (245 rows' worth each) than they save.
+_LEAST_KEPT_ROWS = 4096
+_ROW_ALIGNMENT = 256
 _FP32 = torch.finfo(torch.float32)
 
 
@@ -76,9 +80,10 @@ def linear_cross_entropy(
         return_statistics: return ``RowStatistics`` as well: each row's likeliest token, logsumexp
             and log-probability of the target.
         logits_budget: bytes. Logits in the dtype of ``input`` are kept from the forward to the
-            backward where they fit in it, and computed again, tile by tile, where they do not; 0
-            never keeps them. Default: rows of 368 columns or more (on a CPU 192) may take 2 GiB,
-            narrower ones, to which a product is cheaper than the traffic, nothing.
+            backward, of all rows or of the first that fit (at least 4,096), and computed again,
+            tile by tile, for the others; 0 never keeps any. Default: rows of 368 columns or more
+            (on a CPU 192) may take 2 GiB, narrower ones, to which a product is cheaper than the
+            traffic, nothing.
 
     Returns:
         0-d, or [N] for "none", 0 in ignored rows; fp32 (fp64 for fp64 inputs). With
@@ -279,7 +284,7 @@ def _vocabulary_pass(
     )
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     _check(where, input, linear_weight, linear_bias, target)
-    keep_logits = _keeps_logits(where, input, linear_weight, linear_bias, logits_budget)
+    kept_rows = _kept_rows(where, input, linear_weight, linear_bias, logits_budget)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
     sample = statistics = None
     if backend == "eager":
@@ -301,7 +306,7 @@ def _vocabulary_pass(
             statistics = row_statistics_ref(input, linear_weight, target, **rows)
         return loss, sample, statistics
     if backend == "torch" and multiplies_in(input) is not input.dtype:
-        keep_logits = False  # a CPU without 16-bit products makes them in fp32
+        kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     seed, sample_index, position, temperature = sampling or _Sampling()
     loss, log_probability, row_max, row_sum, argmax, drawn, _ = (
         torch.ops.fastplm.linear_cross_entropy_fwd(
@@ -316,7 +321,7 @@ def _vocabulary_pass(
             label_smoothing,
             temperature,
             return_statistics,
-            keep_logits,
+            kept_rows,
             backend,
         )
     )
@@ -340,14 +345,17 @@ def _autocast(
     return input, linear_weight, linear_bias
 
 
-def _keeps_logits(
+def _kept_rows(
     where: str,
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
     budget: int | None,
-) -> bool:
-    """Whether logits are kept for a backward: there is one, it pays, and they fit."""
+) -> int:
+    """How many rows keep their logits for a backward: if there is one and it pays, those that fit.
+
+    All, or so many that their products are worth launching apart from those of the others.
+    """
     check(
         budget is None or budget >= 0,
         where,
@@ -359,13 +367,16 @@ def _keeps_logits(
     given = (input, linear_weight, linear_bias)
     learns = any(tensor is not None and tensor.requires_grad for tensor in given)
     if not (learns and torch.is_grad_enabled()):
-        return False
+        return 0
     if budget is None:
         on_cpu = input.device.type == "cpu"
         pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
         budget = _LOGITS_BUDGET if pays else 0
-    size = input.shape[0] * logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
-    return budget > 0 and size <= budget
+    rows, row_bytes = input.shape[0], logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
+    if rows * row_bytes <= budget:
+        return rows
+    some = budget // row_bytes // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    return some if some >= _LEAST_KEPT_ROWS else 0
 
 
 def logit_columns(vocab: int) -> int:
@@ -485,7 +496,7 @@ class _Forward(NamedTuple):
     label_smoothing: float
     temperature: float
     need_argmax: bool
-    keep_logits: bool
+    kept_rows: int
 
 
 class _Backward(NamedTuple):
@@ -512,14 +523,14 @@ def _empty_outputs(call: _Forward, columns: int) -> tuple[torch.Tensor, ...]:
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
-    [N, columns], in which the rows that count come first and the others are never written.
+    [kept_rows, columns], of the first rows that count; what is left over is never written.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
     rows = call.input.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    logits = (rows, columns) if call.keep_logits else (0,)
+    logits = (call.kept_rows, columns) if call.kept_rows else (0,)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
         call.target.new_empty(rows if call.need_argmax else 0),
@@ -602,7 +613,7 @@ OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects
 OP.define_differentiable(
     "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? seed, "
     "Tensor? sample_index, Tensor? position, int ignore_index, float label_smoothing, "
-    "float temperature, bool need_argmax, bool keep_logits, str backend) "
+    "float temperature, bool need_argmax, SymInt kept_rows, str backend) "
     "-> (Tensor loss, Tensor log_probability, Tensor row_max, Tensor row_sum, Tensor argmax, "
     "Tensor sample, Tensor grad_logits)",
     "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, "
