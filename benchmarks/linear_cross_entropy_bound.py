@@ -40,7 +40,8 @@ with Triton {triton}. **No time on this page is measured.** H200: {sms} SMs at {
 
 **Which flow runs**: keeping 16-bit logits costs two passes over them that nothing hides, computing
 them again costs a product; on this device they break even at 2 x 184 columns, whatever N. Rows of
-368 columns or more keep them within 2 GiB; the others never. `logits_budget` overrides it.
+368 columns or more keep them, as many as fit into 2 GiB; narrower ones never. `logits_budget`
+overrides it.
 
 {table}
 """
