@@ -49,8 +49,8 @@ def mlm_loss(
 class MLMHead(nn.Module):
     """Transform, vocabulary projection and cross-entropy, for the rows that have a label.
 
-    ``mean over labelled rows of -log softmax(W transform(h) + b)[label]``; neither the other rows
-    nor the logits are ever computed.
+    ``mean over labelled rows of -log softmax(W transform(h) + b)[label]``; the other rows are never
+    computed.
 
     Args:
         transform: maps [P, E] to [P, E']: dense, activation and LayerNorm; of BERT
