@@ -72,11 +72,12 @@ _ORDER_BLOCK = 2048
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
 # that one tile holds, or for wide rows the part of it that passes by (forward, dZ) or is owned (dX,
-# dW). Not measured on a device yet: chosen with the compile lane, which holds them to no spills.
+# dW). "With more": argmax or label smoothing, or for dW the sum of another part, need registers.
+# Not measured on a device yet: chosen with the compile lane, which holds them to no spills.
 _CONFIGS = {
     (80, True, "forward 16"): (128, 64, 16, 4, 2),
     (80, True, "forward 32"): (128, 64, 32, 4, 2),
-    (80, True, "forward 64"): (128, 64, 64, 4, 2),
+    (80, True, "forward 64"): (64, 64, 64, 4, 2),
     (80, True, "forward 128"): (128, 64, 128, 8, 2),
     (80, True, "dX 16"): (64, 64, 16, 4, 2),
     (80, True, "dX 32"): (64, 64, 32, 4, 2),
@@ -87,14 +88,16 @@ _CONFIGS = {
     (80, True, "dW 64"): (64, 64, 64, 4, 2),
     (80, True, "dW 128"): (64, 64, 128, 4, 2),
     (80, True, "wide forward"): (128, 128, 32, 8, 3),
+    (80, True, "wide forward with more"): (128, 64, 32, 4, 3),
     (80, True, "kept forward"): (128, 128, 32, 8, 3),
-    (80, True, "kept forward with more"): (128, 128, 32, 8, 3),
+    (80, True, "kept forward with more"): (64, 128, 32, 4, 3),
     (80, True, "wide dZ"): (128, 128, 32, 8, 3),
     (80, True, "wide dX"): (128, 64, 128, 8, 3),
-    (80, True, "wide dW"): (64, 128, 128, 8, 2),
-    (80, False, "forward 16"): (32, 64, 16, 4, 1),
+    (80, True, "wide dW"): (64, 64, 128, 4, 2),
+    (80, True, "wide dW with more"): (64, 64, 128, 4, 2),
+    (80, False, "forward 16"): (64, 32, 16, 4, 1),
     (80, False, "forward 32"): (32, 64, 32, 4, 1),
-    (80, False, "forward 64"): (32, 64, 64, 8, 1),
+    (80, False, "forward 64"): (32, 32, 64, 4, 1),
     (80, False, "forward 128"): (32, 32, 128, 8, 1),
     (80, False, "dX 16"): (32, 32, 16, 4, 1),
     (80, False, "dX 32"): (32, 32, 32, 4, 1),
@@ -105,11 +108,14 @@ _CONFIGS = {
     (80, False, "dW 64"): (32, 32, 64, 8, 1),
     (80, False, "dW 128"): (32, 32, 128, 8, 1),
     (80, False, "wide forward"): (64, 64, 32, 8, 2),
+    (80, False, "wide forward with more"): (64, 64, 32, 8, 2),
     (80, False, "kept forward"): (64, 64, 32, 8, 2),
     (80, False, "kept forward with more"): (64, 64, 32, 8, 2),
     (80, False, "wide dZ"): (64, 64, 32, 8, 2),
     (80, False, "wide dX"): (64, 32, 64, 8, 2),
     (80, False, "wide dW"): (32, 64, 64, 8, 2),
+    (80, False, "wide dW with more"): (32, 64, 64, 8, 2),
+    (90, True, "forward 32"): (128, 64, 32, 8, 2),
     (90, True, "forward 64"): (128, 128, 64, 8, 3),
     (90, True, "forward 128"): (128, 128, 128, 8, 3),
     (90, True, "dX 64"): (128, 64, 64, 8, 3),
@@ -117,14 +123,16 @@ _CONFIGS = {
     (90, True, "dW 64"): (64, 128, 64, 8, 3),
     (90, True, "dW 128"): (64, 128, 128, 8, 3),
     (90, True, "wide forward"): (128, 128, 64, 8, 4),
+    (90, True, "wide forward with more"): (128, 64, 64, 8, 4),
     (90, True, "kept forward"): (128, 256, 64, 8, 3),
     (90, True, "kept forward with more"): (128, 128, 64, 8, 4),
     (90, True, "wide dZ"): (128, 128, 64, 8, 4),
     (90, True, "wide dX"): (128, 64, 256, 8, 4),
     (90, True, "wide dW"): (64, 128, 256, 8, 4),
+    (90, True, "wide dW with more"): (64, 128, 256, 8, 4),
     (100, True, "forward 16"): (128, 64, 16, 4, 2),
     (100, True, "forward 32"): (128, 64, 32, 4, 2),
-    (100, True, "forward 64"): (128, 128, 64, 8, 3),
+    (100, True, "forward 64"): (128, 64, 64, 4, 3),
     (100, True, "forward 128"): (128, 64, 128, 8, 3),
     (100, True, "dX 16"): (64, 64, 16, 4, 2),
     (100, True, "dX 32"): (64, 64, 32, 4, 2),
@@ -134,12 +142,14 @@ _CONFIGS = {
     (100, True, "dW 32"): (64, 64, 32, 8, 2),
     (100, True, "dW 64"): (64, 64, 64, 8, 3),
     (100, True, "dW 128"): (64, 64, 128, 8, 3),
-    (100, True, "wide forward"): (128, 128, 64, 8, 4),
+    (100, True, "wide forward"): (128, 64, 64, 8, 4),
+    (100, True, "wide forward with more"): (128, 64, 64, 8, 4),
     (100, True, "kept forward"): (64, 128, 64, 4, 4),
     (100, True, "kept forward with more"): (64, 128, 64, 8, 4),
     (100, True, "wide dZ"): (128, 128, 64, 8, 4),
     (100, True, "wide dX"): (128, 64, 128, 8, 4),
     (100, True, "wide dW"): (64, 128, 256, 8, 4),
+    (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
 }
 # (BLOCK_N, BLOCK_V) of the kernel between the products: 16 bytes a thread and load.
 _GRAD_LOGITS_TILE = (4, 1024)
@@ -147,9 +157,7 @@ _GRAD_LOGITS_TILE = (4, 1024)
 
 def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, int]:
     half, width = input.dtype.itemsize == 2, input.shape[1]
-    if which == "forward" and _is_wide(width):
-        which = "wide forward"
-    elif which in ("forward", "dX", "dW"):
+    if which in ("forward", "dX", "dW"):
         which = f"{which} {max(16, triton.next_power_of_2(width))}"
     known = tuple(arch for arch, h, name in _CONFIGS if (h, name) == (half, which))
     config = _CONFIGS[nearest_arch(arch_of(device), known), half, which]
@@ -159,9 +167,12 @@ def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, 
 
 def _forward_config(kept: bool, more: bool, input: torch.Tensor) -> dict[str, int]:
     """``more``: argmax or label smoothing, which need registers."""
-    if not kept:
-        return _config("forward", input.device, input)
-    return _config("kept forward with more" if more else "kept forward", input.device, input)
+    which = "kept forward" if kept else "wide forward"
+    if not (kept or _is_wide(input.shape[1])):
+        which = "forward"
+    elif more:
+        which += " with more"
+    return _config(which, input.device, input)
 
 
 def _is_wide(width: int) -> bool:
@@ -948,11 +959,18 @@ def _linear_cross_entropy_bwd_weight_kernel(
     offs_c = start_c + tl.arange(0, BLOCK_V)
     offs_v = chunk_start + offs_c
     mask_v = offs_v < V
+    mask_dw = mask_v[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
     if not FROM_SCRATCH:
         w = _load_weight(w_ptr, chunk_start + start_c, V, stride_wv, 0, E, BLOCK_V, BLOCK_E)
         bias = _load_bias(bias_ptr, offs_v, V, HAS_BIAS)
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
+    if ACCUMULATES:  # what the rows of the other data flow left
+        if NEED_WEIGHT:
+            dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
+            dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
+        if NEED_BIAS:
+            db = tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
 
     for start_n in range(0, count, BLOCK_N):
         rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
@@ -1000,15 +1018,9 @@ def _linear_cross_entropy_bwd_weight_kernel(
         dw *= scale
         db *= scale
     if NEED_WEIGHT:
-        offs_e = start_e + tl.arange(0, BLOCK_E)
-        ptrs = dw_ptr + offs_v.to(tl.int64)[:, None] * E + offs_e[None, :]
-        mask = mask_v[:, None] & (offs_e < E)[None, :]
-        if ACCUMULATES:
-            dw += tl.load(ptrs, mask=mask, other=0.0)
-        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask)
+        dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
+        tl.store(dw_ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask_dw)
     if NEED_BIAS:  # every tile of E has the same sum
-        if ACCUMULATES:
-            db += tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
         tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & (start_e == 0))
 
 
@@ -1370,6 +1382,8 @@ def _backward_part(
     wide = kept is not None or _is_wide(width)  # both products read a stored dZ
     prefix = "wide " if wide else ""
     config_x, config_w = (_config(prefix + which, device, input) for which in ("dX", "dW"))
+    if wide and accumulates:
+        config_w = _config("wide dW with more", device, input)
     config_z = _config("wide dZ", device, input) if wide and kept is None else {}
     scratch, chunk_columns = input, vocab  # the scratch is never read
     if kept is not None:
