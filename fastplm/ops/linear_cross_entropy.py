@@ -60,7 +60,7 @@ def linear_cross_entropy(
     return_statistics: bool = False,
     logits_budget: int | None = None,
 ) -> Any:
-    """Cross-entropy of a linear layer's logits, without a matrix of fp32 logits.
+    """Cross-entropy of a linear layer's logits, kept in one matrix within a budget, or in none.
 
     ``z = input W^T + b``, ``loss[n] = logsumexp(z[n]) - sum_v q[n, v] z[n, v]`` with
     ``q = (1 - label_smoothing) onehot(target) + label_smoothing / V``
