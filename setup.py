@@ -103,10 +103,10 @@ def extension_arguments() -> dict:
                 self.extensions.clear()
 
     nvcc = find_nvcc(torch.version.cuda, CUDA_HOME)
-    sources = ["csrc/mask_tokens.cpp"]
+    sources = [str(path) for path in sorted(Path("csrc").glob("*.cpp"))]
     compile_args = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]}
     if nvcc is not None:
-        sources.append("csrc/mask_tokens_cuda.cu")
+        sources += [str(path) for path in sorted(Path("csrc").glob("*_cuda.cu"))]
         compile_args["cxx"].append("-DUSE_CUDA")
         compile_args["nvcc"] = ["-O3", "-DUSE_CUDA", STABLE_ABI, *gencode(nvcc)]
     extension = (CppExtension if nvcc is None else CUDAExtension)(

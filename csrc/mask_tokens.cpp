@@ -1,5 +1,7 @@
 // fastplm_C::mask_tokens on the CPU: rows in parallel on PyTorch's own threads, each row by one.
 #include <algorithm>
+#include <memory>
+#include <numeric>
 #include <vector>
 
 #include "mask_tokens_op.h"
@@ -7,48 +9,79 @@
 namespace fastplm {
 namespace {
 
-struct OneThread {
-  int rank() const { return 0; }
-  int size() const { return 1; }
-  void sync() const {}
-  void increment(uint32_t* counter) const { ++*counter; }
-  uint32_t exclusive_sum(uint32_t value, uint32_t* total) const {
-    *total = value;
-    return 0;
-  }
+// A vector that does not write zeros first.
+template <typename T>
+using Buffer = std::unique_ptr<T[]>;
+
+template <typename Id>
+struct Chosen {
+  const MaskTokensCall<Id>& call;
+  Buffer<uint8_t> tokens;          // [tokens] 1 where chosen
+  std::vector<int64_t> first_slot;  // [rows + 1]
+  std::vector<int64_t> dropped;     // [rows]
 };
+
+template <typename Id>
+FASTPLM_CLONES void choose_rows(Chosen<Id>& chosen, int64_t first_row, int64_t last_row,
+                                int64_t longest) {
+  OneThread group;
+  SelectScratch scratch{};
+  Buffer<uint32_t> keys(new uint32_t[longest + 3]);
+  Buffer<uint32_t> sizes(new uint32_t[longest]);
+  for (int64_t row = first_row; row < last_row; ++row) {
+    uint8_t* tokens = chosen.tokens.get() + chosen.call.rows.begin(row);
+    chosen.first_slot[row + 1] = choose_row(group, scratch, chosen.call, row,
+                                            {keys.get(), sizes.get(), tokens}, &chosen.dropped[row]);
+  }
+}
+
+template <typename Id>
+FASTPLM_CLONES void write_rows(const Chosen<Id>& chosen, int64_t first_row, int64_t last_row) {
+  OneThread group;
+  for (int64_t row = first_row; row < last_row; ++row) {
+    const uint8_t* tokens = chosen.tokens.get() + chosen.call.rows.begin(row);
+    write_row(group, chosen.call, row, chosen.first_slot[row], tokens);
+  }
+}
 
 struct MaskTokensCpu {
   template <typename Id>
   static void run(const Tensor&, const MaskTokensCall<Id>& call) {
-    OneThread group;
-    std::vector<int64_t> first_slots(call.rows + 1);
-    for (int64_t row = 0; row < call.rows; ++row) {
-      first_slots[row + 1] = first_slots[row] + call.quota(count_maskable(group, call, row));
-    }
-    const int64_t count = first_slots[call.rows];
-    *call.count = count;
-    std::fill(call.positions + count, call.positions + call.rows * call.capacity, kUnusedPosition);
-    std::fill(call.labels + count, call.labels + call.rows * call.capacity, kUnusedLabel);
+    const Rows& rows = call.rows;
+    Chosen<Id> chosen{call, Buffer<uint8_t>(new uint8_t[rows.tokens]),
+                      std::vector<int64_t>(rows.count + 1), std::vector<int64_t>(rows.count)};
+    int64_t longest = 0;
+    for (int64_t row = 0; row < rows.count; ++row) longest = std::max(longest, rows.length(row));
 
     constexpr int64_t kTokensWorthAThread = 4096;
-    const int64_t grain = std::max<int64_t>(1, kTokensWorthAThread / (call.length + 1));
-    torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) {
-      GroupScratch scratch{};
-      std::vector<uint64_t> keys(call.length);
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t quota = first_slots[row + 1] - first_slots[row];
-        draw_keys(group, call, row, keys.data());
-        mask_row(group, scratch, call, row, quota, first_slots[row], keys.data());
-      }
+    const int64_t grain = std::max<int64_t>(1, kTokensWorthAThread / (longest + 1));
+    torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+      choose_rows(chosen, first, last, longest);
     });
+    for (int64_t row = 0; row < rows.count; ++row) {
+      chosen.first_slot[row + 1] += chosen.first_slot[row];
+    }
+    torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+      write_rows(chosen, first, last);
+    });
+
+    const int64_t total = chosen.first_slot[rows.count];
+    const int64_t count = std::min(total, call.slots);
+    *call.count = count;
+    *call.dropped =
+        std::accumulate(chosen.dropped.begin(), chosen.dropped.end(), total - count);
+    std::fill(call.positions + count, call.positions + call.slots, kUnusedPosition);
+    std::fill(call.labels + count, call.labels + call.slots, kUnusedLabel);
+    // Packed rows may end before the tensor does.
+    const int64_t end = rows.count == 0 ? 0 : rows.begin(rows.count - 1) + rows.length(rows.count - 1);
+    std::copy(call.input_ids + end, call.input_ids + rows.tokens, call.output_ids + end);
   }
 };
 
 }  // namespace
 }  // namespace fastplm
 
-STABLE_TORCH_LIBRARY(fastplm_C, library) { library.def(fastplm::kMaskTokensSchema); }
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kMaskTokensSchema); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
   library.impl("mask_tokens", TORCH_BOX(&fastplm::mask_tokens<fastplm::MaskTokensCpu>));

@@ -1,210 +1,258 @@
-// Masking of one row of tokens: the code that the CPU op and the CUDA kernel both run.
+// Masking of one row of tokens: the code that the CPU op and the CUDA kernels both run.
 //
-//   B batch, T tokens of a row, n maskable tokens of the row, k tokens to choose, P output slots
-//
-// A row is worked on by a *group*: one thread on the CPU, a thread block on the GPU. A group offers
-//   rank(), size()             which thread of the group this is, and of how many
-//   sync()                     barrier; what was written before it is seen after it
-//   increment(counter)         adds one to a shared counter; integers, so any order gives one result
-//   exclusive_sum(x, &total)   sum of x over the lower ranks, and over all; every thread calls it
+//   n  tokens of the row that may be chosen        k  tokens to choose
+//   A unit is what is chosen whole: a token, a word, or a run of one to `max_ngram` words. It is
+//   known by its first token, whose key is its key.
 #pragma once
 
 #include <cstdint>
 
 #include "philox.h"
-
-// A group's members are host functions in one instantiation and __device__ functions in another.
-#if defined(__CUDACC__)
-#define FASTPLM_GROUP_CODE _Pragma("nv_exec_check_disable")
-#else
-#define FASTPLM_GROUP_CODE
-#endif
+#include "rows.h"
+#include "select.h"
 
 namespace fastplm {
 
 constexpr int64_t kUnusedPosition = -1;
 constexpr int64_t kUnusedLabel = -100;
 
-// One call of the op: dense row-major tensors, and probabilities as round(p * 2^32), so that a
-// random choice is a comparison of integers.
+// One call of the op. Probabilities come as round(p * 2^32), so that a random choice is a
+// comparison of integers.
 template <typename Id>
 struct MaskTokensCall {
-  const Id* input_ids;          // [B, T]
-  const bool* maskable;         // [B, T], or null: every token
-  const int64_t* sample_index;  // [B], or null: the number of the row
+  Rows rows;
+  const Id* input_ids;          // [tokens]
+  const bool* maskable;         // [tokens], or null: every token
+  const int64_t* special_ids;   // [special_count], ascending
+  const int64_t* word_ids;      // [tokens]; null if max_ngram is 0
   const int64_t* seed;          // []
-  Id* output_ids;               // [B, T]
-  int64_t* positions;           // [P]
-  int64_t* labels;              // [P]
+  Id* output_ids;               // [tokens]
+  int64_t* positions;           // [slots]
+  int64_t* labels;              // [slots]
   int64_t* count;               // []
-  int64_t rows;                 // B
-  int64_t length;               // T
-  int64_t capacity;             // most tokens chosen in a row: P = B * capacity
-  int64_t quota_scale;
+  int64_t* dropped;             // []
+  int64_t special_count;
+  int64_t slots;                // P
+  int64_t capacity;             // most tokens chosen in a row
+  int64_t quota_scale;          // the share of tokens to choose, or
+  int64_t chosen_below;         // if not negative: choose each unit whose key is below it
   int64_t mask_below;
   int64_t random_below;
   int64_t mask_token_id;
   int64_t vocab_size;
+  int64_t max_ngram;            // 0: the units are tokens; 1: words; more: runs of words
   uint32_t step;
 
-  FASTPLM_HD bool is_maskable(int64_t row, int64_t position) const {
-    return maskable == nullptr || maskable[row * length + position];
+  // How many of a row's n tokens to choose, before the capacity.
+  FASTPLM_HD int64_t share(int64_t n) const {
+    const int64_t rounded = (n * quota_scale + (int64_t{1} << 31)) >> 32;
+    const int64_t at_least_one = rounded < 1 ? 1 : rounded;
+    return at_least_one < n ? at_least_one : n;
   }
 
-  // The k of a row, from its n.
-  FASTPLM_HD int64_t quota(int64_t n) const {
-    const int64_t wanted = (n * quota_scale + (int64_t{1} << 31)) >> 32;
-    const int64_t at_least_one = wanted < 1 ? 1 : wanted;
-    const int64_t within_row = at_least_one < n ? at_least_one : n;
-    return within_row < capacity ? within_row : capacity;
-  }
-
-  // What stands in the place of a chosen token: [MASK], a random id, or the token itself.
+  // What stands in the place of a chosen token: [MASK], a random id that is not special, or itself.
   FASTPLM_HD int64_t replacement(const Words& words, int64_t token) const {
     if (words.x < mask_below) return mask_token_id;
-    if (words.x < random_below) return (words.y * vocab_size) >> 32;
-    return token;
+    if (words.x >= random_below) return token;
+    int64_t id = choice(words.y, vocab_size - special_count);
+    for (int64_t i = 0; i < special_count; ++i) id += special_ids[i] <= id;
+    return id;
   }
 };
 
-constexpr int kDigitBits = 8;
-constexpr int kDigits = 1 << kDigitBits;
-
-// Memory that the threads of a group share.
-struct GroupScratch {
-  uint32_t histogram[kDigits];
-  uint32_t digit;   // the digit of the key looked for
-  uint32_t below;   // keys of a lower digit
-  uint32_t inside;  // keys of that digit
-};
-
-// Chosen are all keys whose high bits are below `prefix` and, of those whose high bits equal it,
-// the first `ties` by position.
-struct Threshold {
-  uint64_t prefix;
-  int shift;  // of the high bits
-  uint32_t ties;
-};
-
-FASTPLM_GROUP_CODE
-template <typename Group, typename Id>
-FASTPLM_HD int64_t count_maskable(Group& group, const MaskTokensCall<Id>& call, int64_t row) {
-  uint32_t mine = 0;
-  for (int64_t position = group.rank(); position < call.length; position += group.size()) {
-    mine += call.is_maskable(row, position);
-  }
-  uint32_t total;
-  group.exclusive_sum(mine, &total);
-  return total;
+// The length of a run of words: n with a probability proportional to 1/n (Lan et al. 2020, §4.2).
+FASTPLM_HD int64_t ngram_length(uint32_t word, int64_t max_ngram) {
+  constexpr int64_t kTotal = 840;  // which all of 1 … 8 divide
+  int64_t sum = 0;
+  for (int64_t n = 1; n <= max_ngram; ++n) sum += kTotal / n;
+  const int64_t drawn = choice(word, sum);
+  int64_t length = 1;
+  for (int64_t below = kTotal; below <= drawn; below += kTotal / length) ++length;
+  return length;
 }
 
-// Radix selection of the quota-th smallest key, from the highest digit down. A digit costs O(T),
-// and random keys are told apart by the first two or three.
+// What a group needs for a row, all of it seen by all of its threads.
+struct MaskRow {
+  uint32_t* keys;   // [length rounded up to a multiple of 4]
+  uint32_t* sizes;  // [length] tokens of the unit that begins here, or 0
+  uint8_t* chosen;  // [length]
+};
+
+// chosen[i] = 1 where token i may be chosen.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
-FASTPLM_HD Threshold select_threshold(Group& group, GroupScratch& scratch,
-                                      const MaskTokensCall<Id>& call, int64_t row, int64_t quota,
-                                      const uint64_t* keys) {
-  Threshold threshold{0, 64, static_cast<uint32_t>(quota)};
-  do {
-    const int above = threshold.shift;
-    threshold.shift -= kDigitBits;
-    for (int digit = group.rank(); digit < kDigits; digit += group.size()) {
-      scratch.histogram[digit] = 0;
-    }
-    group.sync();
-    for (int64_t position = group.rank(); position < call.length; position += group.size()) {
-      // The first digit is looked at in all keys; C++ has no shift by 64.
-      if (!call.is_maskable(row, position) ||
-          (above < 64 && keys[position] >> above != threshold.prefix)) {
-        continue;
+FASTPLM_HD void find_candidates(Group& group, const MaskTokensCall<Id>& call, int64_t begin,
+                                int64_t length, uint8_t* chosen) {
+  const Id* ids = call.input_ids + begin;
+  const bool* maskable = call.maskable == nullptr ? nullptr : call.maskable + begin;
+  for (int64_t i = group.rank(); i < length; i += group.size()) {
+    chosen[i] = maskable == nullptr || maskable[i];
+  }
+  for (int64_t special = 0; special < call.special_count; ++special) {
+    const Id id = static_cast<Id>(call.special_ids[special]);
+    for (int64_t i = group.rank(); i < length; i += group.size()) chosen[i] &= ids[i] != id;
+  }
+}
+
+// sizes[i] from the candidates in `chosen`: neighbours of the same word make a unit.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Id>
+FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t row,
+                           int64_t length, const MaskRow& memory) {
+  const uint8_t* candidate = memory.chosen;
+  if (call.max_ngram == 0) {
+    for (int64_t i = group.rank(); i < length; i += group.size()) memory.sizes[i] = candidate[i];
+    return;
+  }
+  const int64_t* words = call.word_ids + call.rows.begin(row);
+  for (int64_t i = group.rank(); i < length; i += group.size()) {
+    const bool begins = candidate[i] && (i == 0 || !candidate[i - 1] || words[i - 1] != words[i]);
+    int64_t end = i + 1;
+    while (begins && end < length && candidate[end] && words[end] == words[i]) ++end;
+    memory.sizes[i] = begins ? end - i : 0;
+  }
+  if (call.max_ngram == 1) return;
+
+  // A chain of cheap steps over the words; their draws, which are dear, have no order.
+  uint8_t* ngrams = memory.chosen;
+  group.sync();
+  for (int64_t i = group.rank(); i < length; i += group.size()) {
+    if (memory.sizes[i] == 0) continue;
+    const Words words = draw(static_cast<uint64_t>(*call.seed), Stream::kNgram,
+                             call.rows.sample(row), static_cast<uint32_t>(i), call.step);
+    ngrams[i] = static_cast<uint8_t>(ngram_length(words.x, call.max_ngram));
+  }
+  group.sync();
+  if (group.rank() == 0) {
+    for (int64_t i = 0; i < length;) {
+      int64_t end = i + (memory.sizes[i] == 0 ? 1 : memory.sizes[i]);
+      for (int64_t n = memory.sizes[i] == 0 ? 1 : ngrams[i]; n > 1; --n) {
+        if (end >= length || memory.sizes[end] == 0) break;
+        const int64_t next = end + memory.sizes[end];
+        memory.sizes[end] = 0;
+        end = next;
       }
-      group.increment(&scratch.histogram[(keys[position] >> threshold.shift) & (kDigits - 1)]);
+      if (memory.sizes[i] != 0) memory.sizes[i] = static_cast<uint32_t>(end - i);
+      i = end;
     }
-    group.sync();
-    uint32_t counted = 0;
-    for (int first = 0; first < kDigits && counted < threshold.ties; first += group.size()) {
-      const int digit = first + group.rank();
-      const uint32_t inside = digit < kDigits ? scratch.histogram[digit] : 0;
-      uint32_t total;
-      const uint32_t below = counted + group.exclusive_sum(inside, &total);
-      if (below < threshold.ties && threshold.ties <= below + inside) {
-        scratch.digit = digit;
-        scratch.below = below;
-        scratch.inside = inside;
-      }
-      counted += total;
-    }
-    group.sync();
-    threshold.prefix = threshold.prefix << kDigitBits | scratch.digit;
-    threshold.ties -= scratch.below;
-  } while (threshold.shift > 0 && threshold.ties < scratch.inside);
-  return threshold;
-}
-
-template <typename Id>
-FASTPLM_HD uint64_t sample_of(const MaskTokensCall<Id>& call, int64_t row) {
-  return static_cast<uint64_t>(call.sample_index == nullptr ? row : call.sample_index[row]);
-}
-
-// The random order of the row's tokens: smaller keys are chosen first. A thread draws the very keys
-// that it reads later on.
-FASTPLM_GROUP_CODE
-template <typename Group, typename Id>
-FASTPLM_HD void draw_keys(Group& group, const MaskTokensCall<Id>& call, int64_t row,
-                          uint64_t* keys) {
-  // Read before the loop: for all the compiler knows, `keys` might lie over them.
-  const uint64_t seed = static_cast<uint64_t>(*call.seed);
-  const uint64_t sample = sample_of(call, row);
-  const int64_t length = call.length;
-  const uint32_t step = call.step;
-  for (int64_t position = group.rank(); position < length; position += group.size()) {
-    const Words words =
-        draw(seed, Stream::kMaskSelect, sample, static_cast<uint32_t>(position), step);
-    keys[position] = uint64_t{words.x} << 32 | words.y;
   }
 }
 
-// Chooses, corrupts and compacts one row. `first_slot` is the number of tokens chosen in the rows
-// before, `keys` [T] what draw_keys has written.
+// Chooses units of a row in the order of their keys, each that still fits in the quota, and marks
+// their tokens in memory.chosen. Returns their number; *dropped says how many more the capacity
+// forbade.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
-FASTPLM_HD void mask_row(Group& group, GroupScratch& scratch, const MaskTokensCall<Id>& call,
-                         int64_t row, int64_t quota, int64_t first_slot, const uint64_t* keys) {
-  Threshold threshold{0, 0, 0};
-  if (quota > 0) threshold = select_threshold(group, scratch, call, row, quota, keys);
+FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTokensCall<Id>& call,
+                              int64_t row, const MaskRow& memory, int64_t* dropped) {
+  const int64_t begin = call.rows.begin(row);
+  const int64_t length = call.rows.length(row);
+  uint32_t* keys = memory.keys;
+  uint32_t* sizes = memory.sizes;
+  uint8_t* chosen = memory.chosen;
+  find_candidates(group, call, begin, length, chosen);
+  draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kMaskSelect, call.rows.sample(row),
+             0, call.step, length, keys);
+  group.sync();
+  find_units(group, call, row, length, memory);
+  group.sync();
 
+  uint64_t mine = 0;
+  uint64_t wanted;
+  for (int64_t i = group.rank(); i < length; i += group.size()) {
+    const bool counts = call.chosen_below < 0 || keys[i] < call.chosen_below;
+    mine += counts ? sizes[i] : 0;
+  }
+  group.exclusive_sum(mine, &wanted);
+  if (call.chosen_below < 0) wanted = call.share(wanted);
+  const uint64_t capacity = call.capacity;
+  const uint64_t quota = wanted < capacity ? wanted : capacity;
+  *dropped = wanted - quota;
+
+  const Prefix prefix = select_prefix(
+      group, scratch, length, quota, [&](int64_t i) { return order_of(keys[i], i); },
+      [&](int64_t i) { return sizes[i]; });
+  if (call.max_ngram == 0) {
+    for (int64_t i = group.rank(); i < length; i += group.size()) {
+      chosen[i] = sizes[i] & static_cast<uint32_t>(prefix.has(order_of(keys[i], i)));
+    }
+    group.sync();
+    return prefix.weight;
+  }
+  for (int64_t i = group.rank(); i < length; i += group.size()) {
+    const bool has = prefix.has(order_of(keys[i], i));
+    for (int64_t token = 0; token < sizes[i]; ++token) chosen[i + token] = has;
+    if (has) sizes[i] = 0;
+  }
+  // A unit that is too long for what is left is passed over; the next that fits is taken.
+  uint64_t left = quota - prefix.weight;
+  while (left > 0) {
+    constexpr uint64_t kNone = ~uint64_t{0};
+    uint64_t first = kNone;
+    for (int64_t i = group.rank(); i < length; i += group.size()) {
+      const uint64_t order = order_of(keys[i], i);
+      if (sizes[i] != 0 && sizes[i] <= left && order < first) first = order;
+    }
+    first = group.minimum(first);
+    if (first == kNone) break;
+    const uint32_t unit = static_cast<uint32_t>(first);
+    const uint32_t size = sizes[unit];
+    group.sync();
+    if (group.rank() == 0) {
+      for (uint32_t token = 0; token < size; ++token) chosen[unit + token] = 1;
+      sizes[unit] = 0;
+    }
+    left -= size;
+    group.sync();
+  }
+  group.sync();
+  return quota - left;
+}
+
+// Writes what was chosen in a row: its positions and labels from slot `first_slot` on, and the
+// corrupted tokens.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Id>
+FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t row,
+                          int64_t first_slot, const uint8_t* chosen) {
+  const int64_t begin = call.rows.begin(row);
+  const int64_t length = call.rows.length(row);
+  const Id* ids = call.input_ids + begin;
+  Id* out = call.output_ids + begin;
   int64_t slot_of_tile = first_slot;
-  uint32_t ties_left = threshold.ties;
-  for (int64_t first = 0; first < call.length; first += group.size()) {
-    const int64_t position = first + group.rank();
-    const bool inside = position < call.length;
-    const bool candidate = inside && quota > 0 && call.is_maskable(row, position);
-    const uint64_t high_bits = candidate ? keys[position] >> threshold.shift : 0;
-    const uint32_t lower = candidate && high_bits < threshold.prefix;
-    const uint32_t tie = candidate && high_bits == threshold.prefix;
-    // Two counts in one sum: a group has fewer than 2^16 threads.
+  for (int64_t first = 0; first < length; first += group.size()) {
+    const int64_t i = first + group.rank();
+    const uint32_t taken = i < length && chosen[i];
     uint32_t total;
-    const uint32_t before = group.exclusive_sum(lower | tie << 16, &total);
-    const uint32_t ties_before = before >> 16;
-    const uint32_t ties_taken = ties_before < ties_left ? ties_before : ties_left;
-    if (inside) {
-      const int64_t flat = row * call.length + position;
-      int64_t token = call.input_ids[flat];
-      if (lower || (tie && ties_before < ties_left)) {
-        const int64_t slot = slot_of_tile + (before & 0xFFFF) + ties_taken;
-        call.positions[slot] = flat;
-        call.labels[slot] = token;
-        token = call.replacement(
-            draw(static_cast<uint64_t>(*call.seed), Stream::kMaskReplace, sample_of(call, row),
-                 static_cast<uint32_t>(position), call.step),
-            token);
-      }
-      call.output_ids[flat] = static_cast<Id>(token);
+    const int64_t slot = slot_of_tile + group.exclusive_sum(taken, &total);
+    if (taken && slot < call.slots) {
+      call.positions[slot] = begin + i;
+      call.labels[slot] = ids[i];
     }
-    const uint32_t ties_of_tile = total >> 16 < ties_left ? total >> 16 : ties_left;
-    slot_of_tile += (total & 0xFFFF) + ties_of_tile;
-    ties_left -= ties_of_tile;
+    if (i < length) out[i] = ids[i];
+    slot_of_tile += total;
+  }
+  group.sync();
+
+  constexpr int kLanes = Group::kLanes;
+  const int64_t last_slot = slot_of_tile < call.slots ? slot_of_tile : call.slots;
+  const uint64_t seed = static_cast<uint64_t>(*call.seed);
+  const uint64_t sample = call.rows.sample(row);
+  for (int64_t slot = first_slot + int64_t{group.rank()} * kLanes; slot < last_slot;
+       slot += int64_t{group.size()} * kLanes) {
+    const int64_t lanes = last_slot - slot < kLanes ? last_slot - slot : kLanes;
+    uint32_t places[kLanes] = {};
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      places[lane] = static_cast<uint32_t>(call.positions[slot + lane] - begin);
+    }
+    Words words[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      words[lane] = draw(seed, Stream::kMaskReplace, sample, places[lane], call.step);
+    }
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const Id token = ids[places[lane]];
+      out[places[lane]] = static_cast<Id>(call.replacement(words[lane], token));
+    }
   }
 }
 

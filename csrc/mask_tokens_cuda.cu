@@ -1,37 +1,34 @@
 // fastplm_C::mask_tokens on CUDA: two kernels on the current stream, nothing waits for the device.
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-
+#include "cuda_stream.h"
 #include "mask_tokens_kernel.cuh"
 #include "mask_tokens_op.h"
 
 namespace fastplm {
 namespace {
 
-Tensor scratch(const Tensor& like, int64_t size, ScalarType dtype) {
-  return torch::stable::new_empty(like, {size}, dtype);
-}
-
 struct MaskTokensCuda {
   template <typename Id>
   static void run(const Tensor& input_ids, const MaskTokensCall<Id>& call) {
-    const torch::stable::accelerator::DeviceGuard guard(input_ids.get_device_index());
-    void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(input_ids.get_device_index(), &current));
-    const auto stream = static_cast<cudaStream_t>(current);
-    if (call.rows == 0) {
-      STD_CUDA_CHECK(cudaMemsetAsync(call.count, 0, sizeof(*call.count), stream));
+    const CurrentStream stream(input_ids);
+    const int64_t rows = call.rows.count;
+    const int64_t tokens = call.rows.tokens;
+    if (rows == 0) {  // and no slots, for these are given to rows
+      stream.fill(call.count, 0, sizeof(*call.count));
+      stream.fill(call.dropped, 0, sizeof(*call.dropped));
+      stream.copy(call.output_ids, call.input_ids, tokens * sizeof(Id));
       return;
     }
-    const Tensor quotas = scratch(input_ids, call.rows, ScalarType::Int);
-    const Tensor keys = scratch(input_ids, call.rows * call.length, ScalarType::Long);
-    auto* quota_ptr = static_cast<uint32_t*>(quotas.mutable_data_ptr());
-    auto* key_ptr = static_cast<uint64_t*>(keys.mutable_data_ptr());
-    const auto blocks = static_cast<unsigned int>(call.rows);
-    mask_tokens_quota_kernel<<<blocks, kThreads, 0, stream>>>(call, quota_ptr);
+    Scratch<uint32_t> keys(input_ids, tokens + 4 * rows);
+    Scratch<uint32_t> sizes(input_ids, tokens);
+    Scratch<uint8_t> chosen(input_ids, tokens);
+    Scratch<int64_t> counts(input_ids, rows);
+    Scratch<int64_t> dropped(input_ids, rows);
+    const MaskScratch memory{keys.data(), sizes.data(), chosen.data(), counts.data(),
+                             dropped.data()};
+    const auto blocks = static_cast<unsigned int>(rows);
+    mask_tokens_choose_kernel<<<blocks, kThreads, 0, stream.get()>>>(call, memory);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    mask_tokens_row_kernel<<<blocks, kThreads, 0, stream>>>(call, quota_ptr, key_ptr);
+    mask_tokens_write_kernel<<<blocks, kThreads, 0, stream.get()>>>(call, memory);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };

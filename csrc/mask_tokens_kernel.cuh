@@ -3,92 +3,82 @@
 #pragma once
 
 #include "mask_tokens.h"
+#include "thread_block.cuh"
 
 namespace fastplm {
 
-constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-// Asking for no more than these blocks on a multiprocessor leaves 64 registers a thread; left to
-// itself, ptxas spills on sm_100.
-constexpr int kBlocks = 4;
-
-class ThreadBlock {
- public:
-  __device__ explicit ThreadBlock(uint32_t* warp_sums) : warp_sums_(warp_sums) {}
-  __device__ int rank() const { return threadIdx.x; }
-  __device__ int size() const { return kThreads; }
-  __device__ void sync() const { __syncthreads(); }
-  __device__ void increment(uint32_t* counter) const { atomicAdd(counter, 1u); }
-
-  __device__ uint32_t exclusive_sum(uint32_t value, uint32_t* total) const {
-    constexpr int kWarps = kThreads / kWarp;
-    const int lane = threadIdx.x % kWarp;
-    const int warp = threadIdx.x / kWarp;
-    uint32_t inclusive = value;
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const uint32_t lower = __shfl_up_sync(0xFFFFFFFF, inclusive, offset);
-      if (lane >= offset) inclusive += lower;
-    }
-    if (lane == kWarp - 1) warp_sums_[warp] = inclusive;
-    __syncthreads();
-    uint32_t before = 0;
-    uint32_t sum = 0;
-    for (int other = 0; other < kWarps; ++other) {
-      if (other == warp) before = sum;
-      sum += warp_sums_[other];
-    }
-    __syncthreads();  // the next call writes warp_sums_ again
-    *total = sum;
-    return before + inclusive - value;
-  }
-
- private:
-  uint32_t* warp_sums_;
+// What the first kernel leaves for the second one.
+struct MaskScratch {
+  uint32_t* keys;    // [tokens + 4 * rows], a row's part padded to whole draws
+  uint32_t* sizes;   // [tokens]
+  uint8_t* chosen;   // [tokens]
+  int64_t* counts;   // [rows] tokens chosen
+  int64_t* dropped;  // [rows]
 };
 
-// Block b: the quota of row b.
+// Block b: chooses in row b.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    mask_tokens_quota_kernel(const MaskTokensCall<Id> call, uint32_t* quotas) {
-  __shared__ uint32_t warp_sums[kThreads / kWarp];
-  ThreadBlock block(warp_sums);
+    mask_tokens_choose_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
+  __shared__ uint64_t warp_values[kWarps];
+  __shared__ SelectScratch scratch;
+  ThreadBlock block(warp_values);
   const int64_t row = blockIdx.x;
-  const int64_t maskable = count_maskable(block, call, row);
-  if (block.rank() == 0) quotas[row] = static_cast<uint32_t>(call.quota(maskable));
+  const int64_t begin = call.rows.begin(row);
+  int64_t dropped;
+  const int64_t count = choose_row(
+      block, scratch, call, row,
+      {memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin}, &dropped);
+  if (block.rank() == 0) {
+    memory.counts[row] = count;
+    memory.dropped[row] = dropped;
+  }
 }
 
-// Block b: row b, and the unused ones among the slots [b * capacity, (b + 1) * capacity). It sums
-// the quotas of all rows itself, which is cheaper than a scan kernel in between.
+// Block b: writes row b, and its share of the slots that no row uses. It sums the counts of all
+// rows itself, which is cheaper than a scan kernel in between.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    mask_tokens_row_kernel(const MaskTokensCall<Id> call, const uint32_t* quotas, uint64_t* keys) {
-  __shared__ uint32_t warp_sums[kThreads / kWarp];
-  __shared__ GroupScratch scratch;
-  ThreadBlock block(warp_sums);
+    mask_tokens_write_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
+  __shared__ uint64_t warp_values[kWarps];
+  ThreadBlock block(warp_values);
   const int64_t row = blockIdx.x;
 
-  uint32_t earlier = 0;
-  uint32_t later = 0;
-  for (int64_t other = block.rank(); other < call.rows; other += block.size()) {
-    (other < row ? earlier : later) += quotas[other];
+  uint64_t earlier = 0;
+  uint64_t all = 0;
+  uint64_t dropped = 0;
+  for (int64_t other = block.rank(); other < call.rows.count; other += block.size()) {
+    earlier += other < row ? memory.counts[other] : 0;
+    all += memory.counts[other];
+    dropped += memory.dropped[other];
   }
-  uint32_t first_slot;
-  uint32_t from_here;
+  uint64_t first_slot;
+  uint64_t total;
+  uint64_t total_dropped;
   block.exclusive_sum(earlier, &first_slot);
-  block.exclusive_sum(later, &from_here);
-  const int64_t count = int64_t{first_slot} + from_here;
-
-  if (row == 0 && block.rank() == 0) *call.count = count;
-  const int64_t first_own = row * call.capacity;
-  const int64_t first_unused = first_own > count ? first_own : count;
-  for (int64_t slot = first_unused + block.rank(); slot < first_own + call.capacity;
-       slot += block.size()) {
+  block.exclusive_sum(all, &total);
+  block.exclusive_sum(dropped, &total_dropped);
+  const int64_t wanted = static_cast<int64_t>(total);
+  const int64_t count = wanted < call.slots ? wanted : call.slots;
+  if (row == 0 && block.rank() == 0) {
+    *call.count = count;
+    *call.dropped = static_cast<int64_t>(total_dropped) + wanted - count;
+  }
+  const int64_t threads = int64_t{gridDim.x} * block.size();
+  for (int64_t slot = count + row * block.size() + block.rank(); slot < call.slots;
+       slot += threads) {
     call.positions[slot] = kUnusedPosition;
     call.labels[slot] = kUnusedLabel;
   }
-  draw_keys(block, call, row, keys + row * call.length);
-  mask_row(block, scratch, call, row, int64_t{quotas[row]}, int64_t{first_slot},
-           keys + row * call.length);
+  write_row(block, call, row, static_cast<int64_t>(first_slot),
+            memory.chosen + call.rows.begin(row));
+  if (row == call.rows.count - 1) {
+    // Packed rows may end before the tensor does.
+    for (int64_t i = call.rows.begin(row) + call.rows.length(row) + block.rank();
+         i < call.rows.tokens; i += block.size()) {
+      call.output_ids[i] = call.input_ids[i];
+    }
+  }
 }
 
 }  // namespace fastplm

@@ -10,25 +10,34 @@ from fastplm import _extension
 from fastplm._backends import accepts_all, needs_cpu
 from fastplm._checks import (
     INTEGER,
-    ArgumentTypeError,
-    UnsupportedError,
     check,
     check_choice,
     check_dtype,
     check_same_device,
     check_shape,
     check_tensor,
-    message,
 )
 from fastplm._registry import Op
+from fastplm.ops._rows import (
+    check_cu_seqlens,
+    check_int,
+    check_sample_index,
+    check_seed,
+    check_step,
+    seed_tensor,
+)
 from fastplm.reference.mask_tokens import (
+    MAX_NGRAM,
+    UNITS,
     MaskedTokens,
-    fixed_point_plan,
+    mask_plan,
     mask_tokens_by_plan,
     mask_tokens_ref,
 )
 
-_UNITS = ("token", "word", "ngram")
+_UNITS = (*UNITS, "ngram")
+_SAMPLINGS = ("exact", "bernoulli")
+_WHERE = "mask_tokens"
 
 
 def mask_tokens(
@@ -37,12 +46,16 @@ def mask_tokens(
     vocab_size: int,
     mask_token_id: int,
     maskable: torch.Tensor | None = None,
+    special_ids: torch.Tensor | None = None,
     mlm_probability: float = 0.15,
     mask_replace_prob: float = 0.8,
     random_replace_prob: float = 0.1,
     max_predictions: int | None = None,
+    sampling: str = "exact",
     unit: str = "token",
     word_ids: torch.Tensor | None = None,
+    max_ngram: int = 3,
+    cu_seqlens: torch.Tensor | None = None,
     sample_index: torch.Tensor | None = None,
     seed: int | torch.Tensor,
     step: int = 0,
@@ -55,16 +68,32 @@ def mask_tokens(
     ``mask_replace_prob``, a random id of the vocabulary with ``random_replace_prob``, and else
     stays. ``capacity = max_predictions``, or ``max(1, round(mlm_probability * T))``.
 
+    With ``sampling="bernoulli"`` each token is chosen by itself with ``mlm_probability``, as the
+    collator of Transformers does it; the capacity is then six standard deviations above the
+    expected number. With ``unit="word"`` or ``"ngram"`` whole words, or runs of words, are chosen:
+    in random order each is taken if all of its tokens still fit in the k of the row, as BERT's and
+    ALBERT's authors do it. A row falls into runs of n words with ``p(n)`` proportional to
+    ``1 / n``; each token is corrupted by a draw of its own.
+
     Args:
-        input_ids: int64 or int32 [B, T], any strides.
+        input_ids: int64 or int32 [B, T], or [N] with ``cu_seqlens``; any strides.
         vocab_size: random ids are drawn from 0 … vocab_size - 1.
         mask_token_id: id of [MASK].
-        maskable: bool [B, T], True = may be chosen (neither special nor padding); default all.
+        maskable: bool, the shape of ``input_ids``, True = may be chosen (neither special nor
+            padding); default all.
+        special_ids: int64 [S], ascending, each once: tokens that are neither chosen nor drawn as a
+            random id; default none.
         mlm_probability: share of the maskable tokens to choose, in (0, 1].
         mask_replace_prob, random_replace_prob: as above; their sum is at most 1.
-        max_predictions: most tokens to choose in a row.
-        unit: "token"; "word" and "ngram" are not in this version.
-        word_ids: must be None in this version.
+        max_predictions: most tokens to choose in a row; what it forbids is counted in ``dropped``.
+        sampling: "exact" or "bernoulli".
+        unit: "token", "word" or "ngram".
+        word_ids: int64, the shape of ``input_ids``, for the last two: neighbours with the same id
+            are of one word. A token that may not be chosen ends a word and a run.
+        max_ngram: most words in a run, 2 … 8.
+        cu_seqlens: int32 [B + 1], ascending from 0: ``input_ids`` [N] holds B rows one after the
+            other, row b from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Tokens past the last
+            one are spare capacity and stay as they are.
         sample_index: int64 [B], the place of each row in the training stream; default 0 … B - 1.
             A row's choice depends on this alone, so neither the batch nor the padding changes it.
         seed: int, or 0-d int64 tensor on the device of ``input_ids`` (which a captured graph can
@@ -72,113 +101,139 @@ def mask_tokens(
         step: gives the same sample a fresh choice, e.g. the epoch; 0 … 2^28 - 1.
 
     Returns:
-        MaskedTokens, with P = B * capacity fixed by the shapes:
+        MaskedTokens, with P fixed by the shapes (B * capacity; for packed rows
+        ``floor(mlm_probability * N) + B``, or ``B * max_predictions``):
 
-        - input_ids [B, T], dtype of ``input_ids``: the corrupted tokens.
-        - positions int64 [P]: places of the chosen tokens in the flattened [B * T], ascending;
-          the slots from ``count`` on are unused and hold -1.
+        - input_ids, shape and dtype of ``input_ids``: the corrupted tokens.
+        - positions int64 [P]: places of the chosen tokens in the flattened ``input_ids``,
+          ascending; the slots from ``count`` on are unused and hold -1.
         - labels int64 [P]: the tokens that stood there; -100 in unused slots.
         - count int64 []: how many were chosen.
+        - dropped int64 []: how many more would have been, had there been room.
 
     Determinism:
-        A pure function of its arguments, the same bits on every backend and device. Per token, 64
-        random bits are its rank and 64 others its fate; equal ranks go by position. Probabilities
-        are rounded to multiples of 2^-32. Nothing waits for the device.
+        A pure function of its arguments, the same bits on every backend and device, for padded and
+        packed rows. 32 random bits are a token's rank; equal ranks, one row in 2^32 / T at the
+        edge of its choice, go by position. 64 others are its fate. Probabilities are rounded to
+        multiples of 2^-32. Nothing waits for the device, but for the reference on packed rows.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
-        UnsupportedError: ``unit`` other than "token", or ``word_ids``.
         BackendError: a forced backend cannot run the call.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), appendix A.1, and ``create_pretraining_data.py``
-        of its authors for the exact count in a row; Salmon et al. 2011 for the random bits.
+        of its authors for the exact count in a row and for whole words; Lan et al. 2020 (arXiv
+        1909.11942), §4.2, for runs of words; Salmon et al. 2011 for the random bits.
     Reference: ``fastplm.reference.mask_tokens.mask_tokens_ref``.
     """
-    _check_unsupported(unit, word_ids)
-    check_tensor("mask_tokens", "input_ids", input_ids, ndim=2)
-    _check_tensors(input_ids, maskable, sample_index)
-    _check_numbers(vocab_size, mask_token_id, max_predictions, step)
+    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
+    _check_tensors(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index)
+    if cu_seqlens is not None:
+        check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
+    _check_numbers(vocab_size, mask_token_id, max_predictions, special_ids, step)
     _check_probabilities(mlm_probability, mask_replace_prob, random_replace_prob)
-    _check_seed(input_ids, seed)
-    if not isinstance(seed, torch.Tensor):
-        seed = torch.full((), seed, dtype=torch.int64, device=input_ids.device)
-    plan = fixed_point_plan(
-        input_ids.shape[1], mlm_probability, mask_replace_prob, random_replace_prob, max_predictions
+    _check_unit(unit, word_ids, max_ngram)
+    check_choice(_WHERE, "sampling", sampling, _SAMPLINGS)
+    check_seed(_WHERE, input_ids, seed)
+    plan = mask_plan(
+        input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        input_ids.shape[1] if cu_seqlens is None else None,
+        input_ids.numel(),
+        mlm_probability=mlm_probability,
+        mask_replace_prob=mask_replace_prob,
+        random_replace_prob=random_replace_prob,
+        max_predictions=max_predictions,
+        sampling=sampling,
     )
-    backend = OP.resolve(input_ids, maskable)
     return MaskedTokens(
         *torch.ops.fastplm.mask_tokens(
-            input_ids, maskable, sample_index, seed, step, *plan, mask_token_id, vocab_size, backend
+            input_ids,
+            maskable,
+            special_ids,
+            word_ids,
+            cu_seqlens,
+            sample_index,
+            seed_tensor(seed, input_ids.device),
+            step,
+            *plan,
+            mask_token_id,
+            vocab_size,
+            UNITS.get(unit, max_ngram),
+            OP.resolve(input_ids),
         )
-    )
-
-
-def _check_unsupported(unit: str, word_ids: torch.Tensor | None) -> None:
-    check_choice("mask_tokens", "unit", unit, _UNITS)
-    check(
-        unit == "token",
-        "mask_tokens",
-        "unit",
-        repr(unit),
-        "'token' in this version",
-        "Leave it out; tokens are then chosen one by one.",
-        UnsupportedError,
-    )
-    check(
-        word_ids is None,
-        "mask_tokens",
-        "word_ids",
-        f"a {type(word_ids).__name__}",
-        "None in this version",
-        "Leave it out; tokens are then chosen one by one.",
-        UnsupportedError,
     )
 
 
 def _check_tensors(
-    input_ids: torch.Tensor, maskable: torch.Tensor | None, sample_index: torch.Tensor | None
+    input_ids: torch.Tensor,
+    maskable: torch.Tensor | None,
+    special_ids: torch.Tensor | None,
+    word_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    sample_index: torch.Tensor | None,
 ) -> None:
-    batch, length = input_ids.shape
-    check_dtype("mask_tokens", "input_ids", input_ids, INTEGER)
-    if maskable is not None:
-        check_tensor("mask_tokens", "maskable", maskable)
-        check_dtype(
-            "mask_tokens",
-            "maskable",
-            maskable,
-            (torch.bool,),
-            "Convert it with .bool(), True = may.",
-        )
-        check_same_device("mask_tokens", input_ids=input_ids, maskable=maskable)
-        check_shape("mask_tokens", "maskable", maskable, (batch, length), "[B, T] of `input_ids`")
-    if sample_index is not None:
-        check_tensor("mask_tokens", "sample_index", sample_index)
-        check_dtype("mask_tokens", "sample_index", sample_index, (torch.int64,))
-        check_same_device("mask_tokens", input_ids=input_ids, sample_index=sample_index)
-        check_shape("mask_tokens", "sample_index", sample_index, (batch,), "[B] of `input_ids`")
+    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
+    names = "[B, T] of `input_ids`" if cu_seqlens is None else "[N] of `input_ids`"
+    for argument, tensor, dtype, fix in (
+        ("maskable", maskable, torch.bool, "Convert it with .bool(), True = may."),
+        ("word_ids", word_ids, torch.int64, "Convert it with .long()."),
+    ):
+        if tensor is not None:
+            check_tensor(_WHERE, argument, tensor)
+            check_dtype(_WHERE, argument, tensor, (dtype,), fix)
+            check_same_device(_WHERE, **{"input_ids": input_ids, argument: tensor})
+            check_shape(_WHERE, argument, tensor, input_ids.shape, names)
+    if special_ids is not None:
+        check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
+        check_dtype(_WHERE, "special_ids", special_ids, (torch.int64,))
+        check_same_device(_WHERE, input_ids=input_ids, special_ids=special_ids)
+    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+
+
+def _check_unit(unit: str, word_ids: torch.Tensor | None, max_ngram: int) -> None:
+    check_choice(_WHERE, "unit", unit, _UNITS)
+    check(
+        (word_ids is None) == (unit == "token"),
+        _WHERE,
+        "word_ids",
+        "none" if word_ids is None else "a tensor",
+        f"{'none' if unit == 'token' else 'a tensor'} with unit={unit!r}",
+        "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
+    )
+    if unit == "ngram":
+        check_int(_WHERE, "max_ngram", max_ngram, 2, MAX_NGRAM + 1, "ALBERT uses 3.")
 
 
 def _check_numbers(
-    vocab_size: int, mask_token_id: int, max_predictions: int | None, step: int
+    vocab_size: int,
+    mask_token_id: int,
+    max_predictions: int | None,
+    special_ids: torch.Tensor | None,
+    step: int,
 ) -> None:
-    _check_int("vocab_size", vocab_size, 1, 2**31, "Pass the length of the tokenizer.")
-    _check_int(
+    check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, "Pass the length of the tokenizer.")
+    check_int(
+        _WHERE,
         "mask_token_id",
         mask_token_id,
         0,
         vocab_size,
         "Pass tokenizer.mask_token_id and its length.",
     )
-    _check_int("step", step, 0, 2**28, "Count from 0.")
+    if special_ids is not None:
+        check(
+            special_ids.shape[0] < vocab_size,
+            _WHERE,
+            "special_ids",
+            f"{special_ids.shape[0]} of {vocab_size} ids",
+            "fewer than the vocabulary has, or there is no random id to draw",
+            "Pass the ids of the special tokens alone.",
+        )
+    check_step(_WHERE, step)
     if max_predictions is not None:
-        _check_int("max_predictions", max_predictions, 1, 2**31, "Leave it out for the default.")
-
-
-def _check_int(argument: str, value: int, low: int, high: int, fix: str) -> None:
-    expected = f"an int from {low} to {high - 1}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(message("mask_tokens", argument, repr(value), expected, fix))
-    check(low <= value < high, "mask_tokens", argument, value, expected, fix)
+        check_int(
+            _WHERE, "max_predictions", max_predictions, 1, 2**31, "Leave it out for the default."
+        )
 
 
 def _check_probabilities(
@@ -186,7 +241,7 @@ def _check_probabilities(
 ) -> None:
     check(
         0 < mlm_probability <= 1,
-        "mask_tokens",
+        _WHERE,
         "mlm_probability",
         mlm_probability,
         "a number above 0 and at most 1",
@@ -198,7 +253,7 @@ def _check_probabilities(
     ):
         check(
             0 <= value <= 1,
-            "mask_tokens",
+            _WHERE,
             argument,
             value,
             "a number from 0 to 1",
@@ -207,21 +262,12 @@ def _check_probabilities(
     # The slack is what fixed-point probabilities cannot tell apart.
     check(
         mask_replace_prob + random_replace_prob <= 1 + 2**-32,
-        "mask_tokens",
+        _WHERE,
         "random_replace_prob",
         random_replace_prob,
         f"at most 1 - mask_replace_prob = {1 - mask_replace_prob}",
         "The two are shares of the chosen tokens; the rest stays as it is.",
     )
-
-
-def _check_seed(input_ids: torch.Tensor, seed: int | torch.Tensor) -> None:
-    if isinstance(seed, torch.Tensor):
-        check_tensor("mask_tokens", "seed", seed, ndim=0)
-        check_dtype("mask_tokens", "seed", seed, (torch.int64,))
-        check_same_device("mask_tokens", input_ids=input_ids, seed=seed)
-    else:
-        _check_int("seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")
 
 
 # --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
@@ -247,14 +293,26 @@ def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(input_ids, maskable, sample_index, seed, step, capacity, *_):
-    _check_tensors(input_ids, maskable, sample_index)
-    _check_seed(input_ids, seed)
-    slots = input_ids.shape[0] * capacity
+def _fake(
+    input_ids,
+    maskable,
+    special_ids,
+    word_ids,
+    cu_seqlens,
+    sample_index,
+    seed,
+    step,
+    capacity,
+    slots,
+    *_,
+):
+    _check_tensors(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index)
+    check_seed(_WHERE, input_ids, seed)
     return (
         input_ids.new_empty(input_ids.shape),
         input_ids.new_empty(slots, dtype=torch.int64),
         input_ids.new_empty(slots, dtype=torch.int64),
+        input_ids.new_empty((), dtype=torch.int64),
         input_ids.new_empty((), dtype=torch.int64),
     )
 
@@ -271,8 +329,10 @@ OP.backend("eager", forward=mask_tokens_by_plan, rejects=accepts_all)
 OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
 OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
 OP.define(
-    "(Tensor input_ids, Tensor? maskable, Tensor? sample_index, Tensor seed, SymInt step, "
-    "SymInt capacity, int quota_scale, int mask_below, int random_below, int mask_token_id, "
-    "int vocab_size, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor input_ids, Tensor? maskable, Tensor? special_ids, Tensor? word_ids, "
+    "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt capacity, "
+    "SymInt slots, int quota_scale, int chosen_below, int mask_below, int random_below, "
+    "int mask_token_id, int vocab_size, int max_ngram, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )

@@ -1,4 +1,7 @@
-"""Reference of ``ops.mask_tokens``: the specification, in plain PyTorch without host syncs."""
+"""Reference of ``ops.mask_tokens``: the specification, in plain PyTorch.
+
+Padded rows cause no host sync; packed ones do, for the length of the longest.
+"""
 
 from __future__ import annotations
 
@@ -6,130 +9,321 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm.reference.philox import Stream, draw, fixed_point
+from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
+
+#: ``max_ngram`` of the units that are no runs of words.
+UNITS = {"token": 0, "word": 1}
+#: The longest run of words: 840 is divisible by all numbers up to it.
+MAX_NGRAM = 8
+_NGRAM_TOTAL = 840
 
 
 class MaskedTokens(NamedTuple):
     """What ``ops.mask_tokens`` returns; see there."""
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # tuple.count is of no use here
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    count: Tensor  # type: ignore[assignment]  # tuple.count is of no use here
+    dropped: Tensor
 
 
-def fixed_point_plan(
-    length: int,
+class MaskPlan(NamedTuple):
+    """The numbers of a call as integers, so that no device's floating point rounds its own way.
+
+    Attributes:
+        capacity: the most tokens that can be chosen in a row.
+        slots: P, the length of positions and labels.
+        quota_scale: ``(n * quota_scale + 2^31) >> 32`` is the share of n, halves rounded up.
+        chosen_below: a unit is chosen if its key is below; -1 where the share is exact.
+        mask_below, random_below: a word below the first makes [MASK], else one below the second a
+            random id.
+    """
+
+    capacity: int
+    slots: int
+    quota_scale: int
+    chosen_below: int
+    mask_below: int
+    random_below: int
+
+
+def mask_plan(
+    rows: int,
+    length: int | None,
+    tokens: int,
+    *,
     mlm_probability: float,
     mask_replace_prob: float,
     random_replace_prob: float,
     max_predictions: int | None,
-) -> tuple[int, int, int, int]:
-    """The probabilities as integers, so that no device's floating point rounds a choice its way.
+    sampling: str,
+) -> MaskPlan:
+    """The plan of a call.
 
-    Returns:
-        capacity: the most tokens that can be chosen in a row.
-        quota_scale: ``(n * quota_scale + 2^31) >> 32`` is the share of n, halves rounded up.
-        mask_below, random_below: a word below the first makes [MASK], else one below the second a
-            random id.
+    Args:
+        rows: B.
+        length: T of padded rows; None for packed ones.
+        tokens: B * T, or N.
+        The others as in ``ops.mask_tokens``.
     """
     # Rounded up, or a float just below its decimal, as 0.15 is, would round its halves down.
     quota_scale = math.ceil(mlm_probability * 2**32)
-    capacity = max(1, (length * quota_scale + 2**31) >> 32)
+    bernoulli = sampling == "bernoulli"
     mask_below = fixed_point(mask_replace_prob)
-    return (
-        capacity if max_predictions is None else max_predictions,
+    if max_predictions is not None:
+        capacity, slots = max_predictions, rows * max_predictions
+    elif length is None:
+        # Each row rounds its share up by less than one, and is given one at least.
+        capacity, slots = tokens, min(tokens, (tokens * quota_scale >> 32) + rows)
+        if bernoulli:
+            slots = _bernoulli_capacity(tokens, quota_scale)
+    else:
+        capacity = max(1, (length * quota_scale + 2**31) >> 32)
+        if bernoulli:
+            capacity = _bernoulli_capacity(length, quota_scale)
+        slots = rows * capacity
+    return MaskPlan(
+        capacity,
+        slots,
         quota_scale,
+        fixed_point(mlm_probability) if bernoulli else -1,
         mask_below,
         mask_below + fixed_point(random_replace_prob),
     )
 
 
 def mask_tokens_ref(
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     *,
     vocab_size: int,
     mask_token_id: int,
-    maskable: torch.Tensor | None = None,
+    maskable: Tensor | None = None,
+    special_ids: Tensor | None = None,
     mlm_probability: float = 0.15,
     mask_replace_prob: float = 0.8,
     random_replace_prob: float = 0.1,
     max_predictions: int | None = None,
-    sample_index: torch.Tensor | None = None,
-    seed: int | torch.Tensor,
+    sampling: str = "exact",
+    unit: str = "token",
+    word_ids: Tensor | None = None,
+    max_ngram: int = 3,
+    cu_seqlens: Tensor | None = None,
+    sample_index: Tensor | None = None,
+    seed: int | Tensor,
     step: int = 0,
 ) -> MaskedTokens:
     """Choose, corrupt and compact the tokens to predict, as ``ops.mask_tokens`` describes it.
 
     Args:
-        input_ids: int64 or int32 [B, T].
-        maskable: bool [B, T], True = may be chosen; default all.
-        sample_index: int64 [B]; default 0 … B - 1.
-        The others as in ``ops.mask_tokens``.
+        As of ``ops.mask_tokens``.
 
     Returns:
-        MaskedTokens of input_ids [B, T], positions [P], labels [P] and count [].
+        MaskedTokens of input_ids (the shape of ``input_ids``), positions [P], labels [P], count []
+        and dropped [].
     """
-    plan = fixed_point_plan(
-        input_ids.shape[1], mlm_probability, mask_replace_prob, random_replace_prob, max_predictions
+    plan = mask_plan(
+        input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        input_ids.shape[1] if cu_seqlens is None else None,
+        input_ids.numel(),
+        mlm_probability=mlm_probability,
+        mask_replace_prob=mask_replace_prob,
+        random_replace_prob=random_replace_prob,
+        max_predictions=max_predictions,
+        sampling=sampling,
     )
     return mask_tokens_by_plan(
-        input_ids, maskable, sample_index, seed, step, *plan, mask_token_id, vocab_size
+        input_ids,
+        maskable,
+        special_ids,
+        word_ids,
+        cu_seqlens,
+        sample_index,
+        seed,
+        step,
+        *plan,
+        mask_token_id,
+        vocab_size,
+        UNITS.get(unit, max_ngram),
     )
 
 
 def mask_tokens_by_plan(
-    input_ids: torch.Tensor,
-    maskable: torch.Tensor | None,
-    sample_index: torch.Tensor | None,
-    seed: int | torch.Tensor,
+    input_ids: Tensor,
+    maskable: Tensor | None,
+    special_ids: Tensor | None,
+    word_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sample_index: Tensor | None,
+    seed: int | Tensor,
     step: int,
     capacity: int,
+    slots: int,
     quota_scale: int,
+    chosen_below: int,
     mask_below: int,
     random_below: int,
     mask_token_id: int,
     vocab_size: int,
+    max_ngram: int,
 ) -> MaskedTokens:
-    """``mask_tokens_ref`` with the numbers of ``fixed_point_plan``: what every backend is given."""
-    batch, length = input_ids.shape
+    """``mask_tokens_ref`` with the numbers of ``mask_plan``: what every backend is given."""
     device = input_ids.device
     if maskable is None:
         maskable = torch.ones_like(input_ids, dtype=torch.bool)
+    if special_ids is None:
+        special_ids = torch.empty(0, dtype=torch.int64, device=device)
+    maskable = maskable & ~torch.isin(input_ids, special_ids)
+    if word_ids is None:
+        word_ids = torch.zeros_like(input_ids)
+
+    # Rows side by side, the shorter ones filled up with what may not be chosen.
+    if cu_seqlens is None:
+        batch, length = input_ids.shape
+        place = torch.arange(batch * length, device=device).view(batch, length)
+        inside = torch.ones_like(maskable)
+    else:
+        begin = cu_seqlens[:-1].long()[:, None]
+        end = cu_seqlens[1:].long()[:, None]
+        batch, length = len(begin), int((end - begin).max()) if len(begin) else 0
+        place = begin + torch.arange(length, device=device)
+        inside = place < end
+        place = place.where(inside, 0)
     if sample_index is None:
         sample_index = torch.arange(batch, device=device)
     sample = sample_index[:, None]
     position = torch.arange(length, device=device)
+    candidate = maskable.flatten()[place] & inside
+    token = input_ids.flatten()[place].long()
 
-    n = maskable.sum(-1, keepdim=True)
-    quota = (n * quota_scale + 2**31) >> 32
-    quota = quota.clamp(min=1).minimum(n).clamp(max=capacity)
-
-    high, low, _, _ = draw(
-        seed, Stream.MASK_SELECT, sample_index=sample, position=position, step=step
+    starts = unit_starts(candidate, word_ids.flatten()[place], max_ngram, seed, sample, step)
+    unit = (starts.cumsum(-1) - 1).clamp(min=0)  # of each candidate, counted from 0 in its row
+    sizes = torch.zeros_like(unit).scatter_add(-1, unit, candidate.long())
+    keys = draw_words(seed, Stream.MASK_SELECT, length, sample_index=sample, step=step)
+    key_of_unit = torch.full_like(unit, 2**32).scatter_reduce(
+        -1, unit, torch.where(starts, keys, 2**32), "amin"
     )
-    # As int64, the unsigned 64-bit key less 2^63: the same order.
-    key = (high - 2**31) * 2**32 + low
-    by_key = key.argsort(dim=-1, stable=True)
-    candidate = maskable.gather(-1, by_key)
-    taken = candidate & (candidate.cumsum(-1) <= quota)
-    chosen = torch.zeros_like(taken).scatter(-1, by_key, taken)
 
-    decision, choice, _, _ = draw(
+    n = candidate.sum(-1, keepdim=True)
+    if chosen_below < 0:
+        wanted = ((n * quota_scale + 2**31) >> 32).clamp(min=1).minimum(n)
+    else:
+        wanted = torch.where(key_of_unit < chosen_below, sizes, 0).sum(-1, keepdim=True)
+    quota = wanted.clamp(max=capacity)
+
+    by_key = key_of_unit.argsort(dim=-1, stable=True)
+    taken = torch.zeros_like(candidate).scatter(
+        -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=max_ngram == 0)
+    )
+    chosen = candidate & taken.gather(-1, unit)
+    # Where the slots of all rows together run out, the last ones are dropped.
+    slot = chosen.flatten().cumsum(0) - 1
+    dropped = (wanted - quota).sum() + (chosen.flatten() & (slot >= slots)).sum()
+    chosen = chosen & (slot < slots).view(chosen.shape)
+
+    decision, word, _, _ = draw(
         seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
     )
-    random_ids = ((choice * vocab_size) >> 32).to(input_ids.dtype)
-    corrupted = torch.where(decision < random_below, random_ids, input_ids)
+    random_ids = choice(word, vocab_size - len(special_ids))
+    for special in special_ids:
+        random_ids = random_ids + (special <= random_ids)
+    corrupted = torch.where(decision < random_below, random_ids, token)
     corrupted = corrupted.masked_fill(decision < mask_below, mask_token_id)
 
-    # A token that is not chosen writes to a slot past the end.
-    slots = batch * capacity
-    slot = torch.where(chosen.flatten(), chosen.flatten().cumsum(0) - 1, slots)
-    flat = torch.arange(batch * length, device=device)
-    positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, flat)
-    labels = torch.full((slots + 1,), -100, device=device)
-    labels = labels.scatter(0, slot, input_ids.flatten().long())
+    # What is not chosen writes past the end.
+    flat = place.where(chosen, input_ids.numel()).flatten()
+    output_ids = torch.cat([input_ids.flatten(), input_ids.new_zeros(1)])
+    output_ids = output_ids.scatter(0, flat, corrupted.flatten().to(input_ids.dtype))[:-1]
+    slot = slot.where(chosen.flatten(), slots)
+    positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, place.flatten())
+    labels = torch.full((slots + 1,), -100, device=device).scatter(0, slot, token.flatten())
     return MaskedTokens(
-        torch.where(chosen, corrupted, input_ids), positions[:slots], labels[:slots], chosen.sum()
+        output_ids.view(input_ids.shape),
+        positions[:slots],
+        labels[:slots],
+        chosen.sum(),
+        dropped,
     )
+
+
+def unit_starts(
+    candidate: Tensor,
+    word_ids: Tensor,
+    max_ngram: int,
+    seed: int | Tensor,
+    sample: Tensor,
+    step: int,
+) -> Tensor:
+    """Where the units begin that are chosen whole.
+
+    Args:
+        candidate: bool [B, T], True = may be chosen.
+        word_ids: int64 [B, T]; neighbours of one word have the same.
+        max_ngram: 0 for units of one token, 1 for words, n for runs of 1 to n words.
+        seed, step: as in ``ops.mask_tokens``.
+        sample: int64 [B, 1].
+
+    Returns:
+        bool [B, T].
+    """
+    if max_ngram == 0:
+        return candidate
+    follows = torch.zeros_like(candidate)  # a candidate on a candidate
+    follows[:, 1:] = candidate[:, :-1] & candidate[:, 1:]
+    same_word = torch.zeros_like(candidate)
+    same_word[:, 1:] = word_ids[:, :-1] == word_ids[:, 1:]
+    words = candidate & ~(follows & same_word)
+    if max_ngram == 1:
+        return words
+
+    length = candidate.shape[1]
+    position = torch.arange(length, device=candidate.device)
+    word, _, _, _ = draw(seed, Stream.NGRAM, sample_index=sample, position=position, step=step)
+    drawn = ngram_length(word, max_ngram)
+    starts = torch.zeros_like(candidate)
+    left = torch.zeros_like(sample[:, 0])  # words that the current run may still take
+    for t in range(length):
+        goes_on = follows[:, t] & (left > 0)
+        starts[:, t] = words[:, t] & ~goes_on
+        left = torch.where(words[:, t], torch.where(goes_on, left, drawn[:, t]) - 1, left)
+    return starts
+
+
+def ngram_length(word: Tensor, max_ngram: int) -> Tensor:
+    """Draw n from 1 … max_ngram with ``p(n) = (1/n) / (1/1 + … + 1/max_ngram)``.
+
+    Args:
+        word: int64 that holds uint32 random words.
+        max_ngram: at most 8.
+
+    Source: Lan et al. 2020 (arXiv 1909.11942), §4.2.
+    """
+    shares = [_NGRAM_TOTAL // n for n in range(1, max_ngram + 1)]
+    drawn = choice(word, sum(shares))
+    return torch.stack([drawn >= sum(shares[:n]) for n in range(max_ngram)]).sum(0)
+
+
+def _take(sizes: Tensor, quota: Tensor, *, one_by_one: bool) -> Tensor:
+    """Which units are taken in order, each if it still fits: bool [B, T].
+
+    Args:
+        sizes: int64 [B, T], tokens of each unit in the order of their keys; 0 for none.
+        quota: int64 [B, 1], tokens to take.
+        one_by_one: no unit is larger than one token, so a sum says it all.
+    """
+    if one_by_one:
+        return (sizes > 0) & (sizes.cumsum(-1) <= quota)
+    taken = torch.zeros_like(sizes, dtype=torch.bool)
+    left = quota[:, 0]
+    for i in range(sizes.shape[1]):
+        taken[:, i] = (sizes[:, i] > 0) & (sizes[:, i] <= left)
+        left = left - torch.where(taken[:, i], sizes[:, i], 0)
+    return taken
+
+
+def _bernoulli_capacity(tokens: int, scale: int) -> int:
+    """Six standard deviations above the expected number: more are asked once in 10^9 rows."""
+    variance = tokens * scale * (2**32 - scale) >> 64
+    return min(tokens, max(1, (tokens * scale >> 32) + 1 + 6 * (math.isqrt(variance) + 1)))

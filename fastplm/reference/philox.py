@@ -35,6 +35,11 @@ class Stream(enum.IntEnum):
     DROPOUT = 3
     SHUFFLE = 4
     PAIR = 5
+    NGRAM = 6
+    SPAN = 7
+    NOISE = 8
+    INFILL = 9
+    ORDER = 10
 
 
 def philox4x32(
@@ -92,6 +97,38 @@ def draw(
     """
     low, high = sample_index, sample_index >> 32
     return philox4x32(seed, position, low, high, step << 4 | int(stream), rounds)
+
+
+def draw_words(
+    seed: int | Tensor,
+    stream: Stream,
+    size: int,
+    *,
+    sample_index: Tensor,
+    first_quad: int = 0,
+    step: int | Tensor = 0,
+) -> Tensor:
+    """One random word for each of ``size`` neighbours: one draw serves four of them.
+
+    Item i takes word ``i mod 4`` of the draw at position ``first_quad + i div 4``.
+
+    Args:
+        size: the number of items.
+        sample_index: int64 [..., 1].
+        first_quad: the position of the first draw.
+        The others as in ``draw``.
+
+    Returns:
+        int64 [..., size] that holds uint32 values.
+    """
+    quads = first_quad + torch.arange((size + 3) // 4, device=sample_index.device)
+    words = draw(seed, stream, sample_index=sample_index, position=quads, step=step)
+    return torch.stack(words, -1).flatten(-2)[..., :size]
+
+
+def choice(word: Tensor, many: int) -> Tensor:
+    """One of ``0 … many - 1`` by a uint32 word, each as likely to within 2^-32."""
+    return (word * many) >> 32
 
 
 def uniform(word: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastplm
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError, UnsupportedError
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
 from fastplm._registry import OPS
 from fastplm.ops.mask_tokens import mask_tokens
-from fastplm.reference.mask_tokens import mask_tokens_ref
+from fastplm.reference.mask_tokens import mask_tokens_ref, unit_starts
 from fastplm.reference.philox import Stream, draw
 from fastplm.testing import LAYOUTS, poisoned_memory
 
@@ -21,16 +21,34 @@ MASK = 3
 COMPILED = {"cpu": "cpp", "cuda": "cuda"}
 
 
-def make(batch: int, length: int, dtype=torch.int64, special: float = 0.1) -> dict:
-    """Inputs with every tenth token special, on the CPU."""
+UNITS = ("token", "word", "ngram")
+
+
+def make(batch: int, length: int, dtype=torch.int64, special: float = 0.1, unit="token") -> dict:
+    """Inputs with every tenth token special, on the CPU; words of two tokens on average."""
+    words = torch.randint(0, 2, (batch, length)).cumsum(-1)
     return dict(
         input_ids=torch.randint(5, VOCAB, (batch, length), dtype=dtype),
         maskable=torch.rand(batch, length) >= special,
+        unit=unit,
+        word_ids=None if unit == "token" else words,
         sample_index=torch.randint(0, 2**50, (batch,)),
         vocab_size=VOCAB,
         mask_token_id=MASK,
         seed=11,
     )
+
+
+def pack(inputs: dict, lengths: torch.Tensor, spare: int = 0) -> dict:
+    """The first tokens of each row, one row after the other, and some spare capacity."""
+    inside = torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]
+    packed = {
+        name: torch.nn.functional.pad(tensor[inside], (0, spare))
+        for name, tensor in inputs.items()
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 2
+    }
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return inputs | packed | {"cu_seqlens": ends}
 
 
 def to(device: torch.device, inputs: dict) -> dict:
@@ -63,11 +81,12 @@ def check(device: torch.device, inputs: dict) -> None:
 
 
 @pytest.mark.parametrize("threads", (1, 8))
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
 @pytest.mark.parametrize("length", (1, 2, 63, 65, 512, 4096))
-def test_lengths(device, length, dtype, threads):
+def test_lengths(device, length, dtype, unit, threads):
     # More rows than one thread is given at a time.
-    inputs = make(max(3, 8192 // length), length, dtype)
+    inputs = make(max(3, 8192 // length), length, dtype, unit=unit)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -82,8 +101,8 @@ def test_layouts(device, layout):
         "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
         "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
     }
-    inputs = to(device, make(4, 65))
-    for name in ("input_ids", "maskable", "sample_index"):
+    inputs = to(device, make(4, 65, unit="word"))
+    for name in ("input_ids", "maskable", "word_ids", "sample_index"):
         inputs[name] = views[layout](inputs[name]) if inputs[name].dim() > 1 else inputs[name]
     inputs["sample_index"] = inputs["sample_index"].repeat_interleave(3)[::3]
     assert_same(run_compiled(device, inputs), mask_tokens_ref(**to(torch.device("cpu"), inputs)))
@@ -135,19 +154,51 @@ def test_default_sample_index_is_the_row(device):
     batch=st.integers(0, 5),
     length=st.integers(0, 80),
     special=st.floats(0, 1),
+    special_ids=st.sets(st.integers(0, VOCAB - 1), max_size=20),
     probability=st.floats(0, 1, exclude_min=True),
     replace=st.tuples(st.floats(0, 0.5), st.floats(0, 0.5)),
+    unit=st.sampled_from(UNITS),
+    max_ngram=st.integers(2, 8),
+    sampling=st.sampled_from(("exact", "bernoulli")),
+    max_predictions=st.none() | st.integers(1, 90),
+    packed=st.booleans(),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_input(batch, length, special, probability, replace, seed):
-    inputs = make(batch, length, special=special) | {
-        "mlm_probability": probability,
+@settings(max_examples=150, deadline=None)
+def test_any_input(batch, length, special, special_ids, replace, unit, packed, probability, **rest):
+    inputs = make(batch, length, special=special, unit=unit) | {
+        "special_ids": torch.tensor(sorted(special_ids), dtype=torch.int64),
         "mask_replace_prob": replace[0],
         "random_replace_prob": replace[1],
-        "seed": seed,
+        "mlm_probability": probability,
+        **rest,
     }
+    if packed:
+        inputs = pack(inputs, torch.randint(0, length + 1, (batch,)), spare=length % 3)
     check(torch.device("cpu"), inputs)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("sampling", ("exact", "bernoulli"))
+@pytest.mark.parametrize("spare", (0, 5))
+def test_packed_rows(device, unit, sampling, spare):
+    inputs = pack(make(5, 70, unit=unit), torch.tensor([70, 0, 1, 64, 3]), spare)
+    check(device, inputs | {"sampling": sampling})
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_special_ids(device, unit):
+    inputs = make(3, 200, unit=unit) | {"special_ids": torch.tensor([0, 3, 5, 7, 500, VOCAB - 1])}
+    check(device, inputs)
+    check(device, inputs | {"special_ids": torch.arange(0, VOCAB, 2), "mask_replace_prob": 0.5})
+
+
+def test_large_vocabulary(device):
+    inputs = make(2, 300) | {"vocab_size": 250_002, "mask_token_id": 250_001}
+    inputs["input_ids"] = torch.randint(0, 250_002, (2, 300), dtype=torch.int32)
+    inputs |= {"mask_replace_prob": 0.0, "random_replace_prob": 1.0}
+    check(device, inputs)
+    assert run_compiled(device, inputs).input_ids.max() > 200_000
 
 
 # --- the reference and what it promises -----------------------------------------------------------
@@ -156,6 +207,7 @@ def test_any_input(batch, length, special, probability, replace, seed):
 def oracle(inputs: dict):
     """The definition, token by token."""
     ids, maskable = inputs["input_ids"].tolist(), inputs["maskable"].tolist()
+    unit, word_ids = inputs["unit"], inputs["word_ids"]
     capacity = max(1, int(0.15 * len(ids[0]) + 0.5))
     positions, labels = [], []
     for row, (tokens, allowed) in enumerate(zip(ids, maskable, strict=True)):
@@ -165,9 +217,39 @@ def oracle(inputs: dict):
             return [word.item() for word in drawn]
 
         candidates = [position for position, free in enumerate(allowed) if free]
-        quota = min(capacity, max(1, int(0.15 * len(candidates) + 0.5)), len(candidates))
-        by_key = sorted(candidates, key=lambda p: tuple(words(Stream.MASK_SELECT, p)[:2]))
-        for position in sorted(by_key[:quota]):
+        units = []
+        for position in candidates:
+            follows = units and units[-1][-1] == position - 1
+            if (
+                follows
+                and unit != "token"
+                and word_ids[row, position - 1] == word_ids[row, position]
+            ):
+                units[-1].append(position)
+            else:
+                units.append([position])
+        if unit == "ngram":
+            runs, left = [], 0
+            for word in units:
+                if left and runs[-1][-1] == word[0] - 1:
+                    runs[-1] += word
+                else:
+                    runs.append(word)
+                    # 6/11, 9/11 and 1 of all words: one, two and three words.
+                    drawn = words(Stream.NGRAM, word[0])[0] * 11 / 2**32
+                    left = 1 if drawn < 6 else 2 if drawn < 9 else 3
+                left -= 1
+            units = runs
+
+        left = min(capacity, max(1, int(0.15 * len(candidates) + 0.5)), len(candidates))
+        chosen = []
+        for some in sorted(
+            units, key=lambda unit: (words(Stream.MASK_SELECT, unit[0] // 4)[unit[0] % 4], unit[0])
+        ):
+            if len(some) <= left:
+                chosen += some
+                left -= len(some)
+        for position in sorted(chosen):
             positions.append(row * len(tokens) + position)
             labels.append(tokens[position])
             decision, choice, _, _ = words(Stream.MASK_REPLACE, position)
@@ -178,14 +260,16 @@ def oracle(inputs: dict):
     return ids, positions, labels, len(ids) * capacity
 
 
-def test_reference_against_the_definition():
-    inputs = make(4, 37)
+@pytest.mark.parametrize("unit", UNITS)
+def test_reference_against_the_definition(unit):
+    inputs = make(6, 61, unit=unit)
     out = mask_tokens_ref(**inputs)
     ids, positions, labels, slots = oracle(inputs)
     assert out.input_ids.tolist() == ids
     assert out.count == len(positions)
     assert out.positions.tolist() == positions + [-1] * (slots - len(positions))
     assert out.labels.tolist() == labels + [-100] * (slots - len(labels))
+    assert out.dropped == 0
 
 
 @pytest.mark.parametrize(
@@ -217,8 +301,8 @@ def test_every_position_is_equally_likely():
     # Drawn without replacement, the counts vary as a multinomial's times (1 - share) T / (T - 1).
     statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
     assert p_value(statistic * (length - 1) / length, length - 1) > 0.001
-    # A test that could not see a bias would prove nothing: 2 % more at one place are found.
-    hits[0] += 0.02 * rows * share * 5
+    # A test that could not see a bias would prove nothing: 15 % more at one place are found.
+    hits[0] += 0.15 * rows * share
     statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
     assert p_value(statistic * (length - 1) / length, length - 1) < 0.001
 
@@ -234,20 +318,134 @@ def test_80_10_10():
     assert chi_square(hits, torch.tensor([0.79, 0.11, 0.1])) < 0.001
 
 
-def test_random_ids_are_uniform_over_the_vocabulary():
+@pytest.mark.parametrize("special", ([], [0, 1, 2, 17, 49]), ids=("all", "no special ids"))
+def test_random_ids_are_uniform_over_the_vocabulary(special):
     vocab = 50
     ids = torch.full((10_000, 32), 7)
     out = mask_tokens(
         ids,
         vocab_size=vocab,
         mask_token_id=MASK,
+        special_ids=torch.tensor(special, dtype=torch.int64),
         mask_replace_prob=0.0,
         random_replace_prob=1.0,
         seed=3,
     )
     hits = torch.bincount(out.input_ids.flatten()[out.positions], minlength=vocab)
     assert len(hits) == vocab
-    assert chi_square(hits, torch.full((vocab,), 1 / vocab)) > 0.001
+    ordinary = torch.tensor([i for i in range(vocab) if i not in special])
+    assert hits.sum() == hits[ordinary].sum()
+    assert chi_square(hits[ordinary], torch.full((len(ordinary),), 1 / len(ordinary))) > 0.001
+
+
+def test_bernoulli_chooses_each_token_by_itself():
+    length, rows = 32, 20_000
+    ids = torch.full((rows, length), 7)
+    out = mask_tokens(ids, vocab_size=VOCAB, mask_token_id=MASK, sampling="bernoulli", seed=4)
+    used = out.positions[: out.count]
+    hits = torch.bincount(used % length, minlength=length)
+    both = torch.stack((hits, rows - hits), -1)
+    share = torch.tensor([0.15, 0.85], dtype=torch.float64)
+    statistic = ((both - rows * share) ** 2 / (rows * share)).sum()
+    assert p_value(statistic, length) > 0.001
+    # The number in a row is binomial: pairs of neighbours are chosen together as often as not.
+    in_row = torch.bincount(torch.bincount(used // length, minlength=rows), minlength=length + 1)
+    n = torch.arange(length + 1, dtype=torch.float64)
+    binomial = torch.lgamma(torch.tensor(length + 1.0)) - torch.lgamma(n + 1)
+    binomial = binomial - torch.lgamma(length - n + 1) + n * share[0].log()
+    binomial = (binomial + (length - n) * share[1].log()).exp()
+    tail = torch.tensor([*in_row[:11], in_row[11:].sum()])
+    assert chi_square(tail, torch.tensor([*binomial[:11], binomial[11:].sum()])) > 0.001
+    assert out.dropped == 0
+
+
+def test_run_lengths_and_their_places():
+    sample = torch.arange(4000)[:, None]
+    candidate = torch.ones(4000, 24, dtype=torch.bool)
+    words = torch.arange(24).expand(4000, 24)
+    starts = unit_starts(candidate, words, 3, 5, sample, 0)
+    # Of each row the runs that surely end in it.
+    begins = [row.nonzero()[:, 0] for row in starts]
+    lengths = torch.cat([begin.diff()[begin[:-1] < 21] for begin in begins])
+    hits = torch.bincount(lengths, minlength=4)[1:]
+    assert chi_square(hits, torch.tensor([6 / 11, 3 / 11, 2 / 11])) > 0.001
+    assert chi_square(hits, torch.tensor([0.53, 0.28, 0.19])) < 0.001
+
+
+def test_every_word_is_equally_likely_in_runs():
+    length, rows = 24, 20_000
+    out = mask_tokens(
+        torch.full((rows, length), 7),
+        vocab_size=VOCAB,
+        mask_token_id=MASK,
+        unit="ngram",
+        word_ids=torch.arange(length).expand(rows, length),
+        mlm_probability=0.25,
+        seed=6,
+    )
+    hits = torch.bincount(out.positions[: out.count] % length, minlength=length).double()
+    # The edges differ: runs are cut by the row's end, and short ones fit in what is left.
+    inner = hits[3:-3]
+    assert ((inner - inner.mean()).abs() < 5 * inner.mean().sqrt()).all()
+
+
+@pytest.mark.parametrize("unit", ("word", "ngram"))
+def test_words_are_never_split(unit):
+    inputs = make(50, 120, special=0.05, unit=unit) | {"mask_replace_prob": 1.0}
+    inputs["random_replace_prob"] = 0.0
+    out = mask_tokens(**inputs)
+    chosen = torch.zeros(50 * 120, dtype=torch.bool)
+    chosen[out.positions[: out.count]] = True
+    chosen = chosen.view(50, 120)
+    maskable, words = inputs["maskable"], inputs["word_ids"]
+    joined = maskable[:, 1:] & maskable[:, :-1] & (words[:, 1:] == words[:, :-1])
+    assert torch.equal(chosen[:, 1:][joined], chosen[:, :-1][joined])
+    assert not (chosen & ~maskable).any()
+    # All but a few rows reach their number, as shorter words fill what longer ones leave.
+    wanted = (maskable.sum(-1) * 0.15 + 0.5).long().clamp(max=18)
+    assert (chosen.sum(-1) <= wanted).all() and (chosen.sum(-1) == wanted).float().mean() > 0.9
+
+
+def test_a_word_too_long_is_passed_over():
+    # Two of twelve tokens may be chosen: never the word of three, whichever comes first.
+    words = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4]])
+    for step in range(20):
+        out = mask_tokens(
+            torch.arange(12)[None] + 5,
+            vocab_size=VOCAB,
+            mask_token_id=MASK,
+            unit="word",
+            word_ids=words,
+            seed=0,
+            step=step,
+        )
+        assert out.positions.tolist() in ([4, 5], [3, -1])
+
+
+@pytest.mark.parametrize("sampling", ("exact", "bernoulli"))
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_the_capacity_forbids_is_counted(sampling, unit):
+    inputs = make(20, 100, unit=unit) | {"sampling": sampling, "max_predictions": 100}
+    free = mask_tokens(**inputs)
+    few = mask_tokens(**inputs | {"max_predictions": 10})
+    assert free.dropped == 0 and few.dropped > 0 and few.positions.shape == (200,)
+    # Words that do not fit leave slots empty, which nobody asked for.
+    if unit == "token":
+        assert few.count + few.dropped == free.count
+    per_row = torch.bincount(few.positions[: few.count] // 100, minlength=20)
+    assert (per_row <= 10).all()
+
+
+def test_packed_rows_are_chosen_as_padded_ones():
+    lengths = torch.tensor([40, 0, 1, 33, 2])
+    for unit in UNITS:
+        inputs = make(5, 40, unit=unit)
+        padded = inputs | {"max_predictions": 9}
+        padded["maskable"] = inputs["maskable"] & (torch.arange(40) < lengths[:, None])
+        one, other = mask_tokens(**padded), mask_tokens(**pack(padded, lengths))
+        assert torch.equal(other.labels, one.labels) and other.count == one.count
+        inside = torch.arange(40) < lengths[:, None]
+        assert torch.equal(other.input_ids, one.input_ids[inside])
 
 
 @pytest.mark.parametrize(("mask", "random"), ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
@@ -317,11 +515,15 @@ def test_opcheck(device, backend):
         backend = COMPILED[device.type]
     inputs = to(device, make(3, 20))
     seed = torch.tensor(5, device=device)
-    arguments = (1, 4, 2**30, 2**31, 2**31 + 2**30, MASK, VOCAB, backend)
-    for optional in ((inputs["maskable"], inputs["sample_index"]), (None, None)):
-        torch.library.opcheck(
-            torch.ops.fastplm.mask_tokens, (inputs["input_ids"], *optional, seed, *arguments)
-        )
+    arguments = (1, 4, 12, 2**30, -1, 2**31, 2**31 + 2**30, MASK, VOCAB)
+    special = torch.tensor([0, 9], device=device)
+    words = torch.arange(20, device=device).expand(3, 20)
+    ends = torch.tensor([0, 20, 45, 60], device=device, dtype=torch.int32)
+    operator, ids = torch.ops.fastplm.mask_tokens, inputs["input_ids"]
+    optional = (inputs["maskable"], special, words, None, inputs["sample_index"])
+    torch.library.opcheck(operator, (ids, *optional, seed, *arguments, 3, backend))
+    optional = (None, None, None, ends, None)
+    torch.library.opcheck(operator, (ids.flatten(), *optional, seed, *arguments, 0, backend))
 
 
 @pytest.mark.parametrize("backend", ("auto", "eager"))
@@ -377,6 +579,13 @@ def test_registered_under_its_name():
 
 # --- wrong calls ----------------------------------------------------------------------------------
 
+IDS = torch.zeros(2, 9, dtype=torch.int64)
+
+
+def packed(ends: list[int], dtype=torch.int32) -> dict:
+    flat = {"input_ids": IDS[0], "maskable": None, "sample_index": None}
+    return flat | {"cu_seqlens": torch.tensor(ends, dtype=dtype)}
+
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
@@ -403,9 +612,20 @@ def test_registered_under_its_name():
         ({"seed": torch.zeros(2, dtype=torch.long)}, ArgumentValueError, "`seed` got 1 dimensions"),
         ({"seed": torch.tensor(1.0)}, ArgumentTypeError, "`seed` got torch.float32"),
         ({"seed": None}, ArgumentTypeError, "`seed` got None"),
-        ({"unit": "word"}, UnsupportedError, "`unit` got 'word'"),
+        ({"unit": "word"}, ArgumentValueError, "`word_ids` got none; expected a tensor"),
         ({"unit": "letter"}, ArgumentValueError, "`unit` got 'letter'"),
-        ({"word_ids": torch.zeros(2, 9)}, UnsupportedError, "`word_ids` got a Tensor"),
+        ({"word_ids": IDS}, ArgumentValueError, "`word_ids` got a tensor; expected none"),
+        ({"unit": "word", "word_ids": IDS.int()}, ArgumentTypeError, "`word_ids` got torch.int32"),
+        ({"unit": "ngram", "word_ids": IDS, "max_ngram": 9}, ArgumentValueError, "from 2 to 8"),
+        ({"sampling": "some"}, ArgumentValueError, "`sampling` got 'some'"),
+        ({"special_ids": [1, 2]}, ArgumentTypeError, "`special_ids` got a list"),
+        ({"special_ids": torch.arange(VOCAB)}, ArgumentValueError, "no random id"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ArgumentValueError, "1 dimensions"),
+        (packed([0, 9], torch.int64), ArgumentTypeError, "`cu_seqlens` got torch.int64"),
+        (packed([]), ArgumentValueError, "`cu_seqlens` got no element"),
+        (packed([1, 9]), ArgumentValueError, "`cu_seqlens` got 1 at its beginning"),
+        (packed([0, 10]), ArgumentValueError, "`cu_seqlens` got 10 at its end"),
+        (packed([0, 7, 6, 9]), ArgumentValueError, "`cu_seqlens` got values that fall"),
     ),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,50 @@
+// The group: whoever works on one row, one thread on the CPU and a thread block on the GPU. A row
+// algorithm is written once, as a template over it; a group offers
+//   rank(), size()             which thread of the group this is, and of how many
+//   kLanes                     neighbours that a thread does best at a time, for vector units
+//   sync()                     barrier; what was written before it is seen after it
+//   add(counter, x)            adds to a shared counter; integers, so any order gives one result
+//   exclusive_sum(x, &total)   sum of x over the lower ranks, and over all; every thread calls it
+//   minimum(x)                 smallest x of all threads; every thread calls it
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FASTPLM_HD __host__ __device__ __forceinline__
+// A group's members are host functions in one instantiation and __device__ functions in another.
+#define FASTPLM_GROUP_CODE _Pragma("nv_exec_check_disable")
+#else
+// Inlined whatever its size: what FASTPLM_CLONES compiles for several CPUs is all of a row's code.
+#if defined(__GNUC__)
+#define FASTPLM_HD inline __attribute__((always_inline))
+#else
+#define FASTPLM_HD inline
+#endif
+#define FASTPLM_GROUP_CODE
+#endif
+
+// Compiles a function for each width of the vector unit; the loader takes the widest there is.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FASTPLM_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#else
+#define FASTPLM_CLONES
+#endif
+
+namespace fastplm {
+
+struct OneThread {
+  static constexpr int kLanes = 16;
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  void add(uint64_t* counter, uint64_t value) const { *counter += value; }
+  template <typename Sum>
+  Sum exclusive_sum(Sum value, Sum* total) const {
+    *total = value;
+    return 0;
+  }
+  uint64_t minimum(uint64_t value) const { return value; }
+};
+
+}  // namespace fastplm

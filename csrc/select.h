@@ -1,0 +1,83 @@
+// Choosing some of n items without bias: give each a random key and take the smallest.
+//
+// The items are in one order, (key, index), so no two are equal. A 64-bit number holds it.
+#pragma once
+
+#include <cstdint>
+
+#include "group.h"
+
+namespace fastplm {
+
+FASTPLM_HD uint64_t order_of(uint32_t key, int64_t index) {
+  return uint64_t{key} << 32 | static_cast<uint32_t>(index);
+}
+
+constexpr int kDigitBits = 8;
+constexpr int kDigits = 1 << kDigitBits;
+
+// Memory that the threads of a group share.
+struct SelectScratch {
+  uint64_t bins[kDigits];  // by digit: items << 32 | sum of weights
+  uint64_t digit;          // the digit in which the budget runs out
+  uint64_t bin;            // what lies in its bin
+  uint64_t below;          // the weights below it
+};
+
+// The items whose order, without its `shift` lowest bits, is below `bound`.
+struct Prefix {
+  uint64_t bound;
+  int shift;
+  uint64_t weight;  // of all its items
+  FASTPLM_HD bool has(uint64_t order) const { return order >> shift < bound; }
+};
+
+// The longest run of items in ascending order whose weights sum to `budget` at most.
+//
+// `order(i)` and `weight(i)` of the items 0 … size - 1; a weight of 0 stands for no item. Radix
+// selection from the highest digit down: a digit costs O(size), and random keys are told apart by
+// the first two or three.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Order, typename Weight>
+FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t size, uint64_t budget,
+                                const Order& order, const Weight& weight) {
+  uint64_t mine = 0;
+  uint64_t total;
+  for (int64_t i = group.rank(); i < size; i += group.size()) mine += weight(i);
+  group.exclusive_sum(mine, &total);
+  if (total <= budget) return {2, 63, total};
+
+  Prefix prefix{0, 64, 0};
+  do {
+    const int above = prefix.shift;
+    const int shift = above - kDigitBits;
+    for (int digit = group.rank(); digit < kDigits; digit += group.size()) scratch.bins[digit] = 0;
+    group.sync();
+    for (int64_t i = group.rank(); i < size; i += group.size()) {
+      const uint64_t place = order(i);
+      // The first digit is looked at in all of them; C++ has no shift by 64.
+      if (weight(i) == 0 || (above < 64 && place >> above != prefix.bound)) continue;
+      group.add(&scratch.bins[place >> shift & (kDigits - 1)], uint64_t{1} << 32 | weight(i));
+    }
+    group.sync();
+    uint64_t below = prefix.weight;
+    for (int first = 0; first < kDigits && below <= budget; first += group.size()) {
+      const int digit = first + group.rank();
+      const uint64_t bin = digit < kDigits ? scratch.bins[digit] : 0;
+      const uint64_t inside = static_cast<uint32_t>(bin);
+      uint64_t sum;
+      const uint64_t before = below + group.exclusive_sum(inside, &sum);
+      if (before <= budget && budget < before + inside) {
+        scratch.digit = digit;
+        scratch.bin = bin;
+        scratch.below = before;
+      }
+      below += sum;
+    }
+    group.sync();
+    prefix = {prefix.bound << kDigitBits | scratch.digit, shift, scratch.below};
+  } while (prefix.weight < budget && scratch.bin >> 32 > 1);
+  return prefix;
+}
+
+}  // namespace fastplm

@@ -1,0 +1,210 @@
+// The row algorithms as the GPU runs them, by a group of cooperating threads, but on threads of the
+// CPU: eight of them must write what one writes. Under ThreadSanitizer a missing barrier shows, under
+// AddressSanitizer a stray access. Built and run by test_csrc.py.
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "mask_tokens.h"
+
+using namespace fastplm;
+
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++waiting_ == threads_) {
+      waiting_ = 0;
+      ++round_;
+      all_here_.notify_all();
+    } else {
+      all_here_.wait(lock, [&] { return round != round_; });
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  const int threads_;
+  int waiting_ = 0;
+  int round_ = 0;
+};
+
+struct Threads {
+  static constexpr int kLanes = 1;
+  int rank_;
+  int size_;
+  Barrier* barrier;
+  uint64_t* values;  // [size]
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  void sync() const { barrier->wait(); }
+  void add(uint64_t* counter, uint64_t value) const {
+    __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
+  }
+  template <typename Sum>
+  Sum exclusive_sum(Sum value, Sum* total) const {
+    values[rank_] = value;
+    sync();
+    const Sum before = std::accumulate(values, values + rank_, Sum{0});
+    *total = std::accumulate(values + rank_, values + size_, before);
+    sync();
+    return before;
+  }
+  uint64_t minimum(uint64_t value) const {
+    values[rank_] = value;
+    sync();
+    value = *std::min_element(values, values + size_);
+    sync();
+    return value;
+  }
+};
+
+// Runs function(group) by all threads of a group of `size`, or by one thread alone if it is 1.
+template <typename Function>
+void run_group(int size, const Function& function) {
+  if (size == 1) {
+    OneThread group;
+    function(group);
+    return;
+  }
+  Barrier barrier(size);
+  std::vector<uint64_t> values(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Threads group{rank, size, &barrier, values.data()};
+      function(group);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// select_prefix against its definition. Random keys are all different: `kept_bits` makes some equal.
+bool select_is_right(int size, int64_t items, uint32_t kept_bits, uint32_t heaviest) {
+  std::mt19937 random(static_cast<uint32_t>(items) + kept_bits);
+  std::vector<uint32_t> keys(items), weights(items);
+  for (auto& key : keys) key = random() & kept_bits;
+  for (auto& weight : weights) weight = random() % (heaviest + 1);
+  const uint64_t budget = static_cast<uint64_t>(items * heaviest) / 5;
+
+  std::vector<int64_t> order;
+  for (int64_t i = 0; i < items; ++i) {
+    if (weights[i] > 0) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return keys[a] < keys[b]; });
+  std::vector<bool> wanted(items);
+  uint64_t sum = 0;
+  for (const int64_t i : order) {
+    if (sum + weights[i] > budget) break;
+    sum += weights[i];
+    wanted[i] = true;
+  }
+
+  SelectScratch scratch{};
+  bool right = true;
+  run_group(size, [&](auto& group) {
+    const Prefix prefix = select_prefix(
+        group, scratch, items, budget, [&](int64_t i) { return order_of(keys[i], i); },
+        [&](int64_t i) { return weights[i]; });
+    if (group.rank() != 0) return;
+    right = prefix.weight == sum;
+    for (int64_t i = 0; i < items; ++i) {
+      right &= weights[i] == 0 || prefix.has(order_of(keys[i], i)) == wanted[i];
+    }
+  });
+  return right;
+}
+
+struct Masked {
+  std::vector<int64_t> output, positions, labels;
+  int64_t count, dropped;
+  bool operator==(const Masked& other) const {
+    return output == other.output && positions == other.positions && labels == other.labels &&
+           count == other.count && dropped == other.dropped;
+  }
+};
+
+Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, int64_t capacity) {
+  const int64_t seed = 5;
+  const int64_t sample = 3;
+  const int64_t special[] = {7, 11};
+  const auto maskable = std::make_unique<bool[]>(length);
+  std::vector<int64_t> input(length), words(length);
+  for (int64_t i = 0; i < length; ++i) {
+    input[i] = i % 13;
+    words[i] = i * i / 97;
+    maskable[i] = i % 19 != 2;
+  }
+  Masked result{std::vector<int64_t>(length, -7), std::vector<int64_t>(capacity, kUnusedPosition),
+                std::vector<int64_t>(capacity, kUnusedLabel), 0, 0};
+  MaskTokensCall<int64_t> call{};
+  call.rows = {nullptr, nullptr, &sample, 1, length, length};
+  call.input_ids = input.data();
+  call.maskable = maskable.get();
+  call.special_ids = special;
+  call.special_count = 2;
+  call.word_ids = words.data();
+  call.seed = &seed;
+  call.output_ids = result.output.data();
+  call.positions = result.positions.data();
+  call.labels = result.labels.data();
+  call.slots = call.capacity = capacity;
+  call.quota_scale = int64_t{1} << 30;
+  call.chosen_below = chosen_below;
+  call.mask_below = int64_t{1} << 31;
+  call.random_below = int64_t{3} << 30;
+  call.mask_token_id = 1;
+  call.vocab_size = 13;
+  call.max_ngram = max_ngram;
+
+  SelectScratch scratch{};
+  std::vector<uint32_t> keys(length + 3), sizes(length);
+  std::vector<uint8_t> chosen(length);
+  run_group(size, [&](auto& group) {
+    int64_t dropped;
+    const int64_t count = choose_row(group, scratch, call, 0,
+                                     {keys.data(), sizes.data(), chosen.data()}, &dropped);
+    write_row(group, call, 0, 0, chosen.data());
+    if (group.rank() == 0) {
+      result.count = count;
+      result.dropped = dropped;
+    }
+  });
+  return result;
+}
+
+int main() {
+  int failures = 0;
+  const auto expect = [&](bool right, const char* what, int64_t length) {
+    if (right) return;
+    ++failures;
+    std::printf("wrong: %s, T = %lld\n", what, static_cast<long long>(length));
+  };
+  for (const int64_t length : {0, 1, 7, 8, 9, 200, 513}) {
+    for (const int size : {1, 8}) {
+      for (const uint32_t kept_bits : {~0u, 3u << 30, 1u, 0u}) {
+        expect(select_is_right(size, length, kept_bits, 1), "select_prefix", length);
+        expect(select_is_right(size, length, kept_bits, 5), "select_prefix with weights", length);
+      }
+    }
+    for (const int64_t max_ngram : {0, 1, 3}) {
+      for (const int64_t chosen_below : {int64_t{-1}, int64_t{1} << 31}) {
+        for (const int64_t capacity : {length, length / 5}) {
+          const Masked alone = mask(1, length, max_ngram, chosen_below, capacity);
+          expect(mask(8, length, max_ngram, chosen_below, capacity) == alone, "mask_tokens", length);
+        }
+      }
+    }
+  }
+  return failures == 0 ? 0 : 1;
+}
