@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from fastplm import ops
@@ -18,6 +21,10 @@ class TokenMasker(nn.Module):
         mask_replace_prob: share of the chosen tokens that becomes [MASK].
         random_replace_prob: share of the chosen tokens that becomes a random token.
         max_predictions: most tokens chosen in a row; default the share of a full row.
+        special_ids: ids that are neither chosen nor drawn.
+        sampling: "exact" or "bernoulli".
+        unit: what is chosen whole: "token", "word" or "ngram".
+        max_ngram: most words of a run.
         seed: of all choices.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
@@ -32,6 +39,10 @@ class TokenMasker(nn.Module):
         mask_replace_prob: float = 0.8,
         random_replace_prob: float = 0.1,
         max_predictions: int | None = None,
+        special_ids: Sequence[int] = (),
+        sampling: str = "exact",
+        unit: str = "token",
+        max_ngram: int = 3,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -41,7 +52,13 @@ class TokenMasker(nn.Module):
         self.mask_replace_prob = mask_replace_prob
         self.random_replace_prob = random_replace_prob
         self.max_predictions = max_predictions
+        self.sampling = sampling
+        self.unit = unit
+        self.max_ngram = max_ngram
         self.seed = seed
+        self.special_ids: Tensor
+        ids = torch.tensor(sorted(set(special_ids)), dtype=torch.int64)
+        self.register_buffer("special_ids", ids, persistent=False)
 
     def forward(
         self,
@@ -49,17 +66,21 @@ class TokenMasker(nn.Module):
         maskable: Tensor | None = None,
         sample_index: Tensor | None = None,
         step: int = 0,
+        word_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> MaskedTokens:
         """Mask a batch; see ``ops.mask_tokens``.
 
         Args:
-            input_ids: int64 [B, T].
-            maskable: bool [B, T], True = may be chosen; default all.
+            input_ids: int64 [B, T], or [N] with ``cu_seqlens``.
+            maskable: bool, the shape of ``input_ids``, True = may be chosen; default all.
             sample_index: int64 [B], the samples' places in the training stream; default 0 ... B-1.
             step: advances independent draws for the same samples.
+            word_ids: int64, the shape of ``input_ids``, where words or runs of them are chosen.
+            cu_seqlens: int32 [B + 1], the boundaries of packed rows.
 
         Returns:
-            ``MaskedTokens``: input_ids [B, T], positions [P], labels [P], count.
+            ``MaskedTokens``: input_ids, positions [P], labels [P], count, dropped.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: as ``ops.mask_tokens``.
@@ -73,6 +94,12 @@ class TokenMasker(nn.Module):
             mask_replace_prob=self.mask_replace_prob,
             random_replace_prob=self.random_replace_prob,
             max_predictions=self.max_predictions,
+            special_ids=self.special_ids,
+            sampling=self.sampling,
+            unit=self.unit,
+            word_ids=word_ids,
+            max_ngram=self.max_ngram,
+            cu_seqlens=cu_seqlens,
             sample_index=sample_index,
             seed=self.seed,
             step=step,
@@ -81,5 +108,5 @@ class TokenMasker(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"vocab_size={self.vocab_size}, mask_token_id={self.mask_token_id}, "
-            f"mlm_probability={self.mlm_probability}, seed={self.seed}"
+            f"mlm_probability={self.mlm_probability}, unit={self.unit!r}, seed={self.seed}"
         )

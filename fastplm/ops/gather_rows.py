@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fastplm import _extension
 from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
@@ -40,7 +41,7 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         is rounded once.
 
     Determinism:
-        Forward and backward repeat bit for bit on the backends "torch" and "triton"; no atomics.
+        Forward and backward repeat bit for bit on all backends but "eager"; no atomics.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or positions that do not fit.
@@ -93,6 +94,24 @@ def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
                 "Check that the positions were made for this batch; mark unused slots with -1.",
             )
         )
+
+
+# --- backend "cpp": whole rows are copied ---------------------------------------------------------
+
+_CPP_LACKS = _extension.lacks("gather_rows", "CPU")
+
+
+def _cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    return needs_cpu(input) or _CPP_LACKS
+
+
+def _cpp_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    _check_range(input, positions)
+    return torch.ops.fastplm_C.gather_rows(input, positions)
+
+
+def _cpp_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.ops.fastplm_C.gather_rows_backward(grad_out, positions, rows)
 
 
 # --- backend "torch": index_select, and index_add in fp32 -----------------------------------------
@@ -178,6 +197,7 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("gather_rows", reference=gather_rows_ref, smoke=_smoke)
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastplm
-from fastplm import ops
+from fastplm import _extension, ops
 from fastplm.reference.gather_rows import gather_rows_ref
 from fastplm.testing import (
     LAYOUTS,
@@ -20,7 +20,7 @@ from fastplm.testing import (
     poisoned_memory,
 )
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("cpp", "torch", "triton")
 NAN = float("nan")
 DTYPES = pytest.mark.parametrize(
     "dtype", (torch.float32, torch.float16, torch.bfloat16), ids=("fp32", "fp16", "bf16")
@@ -28,8 +28,10 @@ DTYPES = pytest.mark.parametrize(
 
 
 def run(backend: str, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    if backend == "torch" and input.is_cuda:
-        pytest.skip("the torch backend of gather_rows is for CPU tensors")
+    if backend != "triton" and input.is_cuda:
+        pytest.skip(f"the {backend} backend of gather_rows is for CPU tensors")
+    if backend == "cpp" and (lacking := _extension.lacks("gather_rows", "CPU")):
+        pytest.skip(lacking)
     with fastplm.use_backend(backend):
         return ops.gather_rows(input, positions)
 
@@ -216,9 +218,8 @@ def test_repeats_bit_for_bit(device, backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(device, backend):
-    if backend == "torch" and device.type == "cuda":
-        pytest.skip("the torch backend of gather_rows is for CPU tensors")
     inputs = make(device)
+    run(backend, **inputs)  # or skip
     arguments = (inputs["input"].requires_grad_(), inputs["positions"], backend)
     torch.library.opcheck(torch.ops.fastplm.gather_rows_fwd, arguments)
     upstream = torch.randn(30, 40, device=device)

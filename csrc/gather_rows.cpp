@@ -1,0 +1,123 @@
+// fastplm_C::gather_rows and its backward on the CPU: rows are copied whole, by PyTorch's threads.
+//
+//   N rows of E elements        P slots, each with the position of a row, or with none
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "tensors.h"
+
+namespace fastplm {
+namespace {
+
+constexpr int64_t kBytesWorthAThread = 1 << 15;
+
+int64_t grain_of(int64_t row_bytes) {
+  return std::max<int64_t>(1, kBytesWorthAThread / (row_bytes + 1));
+}
+
+Tensor gather_rows(const Tensor& input, const Tensor& positions) {
+  const int64_t rows = input.size(0);
+  const int64_t slots = positions.size(0);
+  const int64_t row_bytes = input.size(1) * static_cast<int64_t>(input.element_size());
+  const int64_t stride_bytes = input.stride(0) * static_cast<int64_t>(input.element_size());
+  Tensor out = new_empty(input, {slots, input.size(1)});
+  const auto* from = static_cast<const char*>(input.const_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  const auto* position = positions.const_data_ptr<int64_t>();
+  torch::stable::parallel_for(0, slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+    for (int64_t slot = first; slot < last; ++slot) {
+      const int64_t row = position[slot];
+      if (row >= 0 && row < rows) {
+        std::memcpy(to + slot * row_bytes, from + row * stride_bytes, row_bytes);
+      } else {
+        std::memset(to + slot * row_bytes, 0, row_bytes);
+      }
+    }
+  });
+  return out;
+}
+
+// The slots of each row side by side, ascending: row n has slots[begin[n]] … slots[begin[n + 1] - 1].
+struct SlotsByRow {
+  SlotsByRow(const int64_t* position, int64_t count, int64_t rows) : begin(rows + 1), slots(count) {
+    const auto in_range = [&](int64_t row) { return row >= 0 && row < rows; };
+    for (int64_t slot = 0; slot < count; ++slot) {
+      if (in_range(position[slot])) ++begin[position[slot] + 1];
+    }
+    for (int64_t row = 0; row < rows; ++row) begin[row + 1] += begin[row];
+    std::vector<int64_t> next(begin.begin(), begin.end() - 1);
+    for (int64_t slot = 0; slot < count; ++slot) {
+      if (in_range(position[slot])) slots[next[position[slot]]++] = slot;
+    }
+  }
+  std::vector<int64_t> begin;
+  std::vector<int64_t> slots;
+};
+
+// grad_input[n] = the sum of its slots' gradients, in Sum and ascending order, rounded once.
+template <typename T, typename Sum>
+void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_input) {
+  const int64_t rows = grad_input.size(0);
+  const int64_t width = grad_input.size(1);
+  const int64_t stride = grad_out.stride(0);
+  const auto* from = static_cast<const T*>(grad_out.const_data_ptr());
+  auto* to = static_cast<T*>(grad_input.mutable_data_ptr());
+  const SlotsByRow by_row(positions.const_data_ptr<int64_t>(), positions.size(0), rows);
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
+  torch::stable::parallel_for(0, rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+    const std::unique_ptr<Sum[]> sum(new Sum[width]);
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t begin = by_row.begin[row];
+      const int64_t end = by_row.begin[row + 1];
+      T* out = to + row * width;
+      if (end == begin) {
+        std::memset(out, 0, row_bytes);
+      } else if (end == begin + 1) {
+        std::memcpy(out, from + by_row.slots[begin] * stride, row_bytes);
+      } else {
+        std::fill(sum.get(), sum.get() + width, Sum(0));
+        for (int64_t i = begin; i < end; ++i) {
+          const T* slot = from + by_row.slots[i] * stride;
+          for (int64_t e = 0; e < width; ++e) sum[e] += static_cast<Sum>(slot[e]);
+        }
+        for (int64_t e = 0; e < width; ++e) out[e] = static_cast<T>(sum[e]);
+      }
+    }
+  });
+}
+
+Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
+  Tensor grad_input = new_empty(grad_out, {rows, grad_out.size(1)});
+  switch (grad_out.scalar_type()) {
+    case ScalarType::Double:
+      sum_slots<double, double>(grad_out, positions, grad_input);
+      break;
+    case ScalarType::Float:
+      sum_slots<float, float>(grad_out, positions, grad_input);
+      break;
+    case ScalarType::Half:
+      sum_slots<c10::Half, float>(grad_out, positions, grad_input);
+      break;
+    default:
+      sum_slots<c10::BFloat16, float>(grad_out, positions, grad_input);
+  }
+  return grad_input;
+}
+
+}  // namespace
+}  // namespace fastplm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
+  library.def("gather_rows(Tensor input, Tensor positions) -> Tensor");
+  library.def("gather_rows_backward(Tensor grad_out, Tensor positions, int rows) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
+  library.impl("gather_rows", TORCH_BOX(&fastplm::gather_rows));
+  library.impl("gather_rows_backward", TORCH_BOX(&fastplm::gather_rows_backward));
+}
