@@ -25,7 +25,7 @@
 #endif
 
 // Compiles a function for each width of the vector unit; the loader takes the widest there is.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__)
 #define FASTPLM_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
 #else
 #define FASTPLM_CLONES
@@ -34,7 +34,8 @@
 namespace fastplm {
 
 struct OneThread {
-  static constexpr int kLanes = 16;
+  // Fewer, and GCC unrolls the loop over them before it looks for vectors, and finds none.
+  static constexpr int kLanes = 32;
   int rank() const { return 0; }
   int size() const { return 1; }
   void sync() const {}

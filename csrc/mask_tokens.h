@@ -61,15 +61,27 @@ struct MaskTokensCall {
 };
 
 // The length of a run of words: n with a probability proportional to 1/n (Lan et al. 2020, §4.2).
-FASTPLM_HD int64_t ngram_length(uint32_t word, int64_t max_ngram) {
-  constexpr int64_t kTotal = 840;  // which all of 1 … 8 divide
-  int64_t sum = 0;
-  for (int64_t n = 1; n <= max_ngram; ++n) sum += kTotal / n;
-  const int64_t drawn = choice(word, sum);
-  int64_t length = 1;
-  for (int64_t below = kTotal; below <= drawn; below += kTotal / length) ++length;
-  return length;
-}
+class NgramLengths {
+ public:
+  FASTPLM_HD explicit NgramLengths(int64_t max_ngram) : total_(0) {
+    for (int n = 1; n <= kMaxNgram; ++n) {
+      total_ += n <= max_ngram ? kMultiple / n : 0;
+      below_[n - 1] = total_;
+    }
+  }
+  FASTPLM_HD uint8_t operator()(uint32_t word) const {
+    const int64_t drawn = choice(word, total_);
+    uint8_t length = 1;
+    for (int n = 1; n < kMaxNgram; ++n) length += below_[n - 1] <= drawn;
+    return length;
+  }
+
+ private:
+  static constexpr int kMaxNgram = 8;
+  static constexpr int64_t kMultiple = 840;  // of all of 1 … 8
+  int64_t below_[kMaxNgram];
+  int64_t total_;
+};
 
 // What a group needs for a row, all of it seen by all of its threads.
 struct MaskRow {
@@ -94,7 +106,8 @@ FASTPLM_HD void find_candidates(Group& group, const MaskTokensCall<Id>& call, in
   }
 }
 
-// sizes[i] from the candidates in `chosen`: neighbours of the same word make a unit.
+// sizes[i] from the candidates in `chosen`, with `keys` and `chosen` for scratch: neighbours of the
+// same word make a unit.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t row,
@@ -115,12 +128,12 @@ FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t
 
   // A chain of cheap steps over the words; their draws, which are dear, have no order.
   uint8_t* ngrams = memory.chosen;
+  draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kNgram, call.rows.sample(row), 0,
+             call.step, length, memory.keys);
   group.sync();
+  const NgramLengths draw_length(call.max_ngram);
   for (int64_t i = group.rank(); i < length; i += group.size()) {
-    if (memory.sizes[i] == 0) continue;
-    const Words words = draw(static_cast<uint64_t>(*call.seed), Stream::kNgram,
-                             call.rows.sample(row), static_cast<uint32_t>(i), call.step);
-    ngrams[i] = static_cast<uint8_t>(ngram_length(words.x, call.max_ngram));
+    if (memory.sizes[i] != 0) ngrams[i] = draw_length(memory.keys[i]);
   }
   group.sync();
   if (group.rank() == 0) {
@@ -151,33 +164,45 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
   uint32_t* sizes = memory.sizes;
   uint8_t* chosen = memory.chosen;
   find_candidates(group, call, begin, length, chosen);
-  draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kMaskSelect, call.rows.sample(row),
-             0, call.step, length, keys);
   group.sync();
   find_units(group, call, row, length, memory);
   group.sync();
+  draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kMaskSelect, call.rows.sample(row),
+             0, call.step, length, keys);
+  group.sync();
 
-  uint64_t mine = 0;
-  uint64_t wanted;
-  for (int64_t i = group.rank(); i < length; i += group.size()) {
-    const bool counts = call.chosen_below < 0 || keys[i] < call.chosen_below;
-    mine += counts ? sizes[i] : 0;
+  uint32_t mine = 0;
+  uint32_t tokens;
+  if (call.chosen_below < 0) {
+    for (int64_t i = group.rank(); i < length; i += group.size()) mine += sizes[i];
+  } else {
+    for (int64_t i = group.rank(); i < length; i += group.size()) {
+      mine += keys[i] < call.chosen_below ? sizes[i] : 0;
+    }
   }
-  group.exclusive_sum(mine, &wanted);
-  if (call.chosen_below < 0) wanted = call.share(wanted);
-  const uint64_t capacity = call.capacity;
-  const uint64_t quota = wanted < capacity ? wanted : capacity;
+  group.exclusive_sum(mine, &tokens);
+  const int64_t wanted = call.chosen_below < 0 ? call.share(tokens) : tokens;
+  const int64_t quota = wanted < call.capacity ? wanted : call.capacity;
   *dropped = wanted - quota;
 
   const Prefix prefix = select_prefix(
       group, scratch, length, quota, [&](int64_t i) { return order_of(keys[i], i); },
       [&](int64_t i) { return sizes[i]; });
   if (call.max_ngram == 0) {
-    for (int64_t i = group.rank(); i < length; i += group.size()) {
-      chosen[i] = sizes[i] & static_cast<uint32_t>(prefix.has(order_of(keys[i], i)));
+    // Most often the keys alone tell, and 32 bits are compared twice as fast as 64.
+    if (prefix.shift >= 32) {
+      const int shift = prefix.shift - 32;
+      const uint32_t bound = static_cast<uint32_t>(prefix.bound);
+      for (int64_t i = group.rank(); i < length; i += group.size()) {
+        chosen[i] = static_cast<uint8_t>(sizes[i] & (keys[i] >> shift < bound));
+      }
+    } else {
+      for (int64_t i = group.rank(); i < length; i += group.size()) {
+        chosen[i] = static_cast<uint8_t>(sizes[i] & prefix.has(order_of(keys[i], i)));
+      }
     }
     group.sync();
-    return prefix.weight;
+    return static_cast<int64_t>(prefix.weight);
   }
   for (int64_t i = group.rank(); i < length; i += group.size()) {
     const bool has = prefix.has(order_of(keys[i], i));
@@ -185,7 +210,7 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
     if (has) sizes[i] = 0;
   }
   // A unit that is too long for what is left is passed over; the next that fits is taken.
-  uint64_t left = quota - prefix.weight;
+  uint64_t left = static_cast<uint64_t>(quota) - prefix.weight;
   while (left > 0) {
     constexpr uint64_t kNone = ~uint64_t{0};
     uint64_t first = kNone;
@@ -206,7 +231,7 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
     group.sync();
   }
   group.sync();
-  return quota - left;
+  return quota - static_cast<int64_t>(left);
 }
 
 // Writes what was chosen in a row: its positions and labels from slot `first_slot` on, and the
@@ -245,13 +270,11 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
     for (int64_t lane = 0; lane < lanes; ++lane) {
       places[lane] = static_cast<uint32_t>(call.positions[slot + lane] - begin);
     }
-    Words words[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      words[lane] = draw(seed, Stream::kMaskReplace, sample, places[lane], call.step);
-    }
+    const auto words =
+        draw_lanes<kLanes>(seed, Stream::kMaskReplace, sample, places, call.step);
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const Id token = ids[places[lane]];
-      out[places[lane]] = static_cast<Id>(call.replacement(words[lane], token));
+      out[places[lane]] = static_cast<Id>(call.replacement(words[static_cast<int>(lane)], token));
     }
   }
 }

@@ -279,9 +279,9 @@ def unit_starts(
         return words
 
     length = candidate.shape[1]
-    position = torch.arange(length, device=candidate.device)
-    word, _, _, _ = draw(seed, Stream.NGRAM, sample_index=sample, position=position, step=step)
-    drawn = ngram_length(word, max_ngram)
+    drawn = ngram_length(
+        draw_words(seed, Stream.NGRAM, length, sample_index=sample, step=step), max_ngram
+    )
     starts = torch.zeros_like(candidate)
     left = torch.zeros_like(sample[:, 0])  # words that the current run may still take
     for t in range(length):

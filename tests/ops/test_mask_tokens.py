@@ -236,7 +236,7 @@ def oracle(inputs: dict):
                 else:
                     runs.append(word)
                     # 6/11, 9/11 and 1 of all words: one, two and three words.
-                    drawn = words(Stream.NGRAM, word[0])[0] * 11 / 2**32
+                    drawn = words(Stream.NGRAM, word[0] // 4)[word[0] % 4] * 11 / 2**32
                     left = 1 if drawn < 6 else 2 if drawn < 9 else 3
                 left -= 1
             units = runs
