@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "bart_noise.h"
+#include "corrupt_spans.h"
 #include "mask_tokens.h"
 
 using namespace fastplm;
@@ -183,6 +185,96 @@ Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, i
   return result;
 }
 
+struct Corrupted {
+  std::vector<int64_t> inputs, labels, lengths;
+  int64_t dropped;
+  bool operator==(const Corrupted& other) const {
+    return inputs == other.inputs && labels == other.labels && lengths == other.lengths &&
+           dropped == other.dropped;
+  }
+};
+
+std::vector<int64_t> counting(int64_t first, int64_t length) {
+  std::vector<int64_t> numbers(length);
+  std::iota(numbers.begin(), numbers.end(), first);
+  return numbers;
+}
+
+Corrupted corrupt(int size, int64_t length, int64_t density, int64_t sentinels) {
+  const int64_t seed = 5;
+  const int64_t sample = 3;
+  const std::vector<int64_t> input = counting(100, length);
+  const std::vector<int64_t> sentinel_ids = counting(20, sentinels);
+  CorruptSpansCall<int64_t> call{};
+  call.rows = {nullptr, nullptr, &sample, 1, length, length};
+  // Spans of three tokens on average.
+  call.plan = {length, sentinels, density, (int64_t{1} << 32) / 3 + 1, true};
+  Corrupted result{std::vector<int64_t>(call.plan.input_width(), -7),
+                   std::vector<int64_t>(call.plan.label_width(), -7), {-7, -7}, 0};
+  call.input_ids = input.data();
+  call.sentinel_ids = sentinel_ids.data();
+  call.seed = &seed;
+  call.output_ids = result.inputs.data();
+  call.labels = result.labels.data();
+  call.input_lengths = &result.lengths[0];
+  call.label_lengths = &result.lengths[1];
+  call.eos_token_id = 1;
+
+  SelectScratch scratch{};
+  std::vector<uint32_t> keys(call.plan.keys_size());
+  std::vector<uint32_t> noise(call.plan.bounds_size()), kept(call.plan.bounds_size());
+  run_group(size, [&](auto& group) {
+    corrupt_row(group, scratch, call, 0, keys.data(), {noise.data(), kept.data()});
+    const int64_t dropped = count_dropped(group, call);
+    if (group.rank() == 0) result.dropped = dropped;
+  });
+  return result;
+}
+
+Corrupted noise(int size, int64_t length, int64_t infill, int64_t permute, int64_t capacity) {
+  const int64_t seed = 5;
+  const int64_t sample = 3;
+  const int64_t ends[] = {4, 9};
+  const int64_t special[] = {2};
+  std::vector<int64_t> input(length);
+  for (int64_t i = 0; i < length; ++i) input[i] = 3 + i * i % 10;
+  Corrupted result{std::vector<int64_t>(capacity, -7), {}, {-7}, 0};
+  BartNoiseCall<int64_t> call{};
+  call.rows = {nullptr, nullptr, &sample, 1, length, length};
+  call.input_ids = input.data();
+  call.sentence_end_ids = ends;
+  call.sentence_end_count = 2;
+  call.special_ids = special;
+  call.special_count = 1;
+  call.seed = &seed;
+  call.output_ids = result.inputs.data();
+  call.lengths = result.lengths.data();
+  call.longest = length;
+  call.capacity = capacity;
+  call.mask_token_id = 2;
+  call.bos_token_id = 0;
+  call.eos_token_id = 1;
+  call.vocab_size = 13;
+  call.infill_scale = infill;
+  call.permute_scale = permute;
+  call.rotate_below = int64_t{1} << 32;
+  call.delete_below = int64_t{1} << 29;
+  call.noise_below = int64_t{1} << 30;
+  call.random_below = int64_t{1} << 31;
+  call.span_thresholds = 6;
+  for (int64_t n = 0; n < 6; ++n) call.span_below[n] = static_cast<uint32_t>((n + 1) << 29);
+
+  SelectScratch scratch{};
+  NoiseRow<int64_t> memory;
+  std::vector<uint64_t> arrays(memory.lay_out(call, nullptr) / 8);
+  memory.lay_out(call, reinterpret_cast<uint8_t*>(arrays.data()));
+  run_group(size, [&](auto& group) {
+    const int64_t dropped = noise_row(group, scratch, call, 0, memory);
+    if (group.rank() == 0) result.dropped = dropped;
+  });
+  return result;
+}
+
 int main() {
   int failures = 0;
   const auto expect = [&](bool right, const char* what, int64_t length) {
@@ -202,6 +294,23 @@ int main() {
         for (const int64_t capacity : {length, length / 5}) {
           const Masked alone = mask(1, length, max_ngram, chosen_below, capacity);
           expect(mask(8, length, max_ngram, chosen_below, capacity) == alone, "mask_tokens", length);
+        }
+      }
+    }
+  }
+  constexpr int64_t kOne = int64_t{1} << 32;
+  for (const int64_t length : {0, 1, 2, 7, 33, 300}) {
+    for (const int64_t density : {kOne / 7, kOne / 2, kOne}) {
+      for (const int64_t sentinels : {1, 100}) {
+        const Corrupted alone = corrupt(1, length, density, sentinels);
+        expect(corrupt(8, length, density, sentinels) == alone, "corrupt_spans", length);
+      }
+    }
+    for (const int64_t infill : {int64_t{0}, kOne / 3, kOne}) {
+      for (const int64_t permute : {int64_t{0}, kOne / 2, kOne}) {
+        for (const int64_t capacity : {length + 2, length / 2 + 2}) {
+          const Corrupted alone = noise(1, length, infill, permute, capacity);
+          expect(noise(8, length, infill, permute, capacity) == alone, "bart_noise", length);
         }
       }
     }

@@ -1,0 +1,149 @@
+"""The collator of T5's objective: spans of tokens become sentinels."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fastplm._checks import DataError, UnsupportedError, check
+from fastplm.data._collate import Collator
+from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit
+from fastplm.reference.corrupt_spans import fixed_point_scales, span_counts
+
+
+@dataclass
+class DataCollatorForSpanCorruption(Collator):
+    """Batches for T5's span corruption, as ``T5ForConditionalGeneration`` takes them.
+
+    The spans are a pure function of (seed, epoch, sample index): the same at any batch size, worker
+    count and world size, on the CPU and on a GPU. The sentinels are the tokenizer's
+    ``<extra_id_0>``, ``<extra_id_1>``, …; the end of sequence follows inputs and labels, whether
+    the samples have one or not. Padding at the end of a sample is not text and is taken off.
+
+    Args:
+        tokenizer, seed: see ``Collator``.
+        block_size: the most tokens of ``input_ids``, to which rows are padded; by default those of
+            the longest row. Samples of ``span_corruption_fit(block_size)[0]`` tokens, 568 for
+            T5's 512, fill it.
+        packed: must be False.
+        noise_density: share of the tokens that leaves the input.
+        mean_span_length: noise tokens a span.
+
+    Returns:
+        A dict with ``input_ids`` (int64 [B, Ti], corrupted), ``attention_mask`` (int64 [B, Ti]),
+        ``labels`` (int64 [B, To], -100 where the label is padding), ``sample_index`` (int64 [B])
+        and, where the samples have them, labels of a sample. Ti and To depend on ``block_size``
+        alone or, without it, on the longest sample.
+
+    Raises:
+        ArgumentValueError: a sample does not fit ``block_size``, or a setting is out of its range.
+        DataError: the tokenizer has no ``<extra_id_0>``.
+        UnsupportedError: ``packed=True``.
+
+    Warns:
+        UserWarning: a sample has more spans than there are sentinels; the last ones are merged.
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), §3.1.4.
+    """
+
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+
+    token_fields: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        check(
+            not self.packed,
+            where,
+            "packed",
+            self.packed,
+            "False, as an encoder-decoder takes a padded batch",
+            "Leave it out; ops.corrupt_spans takes packed rows and returns padded ones.",
+            UnsupportedError,
+        )
+        # Looked up once: the properties of a tokenizer are slow.
+        vocabulary = self.tokenizer.get_vocab()
+        sentinels: list[int] = []
+        while (token := f"<extra_id_{len(sentinels)}>") in vocabulary:
+            sentinels.append(vocabulary[token])
+        check(
+            len(sentinels) > 0,
+            where,
+            "tokenizer",
+            "one without <extra_id_0>",
+            "sentinels <extra_id_0>, <extra_id_1>, …",
+            "Add them with tokenizer.add_tokens(…, special_tokens=True), 100 as T5 has.",
+            DataError,
+        )
+        self._sentinel_ids = torch.tensor(sentinels)
+        self._eos = self.tokenizer.eos_token_id
+        self._padding = self.tokenizer.pad_token_id
+        self._raw_size: int | None = None
+        if self.block_size is not None:
+            self._raw_size, _ = span_corruption_fit(
+                self.block_size,
+                noise_density=self.noise_density,
+                mean_span_length=self.mean_span_length,
+                sentinels=len(sentinels),
+                eos=self._eos is not None,
+            )
+
+    def content(self, input_ids: Any) -> Any:
+        """The text of a sample, without the padding and the EOS at its end."""
+        end = len(input_ids)
+        while end > 0 and input_ids[end - 1] == self._padding:
+            end -= 1
+        if end > 0 and input_ids[end - 1] == self._eos:
+            end -= 1
+        return input_ids[:end]
+
+    def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Replace the spans by sentinels, and make labels of them."""
+        input_ids = batch["input_ids"]
+        corrupted = corrupt_spans(
+            input_ids,
+            sentinel_ids=self._sentinel_ids.to(input_ids.device),
+            eos_token_id=self._eos,
+            pad_token_id=self._pad_token_id(),
+            noise_density=self.noise_density,
+            mean_span_length=self.mean_span_length,
+            lengths=batch["attention_mask"].sum(1),
+            sample_index=batch["sample_index"],
+            seed=self.seed,
+            step=self._epoch,
+        )
+        column = torch.arange(corrupted.input_ids.shape[1], device=input_ids.device)
+        return batch | {
+            "input_ids": corrupted.input_ids,
+            "attention_mask": (column < corrupted.input_lengths[:, None]).long(),
+            "labels": corrupted.labels,
+        }
+
+    def _room(self, longest: int) -> int:
+        """Tokens of a row before its corruption."""
+        size = longest
+        if self._raw_size is not None:
+            check(
+                longest <= self._raw_size,
+                type(self).__name__,
+                "input_ids",
+                f"a sample of {longest} tokens",
+                f"at most {self._raw_size}, of which {self.block_size} are left in the input",
+                "Raise block_size or cut the samples.",
+            )
+            size = self._raw_size
+        scales = fixed_point_scales(self.noise_density, self.mean_span_length)
+        sentinels = len(self._sentinel_ids)
+        _, spans, asked = span_counts(longest, *scales, sentinels)
+        if asked > spans:
+            warnings.warn(
+                f"{type(self).__name__}: a sample of {longest} tokens has {asked} spans, and the "
+                f"tokenizer has {sentinels} sentinels; it gets {spans}, longer ones. Add "
+                "<extra_id_…> tokens, or shorten the samples.",
+                stacklevel=3,
+            )
+        return size

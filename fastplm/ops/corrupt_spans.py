@@ -1,0 +1,357 @@
+"""``ops.corrupt_spans``: checks, schema, fake and backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastplm import _extension
+from fastplm._backends import accepts_all, needs_cpu
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_dtype,
+    check_same_device,
+    check_tensor,
+)
+from fastplm._registry import Op
+from fastplm.ops._rows import (
+    check_cu_seqlens,
+    check_int,
+    check_lengths,
+    check_sample_index,
+    check_seed,
+    check_step,
+    seed_tensor,
+)
+from fastplm.reference.corrupt_spans import (
+    CorruptedSpans,
+    corrupt_spans_by_plan,
+    corrupt_spans_ref,
+    fixed_point_scales,
+    output_lengths,
+)
+
+_WHERE = "corrupt_spans"
+_LONGEST = 2**31
+
+
+def corrupt_spans(
+    input_ids: torch.Tensor,
+    *,
+    sentinel_ids: torch.Tensor,
+    eos_token_id: int | None = None,
+    pad_token_id: int = 0,
+    noise_density: float = 0.15,
+    mean_span_length: float = 3.0,
+    lengths: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    sample_index: torch.Tensor | None = None,
+    seed: int | torch.Tensor,
+    step: int = 0,
+) -> CorruptedSpans:
+    """Replace random spans of tokens by sentinels, and make labels of what was replaced: T5's task.
+
+    Of a row of n tokens ``noise = clip(round(n * noise_density), 1, n - 1)`` leave the input, in
+    ``spans = clip(round(noise / mean_span_length), 1, min(noise, n - noise, K))`` spans, halves
+    rounded up. The noise is cut in that many spans, and the ``n - noise`` kept tokens in as many
+    runs, of one token at least, every composition equally likely; the row is ``kept_0 noise_0
+    kept_1 noise_1 …``. So a row begins with a kept token and ends with a noise one, and
+
+        input_ids:  kept_0 sentinel_0 kept_1 sentinel_1 … [EOS]
+        labels:     sentinel_0 noise_0 sentinel_1 noise_1 … [EOS]
+
+    with no sentinel after the last span. A row of fewer than two tokens has no span: its input is
+    the row and EOS, its labels are EOS.
+
+    Args:
+        input_ids: int64 or int32 [B, T], or [N] with ``cu_seqlens``; any strides. Without the
+            EOS that ends a text: it is added here.
+        sentinel_ids: int64 [K], K >= 1: ids of ``<extra_id_0>``, ``<extra_id_1>``, …
+        eos_token_id: ends inputs and labels; default none.
+        pad_token_id: fills ``input_ids`` of shorter rows.
+        noise_density: share of the tokens that leaves the input, between 0 and 1.
+        mean_span_length: noise tokens a span, at least 1.
+        lengths: int64 [B], tokens in each padded row; default T.
+        cu_seqlens: int32 [B + 1], ascending from 0: ``input_ids`` [N] holds B rows one after the
+            other, row b from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
+        max_seqlen: with ``cu_seqlens``, the T that packed rows have at most.
+        sample_index: int64 [B], the place of each row in the training stream; default 0 … B - 1.
+            A row's spans depend on this alone, so neither the batch nor the padding changes them.
+        seed: int, or 0-d int64 tensor on the device of ``input_ids`` (which a captured graph can
+            advance).
+        step: gives the same sample fresh spans, e.g. the epoch; 0 … 2^28 - 1.
+
+    Returns:
+        CorruptedSpans, with ``(Ti, To) = span_corruption_lengths(T, …)`` fixed by the shapes:
+
+        - input_ids [B, Ti], dtype of ``input_ids``, padded with ``pad_token_id``.
+        - labels int64 [B, To], padded with -100.
+        - input_lengths, label_lengths int64 [B]: tokens before the padding, EOS included.
+        - dropped int64 []: spans that K sentinels were too few for. Their noise tokens are in the
+          other spans, which are longer for it.
+
+    Determinism:
+        A pure function of its arguments, the same bits on every backend and device, for padded and
+        packed rows. A boundary between two tokens has 32 random bits as its rank; equal ranks go
+        by position. Density and mean are rounded to multiples of 2^-32. Nothing waits for the
+        device: lengths and boundaries that do not fit are errors on the CPU alone, and elsewhere
+        held to what there is.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
+        BackendError: a forced backend cannot run the call.
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), §3.1.4, and ``random_spans_noise_mask`` of its
+        authors, which rounds halves to even; Salmon et al. 2011 for the random bits.
+    Reference: ``fastplm.reference.corrupt_spans.corrupt_spans_ref``.
+    """
+    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
+    check_tensor(_WHERE, "sentinel_ids", sentinel_ids, ndim=1)
+    _check_rows(input_ids, lengths, cu_seqlens, max_seqlen)
+    _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
+    _check_shares(_WHERE, noise_density, mean_span_length)
+    if eos_token_id is not None:
+        check_int(_WHERE, "eos_token_id", eos_token_id, 0, 2**31, "Pass tokenizer.eos_token_id.")
+    check_int(_WHERE, "pad_token_id", pad_token_id, 0, 2**31, "Pass tokenizer.pad_token_id.")
+    check_step(_WHERE, step)
+    check_seed(_WHERE, input_ids, seed)
+    return CorruptedSpans(
+        *torch.ops.fastplm.corrupt_spans(
+            input_ids,
+            lengths,
+            cu_seqlens,
+            sentinel_ids,
+            sample_index,
+            seed_tensor(seed, input_ids.device),
+            step,
+            input_ids.shape[1] if max_seqlen is None else max_seqlen,
+            *fixed_point_scales(noise_density, mean_span_length),
+            -1 if eos_token_id is None else eos_token_id,
+            pad_token_id,
+            OP.resolve(input_ids),
+        )
+    )
+
+
+def span_corruption_lengths(
+    length: int,
+    *,
+    noise_density: float = 0.15,
+    mean_span_length: float = 3.0,
+    sentinels: int = 100,
+    eos: bool = True,
+) -> tuple[int, int]:
+    """How long the inputs and the labels of a row of ``length`` tokens are.
+
+    Args:
+        length: tokens of the row.
+        noise_density, mean_span_length: as in ``corrupt_spans``.
+        sentinels: how many there are.
+        eos: whether inputs and labels end with EOS.
+
+    Returns:
+        (input length, label length), the EOS included; neither gets shorter as ``length`` grows.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: an argument out of its range.
+    """
+    where = "span_corruption_lengths"
+    check_int(where, "length", length, 0, _LONGEST, "Pass the tokens of a row.")
+    check_int(where, "sentinels", sentinels, 1, _LONGEST, "T5 has 100.")
+    _check_shares(where, noise_density, mean_span_length)
+    scales = fixed_point_scales(noise_density, mean_span_length)
+    return output_lengths(length, *scales, sentinels, eos)
+
+
+def span_corruption_fit(
+    input_length: int,
+    *,
+    noise_density: float = 0.15,
+    mean_span_length: float = 3.0,
+    sentinels: int = 100,
+    eos: bool = True,
+) -> tuple[int, int]:
+    """The longest row whose corrupted input fits in ``input_length`` tokens: how T5 cuts its text.
+
+    Args:
+        input_length: tokens of the encoder, the EOS included.
+        The others as in ``span_corruption_lengths``.
+
+    Returns:
+        (length, label length): 568 and 114 for the 512 tokens of T5.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: an argument out of its range.
+
+    Source: ``random_spans_helper`` of the authors of Raffel et al. 2020.
+    """
+    where = "span_corruption_fit"
+    check_int(where, "input_length", input_length, int(eos), _LONGEST, "Pass the encoder's length.")
+    check_int(where, "sentinels", sentinels, 1, _LONGEST, "T5 has 100.")
+    _check_shares(where, noise_density, mean_span_length)
+    scales = fixed_point_scales(noise_density, mean_span_length)
+    # The longest of length … end - 1 that fits, by bisection.
+    length, end = 0, _LONGEST
+    while end - length > 1:
+        middle = (length + end) // 2
+        if output_lengths(middle, *scales, sentinels, eos)[0] <= input_length:
+            length = middle
+        else:
+            end = middle
+    return length, output_lengths(length, *scales, sentinels, eos)[1]
+
+
+def _check_rows(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    check(
+        (cu_seqlens is None) == (max_seqlen is None),
+        _WHERE,
+        "max_seqlen",
+        max_seqlen,
+        "an int with `cu_seqlens`, and None without",
+        "Pass both, or neither: it fixes the width of what comes out of packed rows.",
+    )
+    if cu_seqlens is None:
+        if lengths is not None:
+            check_lengths(_WHERE, lengths, input_ids)
+        return
+    check(
+        lengths is None,
+        _WHERE,
+        "lengths",
+        "a tensor beside `cu_seqlens`",
+        "None, as packed rows have their lengths in `cu_seqlens`",
+        "Leave it out.",
+    )
+    check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
+    assert max_seqlen is not None
+    check_int(_WHERE, "max_seqlen", max_seqlen, 0, _LONGEST, "Pass the longest row's tokens.")
+    # Looking is free on the CPU; the values of a traced tensor are not known.
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        longest = int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
+        check(
+            longest <= max_seqlen,
+            _WHERE,
+            "max_seqlen",
+            max_seqlen,
+            f"at least {longest}, the longest row of `cu_seqlens`",
+            "Raise it, or cut the row.",
+        )
+
+
+def _check_tensors(
+    input_ids: torch.Tensor,
+    sentinel_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sample_index: torch.Tensor | None,
+) -> None:
+    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
+    check_dtype(_WHERE, "sentinel_ids", sentinel_ids, (torch.int64,))
+    check_same_device(_WHERE, input_ids=input_ids, sentinel_ids=sentinel_ids)
+    check(
+        sentinel_ids.shape[0] > 0,
+        _WHERE,
+        "sentinel_ids",
+        "no element",
+        "one id at least",
+        "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.",
+    )
+    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+
+
+def _check_shares(where: str, noise_density: float, mean_span_length: float) -> None:
+    check(
+        0 < noise_density < 1,
+        where,
+        "noise_density",
+        noise_density,
+        "a number between 0 and 1",
+        "T5 uses 0.15.",
+    )
+    check(
+        1 <= mean_span_length <= _LONGEST,
+        where,
+        "mean_span_length",
+        mean_span_length,
+        "a number from 1 to 2^31",
+        "T5 uses 3.",
+    )
+
+
+# --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
+
+_CPP_LACKS = _extension.lacks("corrupt_spans", "CPU")
+_CUDA_LACKS = _extension.lacks("corrupt_spans", "CUDA")
+
+
+def _cpp_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    return needs_cpu(input_ids) or _CPP_LACKS
+
+
+def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    if input_ids.device.type != "cuda":
+        return f"it runs on CUDA tensors, not {input_ids.device}"
+    return _CUDA_LACKS
+
+
+def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return torch.ops.fastplm_C.corrupt_spans(*arguments)
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+def _fake(
+    input_ids,
+    lengths,
+    cu_seqlens,
+    sentinel_ids,
+    sample_index,
+    seed,
+    step,
+    max_length,
+    noise_scale,
+    span_scale,
+    eos_token_id,
+    *_,
+):
+    _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
+    check_seed(_WHERE, input_ids, seed)
+    rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    input_width, label_width = output_lengths(
+        max_length, noise_scale, span_scale, sentinel_ids.shape[0], eos_token_id >= 0
+    )
+    return (
+        input_ids.new_empty(rows, input_width),
+        input_ids.new_empty(rows, label_width, dtype=torch.int64),
+        input_ids.new_empty(rows, dtype=torch.int64),
+        input_ids.new_empty(rows, dtype=torch.int64),
+        input_ids.new_empty((), dtype=torch.int64),
+    )
+
+
+def _smoke(device: torch.device) -> None:
+    tokens = torch.arange(8, device=device)[None]
+    corrupt_spans(tokens, sentinel_ids=tokens[0] + 8, eos_token_id=1, seed=0)
+
+
+OP = Op("corrupt_spans", reference=corrupt_spans_ref, smoke=_smoke)
+# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
+# integer arithmetic of Philox.
+OP.backend("eager", forward=corrupt_spans_by_plan, rejects=accepts_all)
+OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
+OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
+OP.define(
+    "(Tensor input_ids, Tensor? lengths, Tensor? cu_seqlens, Tensor sentinel_ids, "
+    "Tensor? sample_index, Tensor seed, SymInt step, SymInt max_length, int noise_scale, "
+    "int span_scale, int eos_token_id, int pad_token_id, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+)

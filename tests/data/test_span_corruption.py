@@ -1,0 +1,183 @@
+"""DataCollatorForSpanCorruption: what T5 is given, whoever makes the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
+
+from fastplm._checks import ArgumentValueError, DataError, UnsupportedError
+from fastplm.data.span_corruption import DataCollatorForSpanCorruption
+from fastplm.ops.corrupt_spans import span_corruption_fit, span_corruption_lengths
+from fastplm.reference.corrupt_spans import corrupt_spans_ref
+
+WORDS = [f"w{number}" for number in range(60)]
+
+
+def make_tokenizer(sentinels: int = 20) -> T5Tokenizer:
+    """T5's layout: <pad> 0, </s> 1, <unk> 2, the words, and the sentinels from the end down."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces = [(f"▁{word}", -1.0) for word in WORDS]
+    extra = [(f"<extra_id_{i}>", 0.0) for i in reversed(range(sentinels))]
+    return T5Tokenizer(vocab=[*special, *pieces, *extra], extra_ids=sentinels)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def samples(tokenizer):
+    """Encodings of texts of 2 to 41 words, with the EOS that the tokenizer adds."""
+    texts = [" ".join(WORDS[(3 * i + j) % 60] for j in range(2 + i % 40)) for i in range(64)]
+    return [
+        {"input_ids": ids, "sample_index": 10**12 + index}
+        for index, ids in enumerate(tokenizer(texts)["input_ids"])
+    ]
+
+
+def test_the_batch_is_that_of_the_op(tokenizer, samples):
+    collator = DataCollatorForSpanCorruption(tokenizer, seed=5)
+    collator.set_epoch(3)
+    assert collator._sentinel_ids.tolist() == list(range(82, 62, -1))
+    batch = collator(samples[30:36])
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "sample_index"}
+    texts = [torch.tensor(sample["input_ids"][:-1]) for sample in samples[30:36]]
+    assert all(sample["input_ids"][-1] == tokenizer.eos_token_id for sample in samples)
+    expected = corrupt_spans_ref(
+        torch.cat(texts),
+        cu_seqlens=torch.tensor([0, *map(len, texts)]).cumsum(0).int(),
+        max_seqlen=max(map(len, texts)),
+        sentinel_ids=torch.arange(82, 62, -1),
+        eos_token_id=1,
+        sample_index=torch.arange(10**12 + 30, 10**12 + 36),
+        seed=5,
+        step=3,
+    )
+    assert torch.equal(batch["input_ids"], expected.input_ids)
+    assert torch.equal(batch["labels"], expected.labels)
+    assert torch.equal(batch["attention_mask"].sum(1), expected.input_lengths)
+    assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == tokenizer.pad_token_id)
+    assert batch["attention_mask"].dtype == torch.int64
+
+
+def test_the_text_can_be_read_again(tokenizer):
+    text = " ".join(WORDS[:30])
+    batch = DataCollatorForSpanCorruption(tokenizer)([{"input_ids": tokenizer(text).input_ids}])
+    corrupted = tokenizer.decode(batch["input_ids"][0])
+    labels = tokenizer.decode(batch["labels"][0])
+    assert corrupted.count("<extra_id_") == labels.count("<extra_id_") == 2
+    for number, dropped in enumerate(labels.removesuffix("</s>").split("<extra_id_")[1:]):
+        corrupted = corrupted.replace(f"<extra_id_{number}>", dropped.split(">")[1])
+    assert corrupted.removesuffix("</s>").split() == text.split()
+
+
+def test_padding_eos_and_containers_change_nothing(tokenizer, samples):
+    collator = DataCollatorForSpanCorruption(tokenizer, block_size=40)
+    plain = collator(samples[:8])
+    for change in (
+        lambda ids: ids[:-1],
+        lambda ids: [*ids, 0, 0],
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+    ):
+        changed = [sample | {"input_ids": change(sample["input_ids"])} for sample in samples[:8]]
+        for key, value in collator(changed).items():
+            assert torch.equal(value, plain[key]), key
+
+
+def test_block_size_fixes_the_shapes(tokenizer, samples):
+    raw, labels = span_corruption_fit(40, sentinels=20)
+    assert span_corruption_lengths(raw, sentinels=20) == (40, labels)
+    collator = DataCollatorForSpanCorruption(tokenizer, block_size=40)
+    full = {"input_ids": [5] * raw}
+    for batch in (collator(samples[:3]), collator([full]), collator([{"input_ids": [5]}])):
+        assert batch["input_ids"].shape[1] == 40 and batch["labels"].shape[1] == labels
+    assert collator([full])["attention_mask"].all()
+    with pytest.raises(ArgumentValueError, match=f"a sample of {raw + 1} tokens"):
+        collator([full, {"input_ids": [5] * (raw + 1)}])
+
+
+def test_pad_and_corrupt_are_the_two_halves(tokenizer, samples):
+    collator = DataCollatorForSpanCorruption(tokenizer)
+    padded = collator.pad(samples[:5])
+    kept = {key: value.clone() for key, value in padded.items()}
+    batch, again = collator(samples[:5]), collator.corrupt(padded)
+    assert all(torch.equal(batch[key], again[key]) for key in batch)
+    assert all(torch.equal(padded[key], kept[key]) for key in kept)
+
+
+def test_workers_and_batch_size_change_nothing(tokenizer, samples):
+    collator = DataCollatorForSpanCorruption(tokenizer, seed=4, block_size=40)
+
+    def rows(batch_size, workers):
+        loader = DataLoader(
+            samples, batch_size=batch_size, num_workers=workers, collate_fn=collator
+        )
+        batches = list(loader)
+        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+    alone = rows(8, 0)
+    for other in (rows(8, 2), rows(16, 0)):
+        assert all(torch.equal(alone[key], other[key]) for key in alone)
+
+
+def test_seed_epoch_and_sample_change_the_spans(tokenizer, samples):
+    def labels(seed=0, epoch=0, shift=0):
+        collator = DataCollatorForSpanCorruption(tokenizer, seed=seed, block_size=40)
+        collator.set_epoch(epoch)
+        shifted = [s | {"sample_index": s["sample_index"] + shift} for s in samples]
+        return collator(shifted)["labels"]
+
+    base = labels()
+    assert torch.equal(labels(), base)
+    for change in ({"seed": 1}, {"epoch": 1}, {"shift": 1}):
+        assert not torch.equal(labels(**change), base)
+
+
+def test_t5_learns_from_the_batches(tokenizer, samples):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    collator = DataCollatorForSpanCorruption(tokenizer, block_size=40)
+    losses = []
+    for step in range(30):
+        collator.set_epoch(step)
+        batch = collator(samples)
+        del batch["sample_index"]
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 1
+
+
+def test_too_few_sentinels_are_said(samples):
+    long = [{"input_ids": list(range(3, 43)) * 3}]  # 120 tokens, 18 of noise, 6 spans
+    with pytest.warns(UserWarning, match="120 tokens has 6 spans, and the tokenizer has 4"):
+        batch = DataCollatorForSpanCorruption(make_tokenizer(4))(long)
+    assert (batch["labels"] > 62).sum() == 4 and (batch["labels"] > 0).sum() == 4 + 18 + 1
+
+
+def test_wrong_settings(tokenizer):
+    without = make_tokenizer(0)
+    with pytest.raises(DataError, match="without <extra_id_0>"):
+        DataCollatorForSpanCorruption(without)
+    with pytest.raises(UnsupportedError, match="`packed` got True"):
+        DataCollatorForSpanCorruption(tokenizer, packed=True)
+    with pytest.raises(ArgumentValueError, match="`noise_density` got 15"):
+        DataCollatorForSpanCorruption(tokenizer, noise_density=15)([{"input_ids": [5, 6]}])
+    with pytest.raises(ArgumentValueError, match="got 0"):
+        DataCollatorForSpanCorruption(tokenizer, block_size=0)

@@ -1,0 +1,632 @@
+"""ops.corrupt_spans: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastplm
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
+from fastplm._registry import OPS
+from fastplm.ops.corrupt_spans import (
+    corrupt_spans,
+    span_corruption_fit,
+    span_corruption_lengths,
+)
+from fastplm.reference.corrupt_spans import (
+    KEPT_POSITION,
+    corrupt_spans_by_plan,
+    corrupt_spans_ref,
+    fixed_point_scales,
+    span_counts,
+)
+from fastplm.reference.philox import Stream, draw
+from fastplm.testing import LAYOUTS, poisoned_memory
+
+TEXT = 1000  # the tokens are below, the sentinels above
+EOS, PAD = 1, 0
+COMPILED = {"cpu": "cpp", "cuda": "cuda"}
+
+
+def sentinels(count: int = 100) -> torch.Tensor:
+    """Descending, as T5 numbers them."""
+    return torch.arange(TEXT + count - 1, TEXT - 1, -1)
+
+
+def make(batch: int, length: int, dtype=torch.int64) -> dict:
+    """Rows of different lengths, the first of them full, on the CPU."""
+    lengths = torch.randint(0, length + 1, (batch,))
+    lengths[:1] = length
+    return dict(
+        input_ids=torch.randint(2, TEXT, (batch, length), dtype=dtype),
+        lengths=lengths,
+        sentinel_ids=sentinels(),
+        eos_token_id=EOS,
+        sample_index=torch.randint(0, 2**50, (batch,)),
+        seed=11,
+    )
+
+
+def packed(inputs: dict, spare: int = 0) -> dict:
+    """The same rows one after the other, and ``spare`` tokens that are in none."""
+    rows = [row[:n] for row, n in zip(inputs["input_ids"], inputs["lengths"], strict=True)]
+    rest = inputs["input_ids"].new_full((spare,), TEXT - 1)
+    ends = inputs["lengths"].cumsum(0, dtype=torch.int32)
+    return inputs | {
+        "input_ids": torch.cat((*rows, rest)),
+        "lengths": None,
+        "cu_seqlens": torch.nn.functional.pad(ends, (1, 0)),
+        "max_seqlen": inputs["input_ids"].shape[1],
+    }
+
+
+def to(device: torch.device, inputs: dict) -> dict:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def run_compiled(device: torch.device, inputs: dict):
+    """csrc/ on this device; views on the CPU stay the views they are."""
+    backend = COMPILED[device.type]
+    try:
+        with fastplm.use_backend(backend), poisoned_memory():
+            return corrupt_spans(**to(device, inputs))
+    except BackendError as error:
+        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
+
+
+def assert_same(out, expected) -> None:
+    for name, got, wanted in zip(expected._fields, out, expected, strict=True):
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
+        assert torch.equal(got.cpu(), wanted), name
+
+
+def check(device: torch.device, inputs: dict) -> None:
+    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    assert_same(run_compiled(device, inputs), corrupt_spans_ref(**inputs))
+
+
+# --- csrc/ and the reference ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", (1, 8))
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+@pytest.mark.parametrize("length", (0, 1, 2, 3, 17, 65, 512, 4096))
+def test_lengths(device, length, dtype, threads):
+    # More rows than one thread is given at a time.
+    inputs = make(max(3, 8192 // (length + 32)), length, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(device, inputs)
+        check(device, packed(inputs, spare=5))
+        check(device, inputs | {"lengths": None, "eos_token_id": None})
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
+def test_layouts(device, layout):
+    views = LAYOUTS | {
+        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
+        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
+    }
+    inputs = to(device, make(4, 65))
+    inputs["input_ids"] = views[layout](inputs["input_ids"])
+    for name in ("sample_index", "lengths", "sentinel_ids"):
+        inputs[name] = inputs[name].repeat_interleave(3)[::3]
+    flat = to(device, packed(to(torch.device("cpu"), inputs)))
+    for name in ("input_ids", "cu_seqlens"):
+        flat[name] = flat[name].repeat_interleave(2)[::2]
+    for views_of in (inputs, flat):
+        reference = corrupt_spans_ref(**to(torch.device("cpu"), views_of))
+        assert_same(run_compiled(device, views_of), reference)
+
+
+@pytest.mark.parametrize("count", (1, 3, 100))
+@pytest.mark.parametrize("mean", (1.0, 3.0, 1000.0))
+@pytest.mark.parametrize("density", (0.001, 0.15, 0.5, 0.999))
+def test_densities(device, density, mean, count):
+    inputs = make(5, 130) | {
+        "sentinel_ids": sentinels(count),
+        "noise_density": density,
+        "mean_span_length": mean,
+        "pad_token_id": 7,
+    }
+    check(device, inputs)
+
+
+@pytest.mark.parametrize("eos", (None, EOS))
+@pytest.mark.parametrize("shape", ((0, 7), (3, 0), (0, 0)))
+def test_empty(device, shape, eos):
+    inputs = make(*shape) | {"eos_token_id": eos}
+    for layout in (inputs, packed(inputs)):
+        check(device, layout)
+        out = run_compiled(device, layout)
+        assert out.dropped == 0 and out.input_ids.shape[0] == shape[0]
+
+
+@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
+@pytest.mark.parametrize("step", (0, 2**28 - 1))
+def test_seeds_and_steps(device, seed, step):
+    check(device, make(2, 40) | {"seed": seed, "step": step})
+
+
+def test_default_sample_index_is_the_row(device):
+    inputs = make(3, 65) | {"sample_index": None}
+    check(device, inputs)
+    check(device, packed(inputs))
+    numbered = corrupt_spans_ref(**inputs | {"sample_index": torch.arange(3)})
+    assert_same(numbered, corrupt_spans_ref(**inputs))
+
+
+def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device):
+    """On a GPU nobody has looked at them; here the operator behind the checks is called."""
+    run_compiled(device, make(1, 1))
+    ids = torch.arange(2, 52)
+    cu_seqlens = torch.tensor([5, -3, 2**31 - 1, 20, 30, 60, 10, 50], dtype=torch.int32)
+    lengths = torch.tensor([-(2**62), -1, 0, 9, 10, 11, 2**62])
+    plan = (*fixed_point_scales(0.15, 3.0), EOS, PAD)
+    for tokens, *rows in ((ids, None, cu_seqlens), (ids[:10].repeat(7, 1), lengths, None)):
+        arguments = (tokens, *rows, sentinels(), None, torch.tensor(5), 0, 10, *plan)
+        moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        with poisoned_memory():
+            out = torch.ops.fastplm.corrupt_spans(*moved, COMPILED[device.type])
+        assert_same(out, corrupt_spans_by_plan(*arguments))
+
+
+@st.composite
+def any_inputs(draw_from):
+    inputs = make(draw_from(st.integers(0, 5)), draw_from(st.integers(0, 90))) | {
+        "noise_density": draw_from(st.floats(0, 1, exclude_min=True, exclude_max=True)),
+        "mean_span_length": draw_from(st.floats(1, 20)),
+        "sentinel_ids": sentinels(draw_from(st.integers(1, 40))),
+        "eos_token_id": draw_from(st.sampled_from((None, EOS))),
+        "seed": draw_from(st.integers(-(2**63), 2**63 - 1)),
+    }
+    return inputs
+
+
+@given(inputs=any_inputs())
+@settings(max_examples=60, deadline=None)
+def test_any_input(inputs):
+    check(torch.device("cpu"), inputs)
+    expected = corrupt_spans_ref(**inputs)
+    check_rows(inputs, expected)
+    assert_same(corrupt_spans_ref(**packed(inputs, spare=3)), expected)
+    assert_same(run_compiled(torch.device("cpu"), packed(inputs, spare=3)), expected)
+
+
+# --- the reference and what it promises -----------------------------------------------------------
+
+
+def split(row: list[int], eos: int | None) -> tuple[list[list[int]], list[int]]:
+    """The runs of text in a row, cut at its sentinels, and the sentinels."""
+    if eos is not None:
+        assert row.pop() == eos
+    runs, found = [[]], []
+    for token in row:
+        if token >= TEXT:
+            found.append(token)
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return runs, found
+
+
+def check_rows(inputs: dict, out) -> None:
+    """Every row: the spans of the labels, put in place of the sentinels, are the row again."""
+    eos = inputs["eos_token_id"]
+    for index, length in enumerate(inputs["lengths"].tolist()):
+        n_inputs, n_labels = int(out.input_lengths[index]), int(out.label_lengths[index])
+        assert (out.input_ids[index, n_inputs:] == inputs.get("pad_token_id", PAD)).all()
+        assert (out.labels[index, n_labels:] == -100).all()
+        kept, in_inputs = split(out.input_ids[index, :n_inputs].tolist(), eos)
+        noise, in_labels = split(out.labels[index, :n_labels].tolist(), eos)
+        assert in_inputs == in_labels == inputs["sentinel_ids"][: len(in_labels)].tolist()
+        assert noise[0] == [] and all(noise[1:])  # labels begin with a sentinel; no span is empty
+        if length >= 2:
+            assert kept.pop() == [] and all(kept) and in_labels
+            density, mean = inputs.get("noise_density", 0.15), inputs.get("mean_span_length", 3.0)
+            scales = fixed_point_scales(density, mean)
+            counts = span_counts(length, *scales, len(inputs["sentinel_ids"]))
+            assert (sum(map(len, noise)), len(in_labels)) == counts[:2]
+        spliced = [piece for pair in zip(kept, noise[1:], strict=False) for piece in pair]
+        row = list(itertools.chain(*(spliced or kept)))
+        assert row == inputs["input_ids"][index, :length].tolist()
+
+
+def oracle(inputs: dict, row: int) -> tuple[list[int], list[int]]:
+    """The definition of one row, with the default density and mean."""
+    n = int(inputs["lengths"][row])
+    text = inputs["input_ids"][row, :n].tolist()
+    end = [inputs["eos_token_id"]]
+    if n < 2:
+        return text + end, end
+    noise = min(max(math.floor(n * 15 / 100 + 0.5), 1), n - 1)
+    spans = max(math.floor(noise / 3 + 0.5), 1)
+    sample = int(inputs["sample_index"][row])
+
+    def pieces(size: int, first_position: int) -> list[int]:
+        """Lengths of the parts of ``size`` items."""
+        keys = []
+        for boundary in range(size - 1):
+            position = first_position + boundary // 4
+            words = draw(inputs["seed"], Stream.SPAN, sample_index=sample, position=position)
+            keys.append((words[boundary % 4].item(), boundary))
+        cuts = sorted(boundary + 1 for _, boundary in sorted(keys)[: spans - 1])
+        return [b - a for a, b in itertools.pairwise([0, *cuts, size])]
+
+    corrupted, labels = [], []
+    kept, dropped = pieces(n - noise, KEPT_POSITION), pieces(noise, 0)
+    sentinel_ids = inputs["sentinel_ids"][:spans].tolist()
+    for sentinel, keep, drop in zip(sentinel_ids, kept, dropped, strict=True):
+        corrupted += [*text[:keep], sentinel]
+        labels += [sentinel, *text[keep : keep + drop]]
+        text = text[keep + drop :]
+    assert not text
+    return corrupted + end, labels + end
+
+
+def test_reference_against_the_definition():
+    inputs = make(6, 120) | {"lengths": torch.tensor([120, 0, 1, 2, 61, 30])}
+    out = corrupt_spans_ref(**inputs)
+    assert out.dropped == 0
+    for row in range(6):
+        corrupted, labels = oracle(inputs, row)
+        assert out.input_lengths[row] == len(corrupted) and out.label_lengths[row] == len(labels)
+        padding = [PAD] * (out.input_ids.shape[1] - len(corrupted))
+        assert out.input_ids[row].tolist() == corrupted + padding
+        padding = [-100] * (out.labels.shape[1] - len(labels))
+        assert out.labels[row].tolist() == labels + padding
+
+
+def test_check_rows_can_fail():
+    """A boundary at a wrong place, a lost token and swapped sentinels do not pass."""
+    inputs = make(1, 60) | {"lengths": torch.tensor([60])}
+    out = corrupt_spans_ref(**inputs)
+    check_rows(inputs, out)
+    moved = out.labels.clone()
+    second = int((moved[0] == int(sentinels()[1])).nonzero())
+    moved[0, second - 1 : second + 1] = moved[0, second - 1 : second + 1].flip(0)
+    lost = out.labels.clone()
+    lost[0, 1] += 1
+    swapped = out.labels.clone()
+    swapped[0, [0, second]] = swapped[0, [second, 0]]
+    for labels in (moved, lost, swapped):
+        with pytest.raises(AssertionError):
+            check_rows(inputs, out._replace(labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("length", "noise", "spans"),
+    ((0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1), (9, 1, 1), (10, 2, 1), (29, 4, 1), (30, 5, 2))
+    + ((512, 77, 26), (568, 85, 28), (4096, 614, 205)),
+)
+def test_exact_counts(length, noise, spans):
+    scales = fixed_point_scales(0.15, 3.0)
+    assert span_counts(length, *scales, 1000) == (noise, spans, spans)
+    assert span_counts(length, *scales, 2) == (noise, min(spans, 2), spans)
+
+
+def test_halves_round_up():
+    # 0.35 and 0.05 are just below their decimals as floats; 5 / 2.5 and 3 / 2 are two and a half.
+    assert span_counts(10, *fixed_point_scales(0.35, 1.0), 100)[0] == 4
+    assert span_counts(30, *fixed_point_scales(0.05, 1.0), 100)[0] == 2
+    assert span_counts(20, *fixed_point_scales(0.15, 2.0), 100)[1] == 2
+
+
+@pytest.mark.parametrize("eos", (False, True))
+@pytest.mark.parametrize("count", (1, 7, 100))
+@pytest.mark.parametrize("shares", ((0.15, 3.0), (0.5, 1.0), (0.3, 1.5), (0.9, 4.0), (0.01, 20.0)))
+def test_widths_and_what_fits_in_them(shares, count, eos):
+    options = dict(
+        zip(("noise_density", "mean_span_length"), shares, strict=True), sentinels=count, eos=eos
+    )
+    lengths = [span_corruption_lengths(n, **options) for n in range(900)]
+    assert all(a <= c and b <= d for (a, b), (c, d) in itertools.pairwise(lengths))
+    for width in (1, 2, 20, 57):
+        longest = max(n for n in range(900) if lengths[n][0] <= width)
+        if longest < 899:
+            assert span_corruption_fit(width, **options) == (longest, lengths[longest][1])
+
+
+def test_t5_cuts_568_tokens_for_512():
+    assert span_corruption_fit(512) == (568, 114)
+    assert span_corruption_lengths(568) == (512, 114)
+    assert span_corruption_fit(0, eos=False) == (0, 0)
+
+
+def test_too_few_sentinels_are_counted():
+    inputs = make(3, 512) | {
+        "sentinel_ids": sentinels(4),
+        "lengths": torch.tensor([512, 100, 30]),  # 26, 5 and 2 spans
+    }
+    out = corrupt_spans(**inputs)
+    assert out.dropped == 22 + 1 + 0
+    check_rows(inputs, out)
+    assert (out.input_ids == int(sentinels(4)[-1])).sum() == 2
+
+
+def p_value(statistic: torch.Tensor, degrees: int) -> float:
+    """Probability of a chi-square this large, by chance alone."""
+    half = torch.tensor(degrees / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half, statistic.double() / 2).item()
+
+
+def chi_square(observed: torch.Tensor, probability: torch.Tensor) -> float:
+    expected = observed.sum() * probability.double()
+    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+
+
+def noise_of(length: int, rows: int, density: float, mean: float, seed: int) -> torch.Tensor:
+    """bool [rows, length], which tokens of a row became noise; token t of a row is 2 + t."""
+    out = corrupt_spans(
+        torch.arange(2, 2 + length).repeat(rows, 1),
+        sentinel_ids=sentinels(),
+        noise_density=density,
+        mean_span_length=mean,
+        seed=seed,
+    )
+    text = torch.where((out.labels >= 2) & (out.labels < TEXT), out.labels, 1)
+    return torch.zeros(rows, length + 2, dtype=torch.bool).scatter(1, text, True)[:, 2:]
+
+
+def compositions(size: int, parts: int):
+    for cuts in itertools.combinations(range(1, size), parts - 1):
+        yield [b - a for a, b in itertools.pairwise([0, *cuts, size])]
+
+
+@pytest.mark.parametrize(
+    ("length", "density", "mean", "noise", "spans"), ((30, 0.15, 3.0, 5, 2), (12, 0.5, 2.0, 6, 3))
+)
+def test_every_layout_is_equally_likely(length, density, mean, noise, spans):
+    """Noise and kept tokens, together: all that the definition allows, and nothing else."""
+    layouts = {}
+    for drop in compositions(noise, spans):
+        for keep in compositions(length - noise, spans):
+            marks = [[False] * k + [True] * d for k, d in zip(keep, drop, strict=True)]
+            layouts[tuple(itertools.chain(*marks))] = len(layouts)
+    found = noise_of(length, 30_000, density, mean, seed=1)
+    numbers = [layouts[tuple(row)] for row in found.tolist()]
+    hits = torch.bincount(torch.tensor(numbers), minlength=len(layouts))
+    uniform = torch.full((len(layouts),), 1 / len(layouts))
+    assert chi_square(hits, uniform) > 0.001
+    # A test that could not see a bias would prove nothing: one layout 60 % too often is found.
+    hits[0] += int(0.6 * hits[0])
+    assert chi_square(hits, uniform) < 0.001
+
+
+def test_first_and_last_spans_have_the_lengths_of_a_random_composition():
+    length, noise, spans, rows = 512, 77, 26, 20_000
+    found = noise_of(length, rows, 0.15, 3.0, seed=2)
+    assert (found.sum(1) == noise).all()
+    starts = found & ~torch.nn.functional.pad(found, (1, 0))[:, :-1]
+    assert (starts.sum(1) == spans).all() and not found[:, 0].any() and found[:, -1].all()
+    kept_first = starts.int().argmax(1)
+    number = starts.cumsum(1)
+    last_kept = ~found & (number == spans - 1)
+
+    def share(size: int, part: int) -> float:
+        return math.comb(size - part - 1, spans - 2) / math.comb(size - 1, spans - 1)
+
+    for size, parts in (
+        (noise, (found & (number == 1)).sum(1)),
+        (noise, (found & (number == spans)).sum(1)),
+        (length - noise, kept_first),
+        (length - noise, last_kept.sum(1)),
+    ):
+        # Lengths that fewer than 20 rows should have are one class.
+        rare = next(part for part in range(1, size) if rows * share(size, part) < 20)
+        probability = torch.tensor([share(size, part) for part in range(1, rare)])
+        probability = torch.cat((probability, 1 - probability.sum(0, keepdim=True)))
+        hits = torch.bincount(parts.clamp(max=rare), minlength=rare + 1)[1:]
+        assert parts.min() >= 1 and chi_square(hits, probability) > 0.001
+        shifted = torch.bincount(
+            (parts + (parts == 1) * (parts.cumsum(0) % 5 == 0)).clamp(max=rare)
+        )
+        assert chi_square(shifted[1:], probability) < 0.001
+
+
+def test_every_token_has_its_share_of_the_noise():
+    """The marginal of a place is known: the tokens before it are kept or noise in so many ways."""
+    length, noise, spans, rows = 40, 6, 2, 30_000
+    hits = noise_of(length, rows, 0.15, 3.0, seed=3).sum(0)
+    likely = torch.zeros(length, dtype=torch.float64)
+    for drop in compositions(noise, spans):
+        for keep in compositions(length - noise, spans):
+            marks = [[0] * k + [1] * d for k, d in zip(keep, drop, strict=True)]
+            likely += torch.tensor(list(itertools.chain(*marks)))
+    likely /= math.comb(noise - 1, spans - 1) * math.comb(length - noise - 1, spans - 1)
+    assert hits[0] == 0 and hits[-1] == rows and likely.sum().round() == noise
+    for place in range(1, length - 1):
+        share = torch.stack((likely[place], 1 - likely[place]))
+        if share.min() * rows >= 20:
+            both = torch.stack((hits[place], rows - hits[place]))
+            # One test a place, so that none of 38 is red by chance.
+            assert chi_square(both, share) > 0.001 / length
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    inputs = make(5, 64)
+    together = corrupt_spans(**inputs)
+    order = torch.tensor([3, 0, 4])
+    some = {name: inputs[name][order] for name in ("input_ids", "lengths", "sample_index")}
+    apart = corrupt_spans(**inputs | some)
+    for name in ("input_ids", "labels", "input_lengths", "label_lengths"):
+        assert torch.equal(getattr(apart, name), getattr(together, name)[order]), name
+
+
+def test_padding_changes_nothing():
+    inputs = make(3, 40)
+    short = corrupt_spans(**inputs)
+    wide = torch.nn.functional.pad(inputs["input_ids"], (0, 24), value=9)
+    long = corrupt_spans(**inputs | {"input_ids": wide})
+    assert torch.equal(long.input_ids[:, : short.input_ids.shape[1]], short.input_ids)
+    assert torch.equal(long.labels[:, : short.labels.shape[1]], short.labels)
+    assert (long.input_ids[:, short.input_ids.shape[1] :] == PAD).all()
+
+
+def test_seed_step_and_sample_change_the_spans():
+    inputs = make(4, 128)
+    base = corrupt_spans(**inputs)
+    assert_same(corrupt_spans(**inputs), base)
+    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
+        assert not torch.equal(corrupt_spans(**inputs | change).labels, base.labels)
+
+
+# --- as a PyTorch op ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("compiled", "eager"))
+def test_opcheck(device, backend):
+    if backend == "compiled":
+        run_compiled(device, make(1, 1))
+        backend = COMPILED[device.type]
+    padded = make(3, 40)
+    seed = torch.tensor(5, device=device)
+    for inputs in (padded, packed(padded), padded | {"lengths": None, "sample_index": None}):
+        inputs = to(device, inputs)
+        torch.library.opcheck(
+            torch.ops.fastplm.corrupt_spans,
+            (
+                *(inputs.get(name) for name in ("input_ids", "lengths", "cu_seqlens")),
+                *(inputs[name] for name in ("sentinel_ids", "sample_index")),
+                *(seed, 1, 40, *fixed_point_scales(0.15, 3.0), EOS, PAD, backend),
+            ),
+        )
+
+
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
+    torch.compiler.reset()
+    count = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(corrupt_spans, fullgraph=True, backend=count)
+    with fastplm.use_backend(backend):
+        for step in range(2, 6):
+            # Whoever counts up passes ints: the first is a constant, the others are one symbol; so
+            # are the lengths of the rows.
+            inputs = make(3, 10 * step) | {"step": step, "seed": step * 2**33}
+            expected = corrupt_spans_ref(**inputs)
+            assert_same(compiled(**to(device, inputs)), expected)
+    assert count.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+def test_compiles_with_packed_rows(device, backend):
+    torch.compiler.reset()
+    inputs = packed(make(3, 50))
+    with fastplm.use_backend(backend):
+        compiled = torch.compile(corrupt_spans, fullgraph=True)
+        assert_same(compiled(**to(device, inputs)), corrupt_spans_ref(**inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cuda", "eager"))
+def test_captured_graph_follows_its_seed(backend):
+    device = torch.device("cuda")
+    if backend == "cuda":
+        run_compiled(device, make(1, 1))
+    inputs = to(device, make(3, 200)) | {"seed": torch.tensor(0, device=device)}
+    with fastplm.use_backend(backend):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            corrupt_spans(**inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = corrupt_spans(**inputs)
+        for seed in (1, 2):
+            inputs["seed"].fill_(seed)
+            graph.replay()
+            assert_same(out, corrupt_spans_ref(**to(torch.device("cpu"), inputs)))
+
+
+@pytest.mark.gpu
+def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
+    inputs = make(5, 300)
+    with fastplm.use_backend("eager"):
+        for rows in (inputs, packed(inputs)):
+            assert_same(corrupt_spans(**to(torch.device("cuda"), rows)), corrupt_spans_ref(**rows))
+
+
+def test_registered_under_its_name():
+    assert OPS["corrupt_spans"].reference is corrupt_spans_ref
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+
+PACKED = {
+    "input_ids": torch.arange(9),
+    "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32),
+    "max_seqlen": 5,
+    "lengths": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
+        ({"input_ids": torch.zeros(5, dtype=torch.long)}, ArgumentValueError, "2 dimensions"),
+        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
+        ({"sentinel_ids": [5]}, ArgumentTypeError, "`sentinel_ids` got a list"),
+        ({"sentinel_ids": sentinels()[:0]}, ArgumentValueError, "`sentinel_ids` got no element"),
+        ({"sentinel_ids": sentinels().int()}, ArgumentTypeError, "got torch.int32"),
+        ({"sentinel_ids": sentinels().to("meta")}, ArgumentValueError, "device meta"),
+        ({"eos_token_id": -1}, ArgumentValueError, "`eos_token_id` got -1"),
+        ({"pad_token_id": None}, ArgumentTypeError, "`pad_token_id` got None"),
+        ({"noise_density": 0.0}, ArgumentValueError, "`noise_density` got 0.0"),
+        ({"noise_density": 1.0}, ArgumentValueError, "`noise_density` got 1.0"),
+        ({"noise_density": math.nan}, ArgumentValueError, "`noise_density` got nan"),
+        ({"mean_span_length": 0.5}, ArgumentValueError, "`mean_span_length` got 0.5"),
+        ({"lengths": torch.tensor([3, 10])}, ArgumentValueError, "`lengths` got 10"),
+        ({"lengths": torch.tensor([-1, 9])}, ArgumentValueError, "`lengths` got -1"),
+        ({"lengths": torch.tensor([3])}, ArgumentValueError, "`lengths` got shape (1,)"),
+        ({"lengths": torch.tensor([3, 4]).int()}, ArgumentTypeError, "`lengths` got torch.int32"),
+        ({"max_seqlen": 9}, ArgumentValueError, "`max_seqlen` got 9"),
+        (PACKED | {"max_seqlen": None}, ArgumentValueError, "`max_seqlen` got None"),
+        (PACKED | {"max_seqlen": 4}, ArgumentValueError, "at least 5, the longest row"),
+        (PACKED | {"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
+        (
+            PACKED | {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32)},
+            ArgumentValueError,
+            "`cu_seqlens` got 10",
+        ),
+        (
+            PACKED | {"cu_seqlens": torch.tensor([0, 5, 4], dtype=torch.int32)},
+            ArgumentValueError,
+            "`cu_seqlens` got values that fall",
+        ),
+        (PACKED | {"cu_seqlens": torch.tensor([0, 4, 9])}, ArgumentTypeError, "got torch.int64"),
+        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
+        ({"step": 2**28}, ArgumentValueError, "`step` got"),
+        ({"seed": None}, ArgumentTypeError, "`seed` got None"),
+    ),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(change, error, words):
+    with pytest.raises(error) as raised:
+        corrupt_spans(**make(2, 9) | change)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("function", (span_corruption_lengths, span_corruption_fit))
+def test_wrong_arguments_of_the_lengths(function):
+    with pytest.raises(ArgumentValueError, match="length` got -1"):
+        function(-1)
+    with pytest.raises(ArgumentValueError, match="`sentinels` got 0"):
+        function(9, sentinels=0)
+    with pytest.raises(ArgumentValueError, match=f"{function.__name__}: `noise_density` got 15"):
+        function(9, noise_density=15)
+
+
+def test_a_forced_backend_that_cannot_run():
+    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
+        corrupt_spans(**make(2, 9))
