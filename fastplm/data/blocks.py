@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from fastplm._checks import DataError, UnsupportedError, check
 from fastplm.data._cache import build_once
 from fastplm.data.corpus import fingerprint
+from fastplm.data.index import first_descent, first_outside, map_file, refuse_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
 # the pieces joined are the text, so that a tokenizer that looks at spaces sees the same words.
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
 _DOCUMENTS_AT_ONCE = 256
+_FILES = ("meta.json", "tokens.bin", "sentences.bin", "documents.bin")
+_TOKEN_TYPES: dict[str, type[np.generic]] = {"uint16": np.uint16, "int32": np.int32}
+_MOST_TOKENS = 1 << 31  # different ones, that int32 has room for
 
 
 class TokenStore:
     """The token ids of a corpus with the beginnings of its sentences and documents.
+
+    Opening it looks at the sizes of the files and at the ends of what they hold; ``validate`` reads
+    all of them.
 
     Args:
         directory: what ``tokenize`` wrote.
@@ -37,26 +44,49 @@ class TokenStore:
 
     Attributes:
         directory: the folder, whose name is a hash of the corpus and the tokenizer.
+        vocab_size: every id is below it.
         tokens: ids of all documents one after the other, memory-mapped ``[tokens]``.
         sentences: int64 ``[sentences + 1]``, sentence i is
             ``tokens[sentences[i]:sentences[i + 1]]``.
         documents: int64 ``[documents + 1]``, document d has the sentences
             ``documents[d]`` to ``documents[d + 1] - 1``.
+
+    Raises:
+        DataError: a file is missing, cannot be read, was cut off or is of another kind.
+        ArgumentValueError: the range is not within the sentences.
     """
 
     def __init__(self, directory: str | Path, first: int = 0, last: int | None = None) -> None:
         self.directory = path = Path(directory)
-        dtype = json.loads((path / "meta.json").read_text())["dtype"]
-        tokens = np.memmap(path / "tokens.bin", dtype=dtype, mode="r")
-        sentences = np.memmap(path / "sentences.bin", dtype=np.int64, mode="r")
-        documents = np.memmap(path / "documents.bin", dtype=np.int64, mode="r")
+        dtype, self.vocab_size = _read_meta(path / "meta.json")
+        tokens = map_file(path / "tokens.bin", dtype)
+        sentences = map_file(path / "sentences.bin", np.int64)
+        documents = map_file(path / "documents.bin", np.int64)
+        stats = [(path / name).stat() for name in _FILES]
+        state = repr([(stat.st_size, stat.st_mtime_ns) for stat in stats])
+        self._state = hashlib.sha256(state.encode()).hexdigest()[:16]
+        _check_ends(path / "sentences.bin", sentences, len(tokens), "tokens.bin")
+        _check_ends(path / "documents.bin", documents, len(sentences) - 1, "sentences.bin")
         last = len(sentences) - 1 if last is None else last
+        check(
+            0 <= first <= last < len(sentences),
+            "TokenStore",
+            "first, last",
+            f"{first}, {last}",
+            f"0 <= first <= last <= {len(sentences) - 1}, the number of sentences",
+            "Choose a range within the store.",
+        )
         self._range = first, last
-        begin = sentences[first]
-        self.tokens = tokens[begin : sentences[last]]
-        self.sentences = sentences[first : last + 1] - begin
-        inside = documents[(documents > first) & (documents < last)]
-        self.documents = np.concatenate([[first], inside, [last]]) - first
+        begin = int(sentences[first])
+        self.tokens = tokens[begin : int(sentences[last])]
+        self.sentences = sentences[first : last + 1]
+        if first > 0:
+            self.sentences = self.sentences - begin
+        if (first, last) == (0, len(sentences) - 1):
+            self.documents = documents
+        else:
+            low, high = np.searchsorted(documents, [first + 1, last])
+            self.documents = np.concatenate([[first], documents[low:high], [last]]) - first
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files again; pickling a memory map would copy the whole corpus.
@@ -71,6 +101,41 @@ class TokenStore:
         first, last = self._range
         cut = first + int(np.searchsorted(self.sentences, len(self) * (1 - fraction)))
         return TokenStore(self.directory, first, cut), TokenStore(self.directory, cut, last)
+
+    def validate(self) -> None:
+        """Read all files, whatever the range, unless that was done since they were written.
+
+        Raises:
+            DataError: boundaries that do not ascend, or an id outside the vocabulary; or the folder
+                cannot be written, where the result is kept.
+        """
+        self._derive("valid", lambda _: TokenStore(self.directory)._read_all())
+
+    def derive(self, name: str, build: Callable[[Path], None]) -> Path:
+        """A folder of what ``build(folder)`` computes from a valid store and its range, built once.
+
+        It stands in the store's own folder and is built anew when the files of the store change.
+
+        Raises:
+            DataError: see ``validate``.
+        """
+        self.validate()
+        return self._derive("{}-{}-{}".format(name, *self._range), build)
+
+    def _derive(self, name: str, build: Callable[[Path], None]) -> Path:
+        return build_once(self.directory, f"{name}-{self._state}", build)
+
+    def _read_all(self) -> None:
+        for name, boundaries in ("sentences", self.sentences), ("documents", self.documents):
+            wrong = first_descent(boundaries)
+            if wrong >= 0:
+                pair = boundaries[wrong : wrong + 2].tolist()
+                got = "where entries {} and {} are {} and {}".format(wrong, wrong + 1, *pair)
+                refuse_file(self.directory / f"{name}.bin", got, "ascending numbers")
+        wrong = first_outside(self.tokens, self.vocab_size)
+        if wrong >= 0:
+            got = f"where token {wrong} is {self.tokens[wrong]}"
+            refuse_file(self.directory / "tokens.bin", got, f"0 to {self.vocab_size - 1}")
 
 
 def tokenize(
@@ -117,7 +182,7 @@ class BlockDataset(Dataset):
         cls_token_id, sep_token_id: the ids put around each block.
 
     Raises:
-        DataError: fewer tokens than one block needs.
+        DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
     """
 
     def __init__(
@@ -127,6 +192,7 @@ class BlockDataset(Dataset):
         self.store, self.block_size = store, block_size
         self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
         check_enough_tokens("BlockDataset", store, block_size - 2)
+        store.validate()
 
     def __len__(self) -> int:
         return len(self.store) // (self.block_size - 2)
@@ -165,7 +231,9 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
     backend = Tokenizer.from_str(description)
     backend.no_padding()
     backend.no_truncation()
-    dtype = np.uint16 if backend.get_vocab_size() <= 1 << 16 else np.int32
+    # Not the number of tokens: some vocabularies have holes.
+    vocab_size = 1 + max(backend.get_vocab().values(), default=0)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
     ends, total, sentences = array("q", [0]), 0, 0
     with (
         (directory / "tokens.bin").open("wb") as token_file,
@@ -192,7 +260,31 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
             sentence_file.write(ends.tobytes())
             ends = array("q")
     check(total > 0, "tokenize", "documents", "no tokens", "text", "Give more text.", DataError)
-    (directory / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+    (directory / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab_size}))
+
+
+def _read_meta(path: Path) -> tuple[type[np.generic], int]:
+    """The type of the ids and the number that they are below."""
+    expected = '{"dtype": "uint16" or "int32", "vocab_size": 1 to 2^31}'
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        dtype = _TOKEN_TYPES[meta["dtype"]]
+        vocab_size = meta.get("vocab_size", _MOST_TOKENS)  # older versions did not record it
+    except OSError as error:
+        refuse_file(path, f"which cannot be read ({error.strerror})", expected)
+    # A file of another kind is no JSON, no dict, or has no such keys.
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
+        refuse_file(path, "which has other contents", expected)
+    if type(vocab_size) is not int or not 1 <= vocab_size <= _MOST_TOKENS:
+        refuse_file(path, f"where vocab_size is {vocab_size!r}", expected)
+    return dtype, vocab_size
+
+
+def _check_ends(path: Path, boundaries: np.ndarray, count: int, parts: str) -> None:
+    first, last = int(boundaries[0]), int(boundaries[-1])
+    if (first, last) != (0, count):
+        got = f"{len(boundaries)} numbers from {first} to {last}"
+        refuse_file(path, got, f"numbers from 0 to {count}, as many as {parts} has")
 
 
 def _batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:

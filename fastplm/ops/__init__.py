@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fastplm.ops.attention import attention, attention_varlen
+from fastplm.ops.bart_noise import bart_noise
+from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy,
@@ -11,20 +13,28 @@ from fastplm.ops.linear_cross_entropy import (
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.reference.attention import T5RelativeBias
+from fastplm.reference.bart_noise import NoisedText
+from fastplm.reference.corrupt_spans import CorruptedSpans
 from fastplm.reference.linear_cross_entropy import RowStatistics
 from fastplm.reference.mask_tokens import MaskedTokens
 from fastplm.reference.replaced_token_loss import DetectionCounts
 
 __all__ = [
+    "CorruptedSpans",
     "DetectionCounts",
     "MaskedTokens",
+    "NoisedText",
     "RowStatistics",
     "T5RelativeBias",
     "attention",
     "attention_varlen",
+    "bart_noise",
+    "corrupt_spans",
     "gather_rows",
     "linear_cross_entropy",
     "linear_cross_entropy_with_sample",
     "mask_tokens",
     "replaced_token_loss",
+    "span_corruption_fit",
+    "span_corruption_lengths",
 ]

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import pickle
+import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastplm._checks import DataError
-from fastplm.data import BlockDataset, TokenStore, tokenize
+from fastplm._checks import ArgumentValueError, DataError
+from fastplm.data import BlockDataset, PackedDocuments, SentenceChunks, TokenStore, tokenize
 from fastplm.data.blocks import split_sentences
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
@@ -123,3 +128,182 @@ def test_large_vocabularies_need_wider_ids(documents, tokenizer, tmp_path):
     store = tokenize(["word65535 is a token", *documents], wide, tmp_path / "tokens")
     assert isinstance(store, TokenStore)
     assert store.tokens[0] == len(tokenizer) + (1 << 16) - 1
+
+
+def test_vocabularies_with_holes_need_wider_ids(documents, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "tokenizer.json"
+    description = json.loads(file.read_text())
+    description["model"]["vocab"]["anna"] = 1 << 16
+    file.write_text(json.dumps(description))
+    store = tokenize(documents, type(tokenizer).from_pretrained(tmp_path / "saved"), tmp_path)
+    assert store.vocab_size == (1 << 16) + 1 and (store.tokens == 1 << 16).any()
+
+
+# --- files that are not what tokenize wrote -------------------------------------------------------
+
+FILES = ("meta.json", "tokens.bin", "sentences.bin", "documents.bin")
+
+
+@pytest.fixture
+def copy(store, tmp_path):
+    """A folder of the files of a store, to be spoilt."""
+    for name in FILES:
+        shutil.copy(store.directory / name, tmp_path)
+    return tmp_path
+
+
+def change(file, place, value):
+    numbers = np.fromfile(file, dtype=np.uint16 if file.name == "tokens.bin" else np.int64)
+    numbers[place] = value
+    numbers.tofile(file)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_missing_empty_cut_or_too_long(copy, name):
+    file = copy / name
+    data = file.read_bytes()
+    for wrong in (b"", data[:-1], data[:-8], data + b"x", data + data[-8:], b"\xff" * len(data)):
+        file.write_bytes(wrong)
+        with pytest.raises(DataError, match=name) as error:
+            BlockDataset(TokenStore(copy), 16, **SPECIAL)
+        assert f"Delete the folder {copy}" in str(error.value)
+    file.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        TokenStore(copy)
+    file.mkdir()
+    with pytest.raises(DataError, match=name):
+        TokenStore(copy)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="No such file"):
+        TokenStore(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        "[]",
+        "3",
+        "{}",
+        '{"dtype": "float64"}',
+        '{"dtype": ["uint16"]}',
+        '{"dtype": "object"}',
+        '{"dtype": "uint16", "vocab_size": 0}',
+        '{"dtype": "uint16", "vocab_size": true}',
+        '{"dtype": "uint16", "vocab_size": 4294967296}',
+        "[" * 100_000,
+        "\x00",
+    ],
+    ids=lambda meta: meta[:40],
+)
+def test_meta_of_another_kind(copy, meta):
+    (copy / "meta.json").write_text(meta)
+    with pytest.raises(DataError, match="meta.json"):
+        TokenStore(copy)
+
+
+def test_stores_of_older_versions_have_no_vocabulary_size(copy):
+    (copy / "meta.json").write_text('{"dtype": "uint16"}')
+    TokenStore(copy).validate()
+
+
+@pytest.mark.parametrize(
+    "name, place, value, expected",
+    [
+        ("tokens.bin", 5, 65_535, "token 5 is 65535; expected 0 to 119"),
+        ("sentences.bin", 3, 0, "entries 2 and 3 are"),
+        ("sentences.bin", 3, 1 << 40, "entries 3 and 4 are"),
+        ("documents.bin", 1, -1, "entries 0 and 1 are 0 and -1"),
+        ("documents.bin", 7, 1 << 62, "entries 7 and 8 are"),
+        ("sentences.bin", 0, 1, "from 1 to"),
+    ],
+)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: BlockDataset(store, 16, **SPECIAL),
+        lambda store: SentenceChunks(store, 16),
+        lambda store: PackedDocuments(store, 16),
+        lambda store: BlockDataset(store.split(0.1)[1], 16, **SPECIAL),
+    ],
+    ids=["blocks", "chunks", "packed", "part"],
+)
+def test_numbers_that_cannot_be(copy, name, place, value, expected, read):
+    change(copy / name, place, value)
+    with pytest.raises(DataError, match=expected):
+        read(TokenStore(copy))
+
+
+def test_files_are_read_again_when_they_change(copy):
+    TokenStore(copy).validate()
+    TokenStore(copy).validate()
+    assert len(list(copy.glob("valid-*"))) == 1
+    stat = (copy / "tokens.bin").stat()
+    change(copy / "tokens.bin", 5, 65_535)
+    os.utime(copy / "tokens.bin", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    with pytest.raises(DataError, match="token 5"):
+        TokenStore(copy).validate()
+
+
+def test_ranges_outside_the_store(store):
+    count = len(store.sentences) - 1
+    for first, last in ((-1, 3), (4, 3), (0, count + 1)):
+        with pytest.raises(ArgumentValueError, match="first, last"):
+            TokenStore(store.directory, first, last)
+    assert len(TokenStore(store.directory, count, count)) == 0
+
+
+def read_everything(folder):
+    store = TokenStore(folder)
+    for dataset in (
+        BlockDataset(store, 16, **SPECIAL),
+        PackedDocuments(store, 16),
+        SentenceChunks(store, 16),
+    ):
+        for i in range(len(dataset)):
+            dataset[i]
+    for boundaries in (store.sentences, store.documents):
+        assert (np.diff(boundaries) > 0).all()
+    assert store.sentences[store.documents[-1]] == len(store)
+    assert (store.tokens < store.vocab_size).all()
+
+
+@st.composite
+def mutations(draw):
+    name = draw(st.sampled_from(FILES))
+    kind = draw(st.sampled_from(["flip", "cut", "append", "replace"]))
+    return name, kind, draw(st.integers(0, 1 << 20)), draw(st.binary(min_size=1, max_size=24))
+
+
+@given(st.lists(mutations(), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_spoilt_stores_are_refused_or_sound(mutated):
+    """Errors of one kind alone; and what opens has boundaries and ids that can be."""
+    sentences = [0, 4, 9, 10, 25, 31, 40]
+    files = {
+        "meta.json": b'{"dtype": "uint16", "vocab_size": 50}',
+        "tokens.bin": (np.arange(40) * 7 % 50).astype(np.uint16).tobytes(),
+        "sentences.bin": np.array(sentences).tobytes(),
+        "documents.bin": np.array([0, 2, 3, 6]).tobytes(),
+    }
+    for name, kind, place, data in mutated:
+        old = files[name]
+        place %= len(old) + (kind == "append") or 1
+        files[name] = {
+            "flip": old[:place] + data + old[place + len(data) :],
+            "cut": old[:place],
+            "append": old[:place] + data + old[place:],
+            "replace": data,
+        }[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        sound = all(kind != "cut" for _, kind, _, _ in mutated)
+        try:
+            read_everything(folder)
+        except DataError:
+            sound = True
+        if len(mutated) == 1:
+            assert sound, "what was cut off was not missed"

@@ -1,21 +1,52 @@
 from __future__ import annotations
 
+import hashlib
+import json
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from fastplm._checks import DataError
-from fastplm.data import NextSentencePairs, PretrainingStream, SentenceChunks, tokenize
-from fastplm.data.nsp import _truncate
+from fastplm.data import (
+    NextSentencePairs,
+    PretrainingStream,
+    SentenceChunks,
+    SentenceOrderPairs,
+    TokenStore,
+    tokenize,
+)
+from fastplm.data.pairs import _truncate
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 BLOCK = 40
 
 
-def pairs_of(store, length=1000, seed=0, block_size=BLOCK):
+def pairs_of(store, length=1000, seed=0, block_size=BLOCK, kind=NextSentencePairs):
     stream = PretrainingStream(SentenceChunks(store, block_size), seed=seed, length=length)
-    return NextSentencePairs(stream, **SPECIAL)
+    return kind(stream, **SPECIAL)
+
+
+def store_of(folder, tokens, sentences, documents):
+    """A store of the numbers given, whatever tokenizers make of a text."""
+    np.asarray(tokens, dtype=np.int32).tofile(folder / "tokens.bin")
+    np.asarray(sentences, dtype=np.int64).tofile(folder / "sentences.bin")
+    np.asarray(documents, dtype=np.int64).tofile(folder / "documents.bin")
+    meta = {"dtype": "int32", "vocab_size": int(max(tokens)) + 1}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return TokenStore(folder)
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """445 documents of 1 to 17 sentences of 1 to 29 tokens, in which every token is another one."""
+    n = np.arange(4000)
+    sentences = np.cumsum([0, *(1 + (n * n * 7 + n * 3) % 29)])
+    documents = np.cumsum([0, *(1 + (np.arange(444) * 13) % 17)])
+    documents = [*documents[documents < 4000], 4000]
+    return store_of(tmp_path, 10 + np.arange(sentences[-1]), sentences, documents)
 
 
 def items_of(dataset):
@@ -105,9 +136,83 @@ def test_a_sentence_longer_than_a_block(tokenizer, tmp_path):
         assert first and second and len(first) + len(second) <= 13
 
 
+def test_next_sentence_pairs_are_those_of_the_first_version(numbered):
+    digest = hashlib.sha256()
+    for item in items_of(pairs_of(numbered, 500, seed=5)):
+        digest.update(np.array([*item["input_ids"], item["next_sentence_label"]]).tobytes())
+    assert digest.hexdigest()[:16] == "2f66a1096ddc75ed"
+
+
+def test_order_pairs_are_what_their_label_says(numbered):
+    pairs = pairs_of(numbered, 2000, kind=SentenceOrderPairs)
+    chunks, labels = pairs.stream.dataset, []
+    for item, source in zip(items_of(pairs), pairs.stream, strict=True):
+        first, second = (np.array(segment) - 10 for segment in segments(item))
+        assert len(first) and len(second) and len(first) + len(second) <= BLOCK - 3
+        assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
+        label = item["sentence_order_label"]
+        earlier, later = (second, first) if label else (first, second)
+        sentences = chunks.begin[source["chunk"]], chunks.end[source["chunk"]]
+        begin, end = (numbered.sentences[sentence] for sentence in sentences)
+        assert begin <= earlier[0] and earlier[-1] < later[0] and later[-1] < end
+        if end - begin == len(first) + len(second):  # nothing was cut off: they are consecutive
+            assert earlier[0] == begin and earlier[-1] + 1 == later[0] and later[-1] + 1 == end
+        labels.append(label)
+    assert (sum(labels) - 1000) ** 2 / 500 < 10.83  # one degree of freedom, p = 0.001
+
+
+def test_lengths_do_not_tell_the_order(tmp_path):
+    # Both halves of each sentence of 100 tokens are cut to the 13 tokens of a pair: 7 and 6.
+    store = store_of(tmp_path, np.arange(400), [0, 100, 200, 300, 400], [0, 4])
+    lengths = {0: set(), 1: set()}
+    for item in items_of(pairs_of(store, 200, block_size=16, kind=SentenceOrderPairs)):
+        if len(item["input_ids"]) == 16:  # not one of the short pairs
+            first = item["input_ids"].tolist()[1:].index(3)
+            lengths[item["sentence_order_label"]].add(first)
+    assert lengths == {0: {7}, 1: {7}}
+
+
+def test_both_objectives_cut_the_same_runs(numbered):
+    for torn, ordered in zip(
+        items_of(pairs_of(numbered, 300)),
+        items_of(pairs_of(numbered, 300, kind=SentenceOrderPairs)),
+        strict=True,
+    ):
+        assert torn["next_sentence_label"] == ordered["sentence_order_label"]
+        if not torn["next_sentence_label"]:
+            assert torch.equal(torn["input_ids"], ordered["input_ids"])
+
+
+def test_chunks_are_found_once_and_travel_by_name(numbered, monkeypatch):
+    chunks = SentenceChunks(numbered, BLOCK)
+    monkeypatch.setattr("fastplm.data.pairs.sentence_chunks", None)
+    again = pickle.loads(pickle.dumps(chunks))
+    assert len(pickle.dumps(chunks)) < 1000
+    for name in ("begin", "end", "document"):
+        assert (getattr(again, name) == getattr(chunks, name)).all()
+    with pytest.raises(TypeError):  # another range has other runs
+        SentenceChunks(numbered.split(0.5)[0], BLOCK)
+
+
+@pytest.mark.parametrize("cut", [8, 24, 2400])
+def test_runs_that_were_cut_off(numbered, cut):
+    SentenceChunks(numbered, BLOCK)
+    (file,) = numbered.directory.glob("chunks-*/chunks.bin")
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(DataError, match="Delete the folder .*chunks-40"):
+        SentenceChunks(numbered, BLOCK)
+
+
+def test_documents_of_one_token(tmp_path):
+    store = store_of(tmp_path, np.arange(9), np.arange(10), np.arange(10))
+    with pytest.raises(DataError, match="documents of one token"):
+        SentenceChunks(store, 5)
+
+
+@pytest.mark.parametrize("kind", [NextSentencePairs, SentenceOrderPairs])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_and_batches_change_nothing(store, workers):
-    pairs = pairs_of(store, 48, seed=9)
+def test_workers_and_batches_change_nothing(store, workers, kind):
+    pairs = pairs_of(store, 48, seed=9, kind=kind)
     loader = DataLoader(pairs, batch_size=7, num_workers=workers, collate_fn=list)
     for index, item in enumerate(item for batch in loader for item in batch):
         for key, value in pairs[index].items():
@@ -124,7 +229,7 @@ def test_seeds_differ(store):
 def test_needs_two_documents_and_a_block(tokenizer, tmp_path, store):
     one = tokenize(["anna reads. boris builds a house. clara cooks."], tokenizer, tmp_path)
     with pytest.raises(DataError, match="one document"):
-        SentenceChunks(one, 8)
+        pairs_of(one, block_size=8)
     with pytest.raises(DataError, match="tokens"):
         SentenceChunks(store, len(store) + 4)
 

@@ -1,0 +1,213 @@
+"""What a corpus on disk is indexed by, and the checks that make its files safe to read.
+
+``sentence_chunks`` and ``pack_sequences`` run the operators of these names of ``csrc/index.cpp``
+and, where those were not built, the references ``<name>_ref``, which give the same numbers. Arrays
+may be memory maps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from fastplm import _extension
+from fastplm._checks import DataError, check, message
+
+_COMPILED = _extension.lacks("pack_sequences", "CPU") is None
+_AT_ONCE = 1 << 20  # numbers that are looked at in one step, so that memory is bounded
+_MOST_CAPACITY = 1 << 24
+
+
+def map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """The numbers in a file of a token store, memory-mapped for reading ``[n]``, n > 0.
+
+    Raises:
+        DataError: the file cannot be read, is empty or ends within a number.
+    """
+    expected = f"a file of {np.dtype(dtype).name} numbers"
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % np.dtype(dtype).itemsize:
+            refuse_file(path, f"a file of {size} bytes", expected)
+        # A plain array over the same memory: indexing a memmap costs several times more.
+        return np.memmap(path, dtype, "r").view(np.ndarray)
+    except OSError as error:
+        refuse_file(path, f"which cannot be read ({error.strerror})", expected)
+
+
+def new_file(path: Path) -> Callable[..., np.ndarray]:
+    """The ``empty`` of a function of this module that has it put its result into a file."""
+    return lambda shape, dtype: np.memmap(path, dtype, "w+", shape=shape).view(np.ndarray)
+
+
+def refuse_file(path: Path, got: str, expected: str) -> NoReturn:
+    """Raise the error of a file of a token store that is not what it should be."""
+    fix = f"Delete the folder {path.parent}: it is made anew when it is missing."
+    raise DataError(message("TokenStore", "directory", f"{path}, {got}", expected, fix))
+
+
+def first_descent(boundaries: np.ndarray) -> int:
+    """The first i with ``boundaries[i + 1] <= boundaries[i]``, or -1; int64 ``[n]``."""
+    for begin in range(0, len(boundaries) - 1, _AT_ONCE):
+        part = boundaries[begin : begin + _AT_ONCE + 1]
+        wrong = part[1:] <= part[:-1]
+        if wrong.any():
+            return begin + int(wrong.argmax())
+    return -1
+
+
+def first_outside(ids: np.ndarray, vocab_size: int) -> int:
+    """The first i with ``ids[i]`` below 0 or not below ``vocab_size``, or -1; integers ``[n]``."""
+    ids = ids.view(f"u{ids.itemsize}")  # in which a negative id is a very large one
+    for begin in range(0, len(ids), _AT_ONCE):
+        part = ids[begin : begin + _AT_ONCE]
+        if part.max() >= vocab_size:
+            return begin + int((part >= vocab_size).argmax())
+    return -1
+
+
+def sentence_chunks(
+    sentences: np.ndarray,
+    documents: np.ndarray,
+    room: int,
+    empty: Callable[..., np.ndarray] = np.empty,
+) -> np.ndarray:
+    """Cut documents into runs of sentences of ``room`` tokens or more.
+
+    The last run of a document may have fewer; a run of one token is left out.
+
+    Args:
+        sentences: int64 ``[sentences + 1]``, where each begins in the tokens, and their number.
+        documents: int64 ``[documents + 1]``, the same in the sentences.
+        room: tokens that end a run, 1 or more.
+        empty: makes the result, e.g. in a file, as ``empty(shape, dtype)``; that and a few bytes
+            are all the memory that is needed.
+
+    Returns:
+        int64 ``[3, runs]``: first sentence, the one after the last, document.
+
+    Raises:
+        DataError: a document is not within the sentences.
+    """
+    if not _COMPILED:
+        return sentence_chunks_ref(sentences, documents, room, empty)
+    build = torch.ops.fastplm_C.sentence_chunks
+    arguments = _tensor(sentences), _tensor(documents), room
+    count = build(*arguments, torch.empty(3, 0, dtype=torch.int64))
+    if count < 0:
+        _refuse_documents()
+    chunks = empty((3, count), np.int64)
+    build(*arguments, torch.from_numpy(chunks))
+    return chunks
+
+
+def sentence_chunks_ref(
+    sentences: np.ndarray,
+    documents: np.ndarray,
+    room: int,
+    empty: Callable[..., np.ndarray] = np.empty,
+) -> np.ndarray:
+    """The specification of ``sentence_chunks``; needs memory for all runs."""
+    found = []
+    for document in range(len(documents) - 1):
+        begin, last = int(documents[document]), int(documents[document + 1])
+        if not 0 <= begin <= last < len(sentences):
+            _refuse_documents()
+        while begin < last:
+            full = int(sentences[begin]) + room
+            end = begin + 1 + int(np.searchsorted(sentences[begin + 1 : last], full))
+            if sentences[end] - sentences[begin] >= 2:
+                found.append((begin, end, document))
+            begin = end
+    chunks = empty((3, len(found)), np.int64)
+    chunks[:] = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return chunks
+
+
+def pack_sequences(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack sequences into few bins of ``capacity`` tokens: best fit, longest first.
+
+    Sequences, in the order of falling length and equal ones by index, each go into the bin with the
+    least room that still holds it; of several such bins into the one that was filled last. Takes
+    ``O(n log capacity)``.
+
+    Args:
+        lengths: int64 ``[n]``, each 1 to ``capacity``.
+        capacity: 1 to 2^24.
+
+    Returns:
+        ``offsets`` int64 ``[bins + 1]`` and ``members`` int64 ``[n]``: bin b holds the sequences
+        ``members[offsets[b]:offsets[b + 1]]``, in the order in which they were put there.
+
+    Raises:
+        ArgumentValueError: the capacity or a length is outside its range.
+
+    Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830.
+    """
+    where, lengths = "pack_sequences", np.ascontiguousarray(lengths, dtype=np.int64)
+    expected = f"1 to {_MOST_CAPACITY}"
+    check(1 <= capacity <= _MOST_CAPACITY, where, "capacity", capacity, expected, "Change it.")
+    smallest, largest = (lengths.min(), lengths.max()) if len(lengths) else (1, 1)
+    check(
+        smallest >= 1 and largest <= capacity,
+        where,
+        "lengths",
+        f"lengths from {smallest} to {largest}",
+        f"1 to {capacity}, the capacity",
+        "Cut longer sequences and leave out empty ones.",
+    )
+    if _COMPILED:
+        offsets, members = torch.ops.fastplm_C.pack_sequences(_tensor(lengths), capacity)
+        return offsets.numpy(), members.numpy()
+    return pack_sequences_ref(lengths, capacity)
+
+
+def pack_sequences_ref(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """The specification of ``pack_sequences``."""
+    bins: list[list[int]] = []
+    rooms = [capacity]  # ascending: those of `with_room` that are not empty, and an empty bin's
+    with_room: dict[int, list[list[int]]] = {}
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        room = rooms[bisect.bisect_left(rooms, length)]
+        if room == capacity:
+            chosen: list[int] = []
+            bins.append(chosen)
+        else:
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms.remove(room)
+        chosen.append(index)
+        left = room - length
+        if left > 0:
+            others = with_room.setdefault(left, [])
+            if not others:
+                bisect.insort(rooms, left)
+            others.append(chosen)
+    offsets = np.cumsum([0, *map(len, bins)], dtype=np.int64)
+    return offsets, np.array([index for members in bins for index in members], dtype=np.int64)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor; the operators that read it leave it as it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _refuse_documents() -> NoReturn:
+    raise DataError(
+        message(
+            "sentence_chunks",
+            "documents",
+            "boundaries that descend or lie outside the sentences",
+            "ascending ones, the last of them the number of sentences",
+            "Call TokenStore.validate first.",
+        )
+    )
