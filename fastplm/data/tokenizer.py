@@ -1,13 +1,15 @@
-"""The tokenizer of a run: one that is given, or a WordPiece one trained on the corpus."""
+"""The tokenizer of a run: one that is given, or one trained on the corpus."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastplm._checks import DataError, check, message
+from fastplm._checks import DataError, check, check_choice, message
 from fastplm.data._cache import build_once
 from fastplm.data.corpus import fingerprint
 
@@ -15,15 +17,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+#: RoBERTa's and BART's, in the order of their ids; the mask is the last token of the vocabulary.
+ROBERTA_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+ROBERTA_MASK = "<mask>"
+#: T5's, in the order of their ids; the sentinels are the last tokens, <extra_id_0> the very last.
+T5_TOKENS = ("<pad>", "</s>", "<unk>")
+T5_SENTINELS = tuple(f"<extra_id_{i}>" for i in reversed(range(100)))
+
+KINDS = ("wordpiece", "bytelevel", "unigram")
 _ALPHABET = 1000
+_SPACE = "▁"
+_WORDS_AT_ONCE = 1 << 14
+_ROLES = ("pad", "mask", "cls", "sep", "bos", "eos", "unk")
 
 
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    directory: str | Path, needs: Sequence[str] = ("pad", "mask", "cls", "sep")
+) -> PreTrainedTokenizerBase:
     """A tokenizer as ``AutoTokenizer`` loads it from a local directory.
+
+    Args:
+        directory: what ``tokenizer.save_pretrained`` wrote.
+        needs: the tokens that the objective asks for: roles (``"pad"``, ``"mask"``, ``"cls"``,
+            ``"sep"``, ``"bos"``, ``"eos"``, ``"unk"``) or tokens by their text
+            (``"<extra_id_0>"``).
 
     Raises:
         DataError: the directory is missing or holds no tokenizer, or the tokenizer lacks a token
-            that pre-training needs (padding, mask, beginning and end of a block).
+            of ``needs``.
     """
     from transformers import AutoTokenizer
 
@@ -37,13 +58,16 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(
             message(where, "directory", f"{path} ({reason})", expected, "Check the path.")
         ) from error
-    for token in ("pad_token_id", "mask_token_id", "cls_token_id", "sep_token_id"):
+    vocabulary = tokenizer.get_vocab()
+    for need in needs:
+        role = f"{need}_token"
+        there = getattr(tokenizer, role) is not None if need in _ROLES else need in vocabulary
         check(
-            getattr(tokenizer, token) is not None,
+            there,
             where,
             "directory",
-            f"{path}, a tokenizer without a {token.removesuffix('_id')}",
-            "padding, mask, [CLS] and [SEP] tokens",
+            f"{path}, a tokenizer without a {role if need in _ROLES else need}",
+            f"a tokenizer with {', '.join(needs)}",
             "Add them with tokenizer.add_special_tokens.",
             DataError,
         )
@@ -51,28 +75,80 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(
-    documents: Iterable[str], vocab_size: int, cache: str | Path
+    documents: Iterable[str], vocab_size: int, cache: str | Path, kind: str = "wordpiece"
 ) -> PreTrainedTokenizerBase:
-    """A lower-casing WordPiece tokenizer trained on the documents, as BERT's is built.
+    """A tokenizer trained on the documents.
 
-    The same documents give the same vocabulary in every process.
+    - "wordpiece" (BERT, ELECTRA, ALBERT): lower case; ``[PAD]`` 0, ``[UNK]`` 1, ``[CLS]`` 2,
+      ``[SEP]`` 3, ``[MASK]`` 4.
+    - "bytelevel" (GPT-2, RoBERTa, BART): byte-level BPE; ``<s>`` 0, ``<pad>`` 1, ``</s>`` 2,
+      ``<unk>`` 3, ``<mask>`` the last.
+    - "unigram" (T5): pieces of words with probabilities; ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, and
+      100 sentinels at the end, ``<extra_id_0>`` the last.
+
+    The same documents give the same vocabulary in every process. ``AutoTokenizer`` loads what the
+    cache holds as ``BertTokenizer``, ``RobertaTokenizer`` or ``T5Tokenizer``.
 
     Args:
         documents: an iterable that can be iterated several times.
-        vocab_size: the most tokens, the five special ones included; a small corpus gives fewer.
-        cache: a folder where the result is kept under the hash of documents and size.
+        vocab_size: the most tokens, the special ones included; a small corpus gives fewer.
+        cache: a folder where the result is kept under the hash of kind, documents and size.
+        kind: as above.
 
     Raises:
+        ArgumentValueError: an unknown kind.
         DataError: the alphabet of the documents alone is larger.
     """
-    from transformers import AutoTokenizer, BertTokenizer
+    from transformers import AutoTokenizer
+
+    check_choice("train_tokenizer", "kind", kind, KINDS)
+    builders = {"wordpiece": _bert, "bytelevel": _roberta, "unigram": _t5}
 
     def build(directory: Path) -> None:
-        vocabulary = _wordpiece(documents, vocab_size)
-        BertTokenizer(vocab=vocabulary, do_lower_case=True).save_pretrained(directory)
+        builders[kind](documents, vocab_size).save_pretrained(directory)
 
-    key = f"wordpiece-{vocab_size}-{fingerprint(documents)[:24]}"
+    key = f"{kind}-{vocab_size}-{fingerprint(documents)[:24]}"
     return AutoTokenizer.from_pretrained(build_once(cache, key, build), local_files_only=True)
+
+
+def _bert(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    from transformers import BertTokenizer
+
+    return BertTokenizer(vocab=_wordpiece(documents, vocab_size), do_lower_case=True)
+
+
+def _roberta(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    from tokenizers import AddedToken
+    from transformers import RobertaTokenizer
+
+    vocabulary, merges = _bytelevel(documents, vocab_size)
+    # As in RoBERTa, the mask swallows the space before it: the token after it brings its own.
+    mask = AddedToken(ROBERTA_MASK, lstrip=True, special=True)
+    return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask)
+
+
+def _t5(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    from transformers import T5Tokenizer
+
+    return T5Tokenizer(vocab=_unigram(documents, vocab_size), extra_ids=len(T5_SENTINELS))
+
+
+def _alphabet(frequency: Counter[str]) -> list[str]:
+    """The most frequent letters, ties by code point."""
+    seen = (letter for letter in frequency if not letter.isspace())
+    return sorted(seen, key=lambda letter: (-frequency[letter], letter))[:_ALPHABET]
+
+
+def _check_size(vocab_size: int, least: int) -> None:
+    check(
+        least <= vocab_size,
+        "train_tokenizer",
+        "vocab_size",
+        vocab_size,
+        f"at least {least}, the special tokens and the alphabet of this corpus",
+        "Raise it.",
+        DataError,
+    )
 
 
 def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
@@ -82,8 +158,7 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
     frequency: Counter[str] = Counter()
     for document in documents:
         frequency.update(normalizer.normalize_str(document))
-    seen = (letter for letter in frequency if not letter.isspace())
-    alphabet = sorted(seen, key=lambda letter: (-frequency[letter], letter))[:_ALPHABET]
+    alphabet = _alphabet(frequency)
 
     def train(size: int, first_tokens: list[str]) -> dict[str, int]:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -106,13 +181,101 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
     special = list(SPECIAL_TOKENS)
     pieces = sorted(token for token in train(0, special) if token.startswith("##"))
     vocabulary = train(vocab_size, special + pieces)
-    check(
-        len(vocabulary) <= vocab_size,
-        "train_tokenizer",
-        "vocab_size",
-        vocab_size,
-        f"at least {len(vocabulary)}, the alphabet of this corpus",
-        "Raise it.",
-        DataError,
-    )
+    _check_size(vocab_size, len(vocabulary))
     return vocabulary
+
+
+def _bytelevel(
+    documents: Iterable[str], vocab_size: int
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens with their ids, and the merges in their order."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    _check_size(vocab_size, len(ROBERTA_TOKENS) + len(alphabet) + 1)
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe = _bpe(documents, pre_tokenizer, alphabet, vocab_size - 1, ROBERTA_TOKENS)
+    model = json.loads(bpe.to_str())["model"]
+    vocabulary = {**model["vocab"], ROBERTA_MASK: len(model["vocab"])}
+    return vocabulary, [(left, right) for left, right in model["merges"]]
+
+
+def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float]]:
+    """Tokens with their log probabilities, in the order of their ids.
+
+    The Unigram trainer of the tokenizers library adds floats in the order of a randomised hash map
+    and of its threads, so that its vocabulary depends on the process. Here every sum is one of
+    integers. The first pieces are those of a BPE vocabulary of twice the size; in each round the
+    words are split in the most probable way and the pieces counted (hard expectation maximisation),
+    and those counted least are dropped; the last rounds only count.
+
+    Source: Kudo 2018 (arXiv 1804.10959), whose expectation maximisation is the soft one.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words: Counter[str] = Counter()
+    for document in documents:
+        words.update(_SPACE + word for word in document.split())
+    letters: Counter[str] = Counter()
+    for word, frequency in words.items():
+        for letter in word:
+            letters[letter] += frequency
+    alphabet = _alphabet(letters)
+    special = T5_TOKENS + T5_SENTINELS
+    room = vocab_size - len(special)
+    _check_size(vocab_size, len(special) + len(alphabet))
+
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer = _bpe(documents, split, alphabet, 2 * room)
+    tokenizer.pre_tokenizer = None
+    pieces = [piece for piece in tokenizer.get_vocab() if piece not in special]
+    first = [(token, 0.0) for token in T5_TOKENS]
+    for size in (2 * room, 3 * room // 2, room, room, room):
+        counts = _count_pieces(tokenizer, words, pieces)
+        multiple = [piece for piece in pieces if len(piece) > 1]
+        multiple.sort(key=lambda piece: (-counts[piece], piece))
+        pieces = alphabet + multiple[: size - len(alphabet)]
+        total = sum(counts[piece] for piece in pieces) or 1
+        # Rounded, so that the last bit of a logarithm on another machine changes nothing.
+        scores = {piece: round(math.log(max(counts[piece], 1) / total), 6) for piece in pieces}
+        pieces.sort(key=lambda piece: (-scores[piece], piece))
+        vocabulary = first + [(piece, scores[piece]) for piece in pieces]
+        tokenizer = Tokenizer(models.Unigram(vocabulary, T5_TOKENS.index("<unk>"), False))
+    return vocabulary + [(token, 0.0) for token in T5_SENTINELS]
+
+
+def _bpe(
+    documents: Iterable[str],
+    pre_tokenizer: Any,
+    alphabet: list[str],
+    vocab_size: int,
+    first_tokens: Sequence[str] = (),
+) -> Any:
+    """A BPE tokenizer; its trainer sorts the alphabet and breaks ties between merges by the ids."""
+    from tokenizers import Tokenizer, models, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(first_tokens),
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def _count_pieces(tokenizer: Any, words: Counter[str], pieces: list[str]) -> dict[str, int]:
+    """How often each piece is used where the tokenizer splits the words."""
+    counts = dict.fromkeys(pieces, 0)
+    pending = list(words.items())
+    for begin in range(0, len(pending), _WORDS_AT_ONCE):
+        some = pending[begin : begin + _WORDS_AT_ONCE]
+        encodings = tokenizer.encode_batch([word for word, _ in some])
+        for (_, frequency), encoding in zip(some, encodings, strict=True):
+            for token in encoding.tokens:
+                if token in counts:  # it is not where a word has letters beyond the alphabet
+                    counts[token] += frequency
+    return counts

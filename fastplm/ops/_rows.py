@@ -22,7 +22,7 @@ def check_cu_seqlens(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tens
     check_same_device(where, input_ids=input_ids, cu_seqlens=cu_seqlens)
     fix = "Pass the first places of all rows and the end of the last, [0, …]."
     check(cu_seqlens.shape[0] > 0, where, "cu_seqlens", "no element", "B + 1 of them", fix)
-    if not _has_values(cu_seqlens):
+    if not has_values(cu_seqlens):
         return
     tokens = input_ids.shape[0]
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -40,7 +40,7 @@ def check_lengths(where: str, lengths: torch.Tensor, input_ids: torch.Tensor) ->
     check_same_device(where, input_ids=input_ids, lengths=lengths)
     batch, length = input_ids.shape
     check_shape(where, "lengths", lengths, (batch,), "[B] of `input_ids`")
-    if not _has_values(lengths) or batch == 0:
+    if not has_values(lengths) or batch == 0:
         return
     low, high = (int(bound) for bound in lengths.aminmax())
     check(
@@ -100,6 +100,6 @@ def seed_tensor(seed: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
     """Whether looking at values is free: not while compiling, and not on another device."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 from transformers import AutoTokenizer
 
-from fastplm._checks import DataError
+from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import load_tokenizer, train_tokenizer
+from fastplm.data.tokenizer import KINDS
 
 
 def test_special_tokens_and_round_trip(tokenizer, documents, tmp_path):
@@ -27,25 +30,114 @@ def test_special_tokens_and_round_trip(tokenizer, documents, tmp_path):
     assert decoded.replace(" .", ".") == documents[0]
 
 
+@pytest.fixture(scope="module", params=["bytelevel", "unigram"])
+def trained(request, documents, tmp_path_factory):
+    return train_tokenizer(documents, 300, tmp_path_factory.mktemp("tokenizer"), request.param)
+
+
+def test_special_tokens_of_roberta_and_t5(trained, documents):
+    last = len(trained) - 1
+    if trained.mask_token is None:
+        assert trained.convert_ids_to_tokens(range(3)) == ["<pad>", "</s>", "<unk>"]
+        assert (trained.pad_token_id, trained.eos_token_id, trained.unk_token_id) == (0, 1, 2)
+        sentinels = [f"<extra_id_{i}>" for i in range(100)]
+        ids = [last - i for i in range(100)]
+        assert trained.convert_tokens_to_ids(sentinels) == ids
+        assert set(ids) < set(trained.all_special_ids)
+        # A sentinel in a text is one token.
+        assert trained("<extra_id_7>", add_special_tokens=False).input_ids == [last - 7]
+        assert trained(documents[0]).input_ids[-1] == 1
+    else:
+        assert trained.convert_ids_to_tokens(range(4)) == ["<s>", "<pad>", "</s>", "<unk>"]
+        assert (trained.cls_token_id, trained.bos_token_id, trained.pad_token_id) == (0, 0, 1)
+        assert (trained.sep_token_id, trained.eos_token_id, trained.unk_token_id) == (2, 2, 3)
+        assert trained.mask_token_id == last
+        ids = trained(documents[0]).input_ids
+        assert ids[0] == 0 and ids[-1] == 2
+    assert trained.vocab_size == len(trained) <= 300
+
+
+def test_no_special_token_is_a_piece_of_text(tmp_path):
+    # T5 splits at white space alone, so a text can hold the special tokens as words.
+    text = [f"{letter}<unk> {letter}<pad> {letter}</s> <extra_id_3>" for letter in "abcdefgh"] * 9
+    tokenizer = train_tokenizer(text, 160, tmp_path, "unigram")
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
+    tokens = [token for token, _ in vocabulary]
+    assert len(set(tokens)) == len(tokens) == len(tokenizer)
+    assert tokens.index("<pad>") == 0
+
+
+def test_round_trips(trained, documents):
+    accents = "Größe, naïve: 10 % of “it’s” — 😀"
+    for text in (documents[5], "  two  spaces\tand\nlines ", accents):
+        decoded = trained.decode(trained(text).input_ids, skip_special_tokens=True)
+        if trained.mask_token is None:  # T5 keeps words, not white space, and no unseen letters
+            known = set("".join(documents))
+            text = " ".join("".join(a for a in text if a in known or a.isspace()).split())
+            decoded = " ".join("".join(a for a in decoded if a in known).split())
+        assert decoded == text
+
+
+def test_probable_pieces_are_chosen(documents, tmp_path):
+    # The scores are log probabilities, so frequent words are single tokens and come first.
+    tokenizer = train_tokenizer(documents, 300, tmp_path, "unigram")
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
+    scores = [score for _, score in vocabulary[3:-100]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] < 0
+    for word in ("before", "apples", "dmitri", "the"):
+        assert tokenizer.tokenize(word) == ["▁" + word]
+
+
+SCRIPT = """
+import hashlib, sys
+from fastplm.data.tokenizer import KINDS, train_tokenizer
+text = ["the quick brown fox jumps over lazy dogs while zebras watch quietly \u00e9\u00e8"] * 3
+for kind, size in zip(KINDS, (90, 290, 150), strict=True):
+    tokenizer = train_tokenizer(text, size, sys.argv[1], kind=kind)
+    print(kind, hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
+"""
+
+
 def test_vocabulary_is_the_same_in_every_process(tmp_path):
-    # The trainer of the tokenizers library numbers pieces in the order of a randomised hash map.
-    script = (
-        "import sys, hashlib;"
-        "from fastplm.data.tokenizer import train_tokenizer;"
-        "text = ['the quick brown fox jumps over lazy dogs while zebras watch quietly'] * 3;"
-        "vocabulary = train_tokenizer(text, 90, sys.argv[1]).get_vocab();"
-        "print(hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest())"
-    )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / str(process))],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for process in range(3)
-    }
-    assert len(digests) == 1
+    # The trainers of the tokenizers library number pieces in the order of randomised hash maps,
+    # and add in the order of their threads.
+    outputs = set()
+    for process, threads in enumerate(("1", "2", "5")):
+        environment = {"PYTHONHASHSEED": str(process), "RAYON_NUM_THREADS": threads}
+        outputs.add(_run(SCRIPT, str(tmp_path / str(process)), **environment))
+    assert len(outputs) == 1
+    assert len(outputs.pop().splitlines()) == len(KINDS)
+
+
+LOADING = """
+import sys
+from transformers import AutoTokenizer
+for directory in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
+    print(type(tokenizer).__name__, len(tokenizer), tokenizer(text).input_ids)
+"""
+
+
+def test_transformers_loads_them_without_us(documents, tmp_path):
+    expected = ""
+    for kind, name in zip(KINDS, ("BertTokenizer", "RobertaTokenizer", "T5Tokenizer"), strict=True):
+        tokenizer = train_tokenizer(documents, 300, tmp_path / "cache", kind)
+        tokenizer.save_pretrained(tmp_path / kind)
+        text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
+        expected += f"{name} {len(tokenizer)} {tokenizer(text).input_ids}\n"
+    assert _run(LOADING, *(str(tmp_path / kind) for kind in KINDS)) == expected
+
+
+def _run(script, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 def test_cached(documents, tmp_path, monkeypatch):
@@ -58,10 +150,23 @@ def test_small_corpus_gives_a_smaller_vocabulary(tmp_path):
     assert len(train_tokenizer(["only a few words"], 1000, tmp_path)) < 60
 
 
-def test_vocabulary_smaller_than_the_alphabet(documents, tmp_path):
+@pytest.mark.parametrize(
+    "kind, size", [("wordpiece", 12), ("bytelevel", 260), ("unigram", 110), ("unigram", 50)]
+)
+def test_vocabulary_smaller_than_the_alphabet(documents, tmp_path, kind, size):
     with pytest.raises(DataError, match="alphabet"):
-        train_tokenizer(documents, 12, tmp_path)
+        train_tokenizer(documents, size, tmp_path, kind)
     assert not any(path.name[0] != "." for path in tmp_path.iterdir())
+
+
+def test_smallest_vocabularies(tmp_path):
+    assert len(train_tokenizer(["ab ab"], 261, tmp_path, "bytelevel")) == 261
+    assert len(train_tokenizer(["ab ab"], 106, tmp_path, "unigram")) == 106
+
+
+def test_unknown_kind(documents, tmp_path):
+    with pytest.raises(ArgumentValueError, match=r"wordpiece \| bytelevel \| unigram"):
+        train_tokenizer(documents, 300, tmp_path, "sentencepiece")
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty"])
@@ -83,3 +188,17 @@ def test_load_refuses_a_tokenizer_without_a_mask(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="pad_token"):
         load_tokenizer(tmp_path)
+
+
+def test_load_asks_for_what_is_needed(trained, tmp_path):
+    trained.save_pretrained(tmp_path)
+    if trained.mask_token is None:
+        assert load_tokenizer(tmp_path, needs=("pad", "eos", "<extra_id_99>")).eos_token_id == 1
+        missing = "mask", "cls", "<extra_id_100>"
+    else:
+        assert load_tokenizer(tmp_path).mask_token_id == len(trained) - 1
+        assert load_tokenizer(tmp_path, needs=("eos",)).eos_token_id == 2
+        missing = ("<extra_id_0>",)
+    for need in missing:
+        with pytest.raises(DataError, match=f"without a {need}"):
+            load_tokenizer(tmp_path, needs=("pad", need))

@@ -1,0 +1,56 @@
+// fastplm_C::bart_noise on the CPU: rows in parallel on PyTorch's own threads, each row by one.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "bart_noise_op.h"
+
+namespace fastplm {
+namespace {
+
+template <typename Id>
+FASTPLM_CLONES void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_row,
+                               int64_t* dropped) {
+  OneThread group;
+  SelectScratch scratch;
+  NoiseRow<Id> memory;
+  std::vector<uint64_t> arrays(memory.lay_out(call, nullptr) / 8);
+  memory.lay_out(call, reinterpret_cast<uint8_t*>(arrays.data()));
+  for (int64_t row = first_row; row < last_row; ++row) {
+    dropped[row] = noise_row(group, scratch, call, row, memory);
+  }
+}
+
+struct BartNoiseCpu {
+  template <typename Id>
+  static void run(const Tensor&, BartNoiseCall<Id> call) {
+    // Looking up is several times as fast as searching, and a table is made in microseconds.
+    constexpr int64_t kMostEntries = 1 << 20;
+    std::vector<uint8_t> table;
+    if (call.sentence_end_count > 0 && call.vocab_size <= kMostEntries) {
+      table.resize(call.vocab_size);
+      for (int64_t i = 0; i < call.sentence_end_count; ++i) {
+        const int64_t id = call.sentence_end_ids[i];
+        if (id >= 0 && id < call.vocab_size) table[id] = 1;
+      }
+      call.sentence_end_table = table.data();
+    }
+
+    std::vector<int64_t> dropped(call.rows.count);
+    constexpr int64_t kTokensWorthAThread = 2048;
+    const int64_t grain = std::max<int64_t>(1, kTokensWorthAThread / (call.longest + 1));
+    torch::stable::parallel_for(0, call.rows.count, grain, [&](int64_t first, int64_t last) {
+      noise_rows(call, first, last, dropped.data());
+    });
+    *call.dropped = std::accumulate(dropped.begin(), dropped.end(), int64_t{0});
+  }
+};
+
+}  // namespace
+}  // namespace fastplm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kBartNoiseSchema); }
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
+  library.impl("bart_noise", TORCH_BOX(&fastplm::bart_noise<fastplm::BartNoiseCpu>));
+}

@@ -1,0 +1,194 @@
+"""The collator of BART's objective: the noised text in, the text itself out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import DataError, UnsupportedError, check
+from fastplm.data._collate import Collator
+from fastplm.data.collators import special_ids
+from fastplm.ops.bart_noise import bart_noise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_END_OF_SENTENCE = (".", "!", "?")
+
+
+@dataclass
+class DataCollatorForDenoising(Collator):
+    """Batches for BART's denoising, as ``BartForConditionalGeneration`` takes them.
+
+    The noise is a pure function of (seed, epoch, sample index): the same at any batch size, worker
+    count and world size, on the CPU and on a GPU. BOS and EOS (where the tokenizer has none, CLS
+    and SEP) stand around inputs and labels, whether the samples have them or not. Padding at the
+    end of a sample is not text and is taken off.
+
+    Args:
+        tokenizer, seed: see ``Collator``.
+        block_size: inputs and labels are padded to this length, BOS and EOS included; by default to
+            that of the longest sample.
+        packed: must be False.
+        infill_probability, poisson_lambda, permute_sentences, mask_probability,
+        delete_probability, rotate_probability, random_replace_prob: see ``ops.bart_noise``. The
+            defaults are BART's recipe: infilling of 30 % of the tokens, permutation of all
+            sentences.
+        sentence_end_ids: a sentence ends with one of these tokens; by default with any token of the
+            vocabulary whose last character is ``.``, ``!`` or ``?``.
+
+    Returns:
+        A dict with ``input_ids`` (int64 [B, T], noised), ``attention_mask`` (int64 [B, T]),
+        ``labels`` (int64 [B, T], the text, -100 for padding), ``sample_index`` (int64 [B]) and,
+        where the samples have them, labels of a sample.
+
+    Raises:
+        ArgumentValueError: a sample does not fit ``block_size``, or a setting is out of its range.
+        DataError: the tokenizer has no mask token.
+        UnsupportedError: ``packed=True``.
+
+    Warns:
+        UserWarning: tokens were cut, as inserted masks made a row longer than T; on the CPU alone,
+            as a GPU would have to be waited for.
+
+    Source: Lewis et al. 2020 (arXiv 1910.13461), §2.2 and §5.1.
+    """
+
+    infill_probability: float = 0.3
+    poisson_lambda: float = 3.0
+    permute_sentences: float = 1.0
+    mask_probability: float = 0.0
+    delete_probability: float = 0.0
+    rotate_probability: float = 0.0
+    random_replace_prob: float = 0.1
+    sentence_end_ids: Sequence[int] | None = None
+
+    token_fields: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        check(
+            not self.packed,
+            where,
+            "packed",
+            self.packed,
+            "False, as an encoder-decoder takes a padded batch",
+            "Leave it out; ops.bart_noise takes packed rows and returns padded ones.",
+            UnsupportedError,
+        )
+        # Looked up once: the properties of a tokenizer are slow.
+        tokenizer = self.tokenizer
+        self._mask = tokenizer.mask_token_id
+        check(
+            self._mask is not None,
+            where,
+            "tokenizer",
+            "one without a mask token",
+            "a mask token",
+            "Add it with tokenizer.add_special_tokens({'mask_token': '<mask>'}).",
+            DataError,
+        )
+        self._pad_id = self._pad_token_id()
+        self._bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
+        self._eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
+        self._edges = (self._bos is not None) + (self._eos is not None)
+        self._vocab_size = len(tokenizer)
+        self._special_ids = special_ids(tokenizer)
+        ends = self.sentence_end_ids
+        given = sentence_ends(tokenizer) if ends is None else torch.tensor(list(ends)).long()
+        self._sentence_end_ids = given.unique()
+
+    def content(self, input_ids: Any) -> Any:
+        """The text of a sample, without BOS, EOS and the padding at its end."""
+        end = len(input_ids)
+        while end > 0 and input_ids[end - 1] == self._pad_id:
+            end -= 1
+        if end > 0 and self._eos is not None and input_ids[end - 1] == self._eos:
+            end -= 1
+        begin = int(end > 0 and self._bos is not None and input_ids[0] == self._bos)
+        return input_ids[begin:end]
+
+    def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Noise the text, and make labels of it."""
+        text: Tensor = batch["input_ids"]
+        lengths: Tensor = batch["attention_mask"].sum(1)
+        noised = bart_noise(
+            text,
+            vocab_size=self._vocab_size,
+            mask_token_id=self._mask,
+            pad_token_id=self._pad_id,
+            bos_token_id=self._bos,
+            eos_token_id=self._eos,
+            sentence_end_ids=self._sentence_end_ids.to(text.device),
+            special_ids=self._special_ids.to(text.device),
+            infill_probability=self.infill_probability,
+            poisson_lambda=self.poisson_lambda,
+            permute_sentences=self.permute_sentences,
+            mask_probability=self.mask_probability,
+            delete_probability=self.delete_probability,
+            rotate_probability=self.rotate_probability,
+            random_replace_prob=self.random_replace_prob,
+            lengths=lengths,
+            sample_index=batch["sample_index"],
+            seed=self.seed,
+            step=self._epoch,
+        )
+        if text.device.type == "cpu" and noised.dropped > 0:
+            warnings.warn(
+                f"{type(self).__name__}: {int(noised.dropped)} noised tokens found no room in rows "
+                f"of {noised.input_ids.shape[1]} and were cut. Shorten the samples.",
+                stacklevel=2,
+            )
+        column = torch.arange(noised.input_ids.shape[1], device=text.device)
+        return batch | {
+            "input_ids": noised.input_ids,
+            "attention_mask": (column < noised.lengths[:, None]).long(),
+            "labels": self._labels(text, lengths[:, None]),
+        }
+
+    def _labels(self, text: Tensor, lengths: Tensor) -> Tensor:
+        """BOS, the text, EOS, and -100 behind."""
+        begin, end = int(self._bos is not None), int(self._eos is not None)
+        labels = torch.nn.functional.pad(text, (begin, end), value=-100)
+        if self._bos is not None:
+            labels[:, 0] = self._bos
+        column = torch.arange(labels.shape[1], device=text.device)
+        labels.masked_fill_(column >= lengths + begin, -100)
+        if self._eos is not None:
+            labels.masked_fill_(column == lengths + begin, self._eos)
+        return labels
+
+    def _room(self, longest: int) -> int:
+        """Tokens of a row without BOS and EOS."""
+        if self.block_size is None:
+            return longest
+        room = self.block_size - self._edges
+        check(
+            longest <= room,
+            type(self).__name__,
+            "input_ids",
+            f"a sample of {longest} tokens and {self._edges} around them",
+            f"at most {self.block_size}",
+            "Raise block_size or cut the samples.",
+        )
+        return room
+
+
+def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The ids of tokens that end a sentence, by their last character: int64, ascending."""
+    special = set(tokenizer.all_special_ids)
+    ids = [
+        token_id
+        for token, token_id in tokenizer.get_vocab().items()
+        if token.endswith(_END_OF_SENTENCE) and token_id not in special
+    ]
+    return torch.tensor(sorted(ids), dtype=torch.int64)
+
+
+def _first(token_id: int | None, otherwise: int | None) -> int | None:
+    return otherwise if token_id is None else token_id

@@ -1,0 +1,311 @@
+"""``ops.bart_noise``: checks, schema, fake and backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastplm import _extension
+from fastplm._backends import accepts_all, needs_cpu
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_dtype,
+    check_same_device,
+    check_tensor,
+)
+from fastplm._registry import Op
+from fastplm.ops._rows import (
+    check_cu_seqlens,
+    check_int,
+    check_lengths,
+    check_sample_index,
+    check_seed,
+    check_step,
+    has_values,
+    seed_tensor,
+)
+from fastplm.reference.bart_noise import (
+    NoisedText,
+    NoisePlan,
+    bart_noise_by_plan,
+    bart_noise_ref,
+    noise_plan,
+)
+
+_WHERE = "bart_noise"
+
+
+def bart_noise(
+    input_ids: torch.Tensor,
+    *,
+    vocab_size: int,
+    mask_token_id: int,
+    pad_token_id: int,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    sentence_end_ids: torch.Tensor | None = None,
+    special_ids: torch.Tensor | None = None,
+    mask_probability: float = 0.0,
+    delete_probability: float = 0.0,
+    infill_probability: float = 0.3,
+    poisson_lambda: float = 3.0,
+    permute_sentences: float = 1.0,
+    rotate_probability: float = 0.0,
+    random_replace_prob: float = 0.1,
+    lengths: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    capacity: int | None = None,
+    sample_index: torch.Tensor | None = None,
+    seed: int | torch.Tensor,
+    step: int = 0,
+) -> NoisedText:
+    """Corrupt text as BART does: any mix of its five transformations, in one pass.
+
+    A row of n tokens goes through these steps, each of which its default or a 0 can switch off:
+
+    1. Sentence permutation: ``round(permute_sentences * sentences)`` of its sentences, any of them
+       equally likely, are shuffled among their sites.
+    2. Document rotation, with ``rotate_probability``: the row begins with a token drawn uniformly.
+    3. Text infilling: spans with lengths from ``Poisson(poisson_lambda)`` are drawn until they
+       cover ``m = round(infill_probability * n)`` tokens; the last one drawn is cut to fit. In an
+       order of which each rotation is equally likely they are laid between the ``n - m`` tokens
+       kept, every layout equally likely. Each becomes one mask: a span of length 0 inserts it, and
+       spans that touch leave one mask each.
+    4. Token masking, with ``mask_probability``, and token deletion, with ``delete_probability``, of
+       each token that is left.
+
+    Halves are rounded up. A mask, of a span or of a token, is a random id instead with
+    ``random_replace_prob``. The defaults are BART's: infilling of 30 % of the tokens and
+    permutation of all sentences.
+
+    Args:
+        input_ids: int64 or int32 [B, T], or [N] with ``cu_seqlens``; any strides. Tokens of text
+            alone, without special ones.
+        vocab_size: random ids are drawn from 0 … vocab_size - 1.
+        mask_token_id, pad_token_id: ids of the mask and of the padding of the output.
+        bos_token_id, eos_token_id: put before and after each row, if given.
+        sentence_end_ids: int64 [K], ascending: a sentence ends with one of these tokens, or with
+            the row. Default none: a row is one sentence.
+        special_ids: int64 [S], ascending, each once: never drawn as a random id; default none.
+        mask_probability, delete_probability: as above; their sum is at most 1.
+        infill_probability: share of the tokens that spans cover.
+        poisson_lambda: mean length of a span, above 0 and at most 20. A row has at most 2 m + 16
+            spans, the last of which covers what is left; this is felt for means below 1 alone.
+        permute_sentences: share of the sentences that is shuffled.
+        rotate_probability: share of the rows that is rotated.
+        random_replace_prob: share of the masks that becomes a random id. The paper does not name
+            it; 0.1 is that of the authors' training command.
+        lengths: int64 [B], the number of tokens in each padded row; default T.
+        cu_seqlens: int32 [B + 1], ascending from 0: ``input_ids`` [N] holds B rows one after the
+            other, row b from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
+        max_seqlen: most tokens in a packed row; required with ``cu_seqlens``.
+        capacity: C, the width of the output, with BOS and EOS; default T or ``max_seqlen``, and one
+            more for each of these given.
+        sample_index: int64 [B], the place of each row in the training stream; default 0 … B - 1.
+            A row's noise depends on this alone, so neither the batch nor the padding changes it.
+        seed: int, or 0-d int64 tensor on the device of ``input_ids`` (which a captured graph can
+            advance).
+        step: gives the same sample fresh noise, e.g. the epoch; 0 … 2^28 - 1.
+
+    Returns:
+        NoisedText:
+
+        - input_ids [B, C], dtype of ``input_ids``: BOS, the noised row, EOS, padding.
+        - lengths int64 [B]: tokens of each row, with BOS and EOS.
+        - dropped int64 []: tokens of all rows that found no room, cut before EOS. A row grows if
+          many spans have length 0.
+
+    Determinism:
+        A pure function of its arguments, the same bits on every backend and device, for padded and
+        packed rows. All is integers: probabilities are rounded to multiples of 2^-32, orders are of
+        random keys of 32 bits, equal ones by position. Nothing waits for the device; lengths and
+        boundaries that make no sense are an error on the CPU and are cut to the tokens on CUDA.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
+        BackendError: a forced backend cannot run the call.
+
+    Source: Lewis et al. 2020 (arXiv 1910.13461), §2.2 and §5.1; Salmon et al. 2011 for the random
+        bits.
+    Reference: ``fastplm.reference.bart_noise.bart_noise_ref``.
+    """
+    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
+    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
+    _check_rows(input_ids, lengths, cu_seqlens, max_seqlen)
+    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+    specials = _check_ids(input_ids, "special_ids", special_ids)
+    _check_ids(input_ids, "sentence_end_ids", sentence_end_ids)
+    fix = "Pass the length of the tokenizer."
+    check_int(_WHERE, "vocab_size", vocab_size, specials + 1, 2**31, fix)
+    tokens = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
+    if bos_token_id is not None:
+        tokens["bos_token_id"] = bos_token_id
+    if eos_token_id is not None:
+        tokens["eos_token_id"] = eos_token_id
+    for argument, token_id in tokens.items():
+        check_int(_WHERE, argument, token_id, 0, 2**31, "Pass that of the tokenizer.")
+    edges = (bos_token_id is not None) + (eos_token_id is not None)
+    longest = input_ids.shape[1] if max_seqlen is None else max_seqlen
+    if capacity is None:
+        capacity = longest + edges
+    check_int(_WHERE, "capacity", capacity, edges, 2**31, "BOS and EOS are part of the row.")
+    probabilities = dict(
+        mask_probability=mask_probability,
+        delete_probability=delete_probability,
+        infill_probability=infill_probability,
+        poisson_lambda=poisson_lambda,
+        permute_sentences=permute_sentences,
+        rotate_probability=rotate_probability,
+        random_replace_prob=random_replace_prob,
+    )
+    _check_probabilities(**probabilities)
+    check_seed(_WHERE, input_ids, seed)
+    check_step(_WHERE, step)
+    return NoisedText(
+        *torch.ops.fastplm.bart_noise(
+            input_ids,
+            sentence_end_ids,
+            special_ids,
+            lengths,
+            cu_seqlens,
+            sample_index,
+            seed_tensor(seed, input_ids.device),
+            step,
+            longest,
+            capacity,
+            vocab_size,
+            mask_token_id,
+            pad_token_id,
+            -1 if bos_token_id is None else bos_token_id,
+            -1 if eos_token_id is None else eos_token_id,
+            *map(float, probabilities.values()),
+            OP.resolve(input_ids),
+        )
+    )
+
+
+def _check_rows(
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """The rows are padded ones, perhaps with lengths, or packed ones with all that these need."""
+    if cu_seqlens is None:
+        fix = "It goes with cu_seqlens; padded rows have `lengths`."
+        check(max_seqlen is None, _WHERE, "max_seqlen", max_seqlen, "None for padded rows", fix)
+        if lengths is not None:
+            check_lengths(_WHERE, lengths, input_ids)
+        return
+    fix = "The boundaries say how long packed rows are."
+    check(lengths is None, _WHERE, "lengths", "a tensor", "None for packed rows", fix)
+    fix = "Pass the length of the longest row, as it fixes the width of the output."
+    most: Any = max_seqlen
+    check_int(_WHERE, "max_seqlen", most, 0, 2**31, fix)
+    check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
+    if has_values(cu_seqlens) and cu_seqlens.shape[0] > 1:
+        longest = int(cu_seqlens.diff().max())
+        expected = f"at least the {longest} tokens of the longest row"
+        check(longest <= most, _WHERE, "max_seqlen", most, expected, fix)
+
+
+def _check_ids(input_ids: torch.Tensor, argument: str, ids: torch.Tensor | None) -> int:
+    """Ascending token ids, if any are given; returns how many."""
+    if ids is None:
+        return 0
+    check_tensor(_WHERE, argument, ids, ndim=1)
+    check_dtype(_WHERE, argument, ids, (torch.int64,))
+    check_same_device(_WHERE, **{"input_ids": input_ids, argument: ids})
+    if has_values(ids):
+        rises = bool((ids[1:] > ids[:-1]).all())
+        fix = "Pass torch.unique(ids)."
+        check(rises, _WHERE, argument, "ids that do not rise", "each id once, ascending", fix)
+    return ids.shape[0]
+
+
+def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
+    for argument, value in probabilities.items():
+        check(0 <= value <= 1, _WHERE, argument, value, "a number from 0 to 1", "It is a share.")
+    fix = "BART uses 3."
+    expected = "a number above 0 and at most 20"
+    check(0 < poisson_lambda <= 20, _WHERE, "poisson_lambda", poisson_lambda, expected, fix)
+    mask, delete = probabilities["mask_probability"], probabilities["delete_probability"]
+    # The slack is what fixed-point probabilities cannot tell apart.
+    check(
+        mask + delete <= 1 + 2**-32,
+        _WHERE,
+        "delete_probability",
+        delete,
+        f"at most 1 - mask_probability = {1 - mask}",
+        "A token has one fate; the two are shares of the same tokens.",
+    )
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+_CPP_LACKS = _extension.lacks("bart_noise", "CPU")
+_CUDA_LACKS = _extension.lacks("bart_noise", "CUDA")
+
+
+def _cpp_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    return needs_cpu(input_ids) or _CPP_LACKS
+
+
+def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    if input_ids.device.type != "cuda":
+        return f"it runs on CUDA tensors, not {input_ids.device}"
+    return _CUDA_LACKS
+
+
+def _eager(*arguments: Any) -> NoisedText:
+    given, plan = _with_plan(arguments)
+    return bart_noise_by_plan(*(*given, plan))
+
+
+def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """One operator of csrc/, which PyTorch dispatches by device."""
+    given, plan = _with_plan(arguments)
+    return torch.ops.fastplm_C.bart_noise(*given, *plan)
+
+
+def _with_plan(arguments: tuple[Any, ...]) -> tuple[Any, NoisePlan]:
+    """The arguments of an operator, the seven probabilities at its end made a plan."""
+    return arguments[:-7], noise_plan(*arguments[-7:])
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+def _fake(input_ids, sentence_end_ids, special_ids, lengths, cu_seqlens, *others):
+    capacity = others[4]
+    rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (
+        input_ids.new_empty(rows, capacity),
+        input_ids.new_empty(rows, dtype=torch.int64),
+        input_ids.new_empty((), dtype=torch.int64),
+    )
+
+
+def _smoke(device: torch.device) -> None:
+    tokens = torch.arange(16, device=device)[None]
+    bart_noise(tokens, vocab_size=16, mask_token_id=0, pad_token_id=1, seed=0)
+
+
+OP = Op("bart_noise", reference=bart_noise_ref, smoke=_smoke)
+# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
+# integer arithmetic of Philox.
+OP.backend("eager", forward=_eager, rejects=accepts_all)
+OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
+OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
+OP.define(
+    "(Tensor input_ids, Tensor? sentence_end_ids, Tensor? special_ids, Tensor? lengths, "
+    "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt longest, "
+    "SymInt capacity, int vocab_size, int mask_token_id, int pad_token_id, int bos_token_id, "
+    "int eos_token_id, float mask_probability, float delete_probability, "
+    "float infill_probability, float poisson_lambda, float permute_sentences, "
+    "float rotate_probability, float random_replace_prob, str backend) -> (Tensor, Tensor, Tensor)",
+    fake=_fake,
+)

@@ -1,0 +1,305 @@
+"""Reference of ``ops.bart_noise``: the specification, in plain PyTorch without host syncs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
+
+#: The counters of Stream INFILL: lengths of spans from 0, their layout, and which of them is last.
+#: Of Stream ORDER: which sentences move from 0, their order, and the rotation.
+SECOND_DRAW, THIRD_DRAW = 1 << 30, 1 << 31
+#: A row of which m tokens are to be covered has at most 2 m + 16 spans.
+SPARE_SPANS = 16
+
+_Count = TypeVar("_Count", int, Tensor)
+
+
+class NoisedText(NamedTuple):
+    """What ``ops.bart_noise`` returns; see there."""
+
+    input_ids: Tensor
+    lengths: Tensor
+    dropped: Tensor
+
+
+class NoisePlan(NamedTuple):
+    """The probabilities of a call as integers, so that no floating point rounds a choice its way.
+
+    ``(n * scale + 2^31) >> 32`` is a share of n, halves rounded up; a word below a threshold is an
+    event. A span's length is the number of thresholds that its word is not below.
+    """
+
+    infill_scale: int
+    span_below: tuple[int, ...]
+    permute_scale: int
+    rotate_below: int
+    delete_below: int
+    noise_below: int
+    random_below: int
+
+
+@functools.cache
+def noise_plan(
+    mask_probability: float,
+    delete_probability: float,
+    infill_probability: float,
+    poisson_lambda: float,
+    permute_sentences: float,
+    rotate_probability: float,
+    random_replace_prob: float,
+) -> NoisePlan:
+    """The integers that every backend is given."""
+    delete_below = fixed_point(delete_probability)
+    return NoisePlan(
+        # Rounded up, or a float just below its decimal, as 0.3 is, would round its halves down.
+        infill_scale=math.ceil(infill_probability * 2**32),
+        span_below=poisson_thresholds(poisson_lambda),
+        permute_scale=math.ceil(permute_sentences * 2**32),
+        rotate_below=fixed_point(rotate_probability),
+        delete_below=delete_below,
+        noise_below=delete_below + fixed_point(mask_probability),
+        random_below=fixed_point(random_replace_prob),
+    )
+
+
+def poisson_thresholds(poisson_lambda: float) -> tuple[int, ...]:
+    """``round(P(X <= k) * 2^32)`` for k = 0, 1, … while a uint32 word can reach it."""
+    probability = cumulated = math.exp(-poisson_lambda)
+    thresholds: list[int] = []
+    while fixed_point(cumulated) < 2**32:
+        thresholds.append(fixed_point(cumulated))
+        probability *= poisson_lambda / len(thresholds)
+        cumulated += probability
+    return tuple(thresholds)
+
+
+def bart_noise_ref(
+    input_ids: Tensor,
+    *,
+    vocab_size: int,
+    mask_token_id: int,
+    pad_token_id: int,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    sentence_end_ids: Tensor | None = None,
+    special_ids: Tensor | None = None,
+    mask_probability: float = 0.0,
+    delete_probability: float = 0.0,
+    infill_probability: float = 0.3,
+    poisson_lambda: float = 3.0,
+    permute_sentences: float = 1.0,
+    rotate_probability: float = 0.0,
+    random_replace_prob: float = 0.1,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    capacity: int | None = None,
+    sample_index: Tensor | None = None,
+    seed: int | Tensor,
+    step: int = 0,
+) -> NoisedText:
+    """Permute, rotate, infill, mask and delete the tokens of each row.
+
+    Args:
+        As in ``ops.bart_noise``; its docstring describes what is done.
+
+    Returns:
+        NoisedText of input_ids [B, C], lengths [B] and dropped [].
+    """
+    plan = noise_plan(
+        mask_probability,
+        delete_probability,
+        infill_probability,
+        poisson_lambda,
+        permute_sentences,
+        rotate_probability,
+        random_replace_prob,
+    )
+    longest = input_ids.shape[1] if max_seqlen is None else max_seqlen
+    edges = (bos_token_id is not None) + (eos_token_id is not None)
+    return bart_noise_by_plan(
+        input_ids,
+        sentence_end_ids,
+        special_ids,
+        lengths,
+        cu_seqlens,
+        sample_index,
+        seed,
+        step,
+        longest,
+        longest + edges if capacity is None else capacity,
+        vocab_size,
+        mask_token_id,
+        pad_token_id,
+        -1 if bos_token_id is None else bos_token_id,
+        -1 if eos_token_id is None else eos_token_id,
+        plan,
+    )
+
+
+def bart_noise_by_plan(
+    input_ids: Tensor,
+    sentence_end_ids: Tensor | None,
+    special_ids: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sample_index: Tensor | None,
+    seed: int | Tensor,
+    step: int,
+    longest: int,
+    capacity: int,
+    vocab_size: int,
+    mask_token_id: int,
+    pad_token_id: int,
+    bos_token_id: int,
+    eos_token_id: int,
+    plan: NoisePlan,
+) -> NoisedText:
+    """``bart_noise_ref`` with all defaults filled in, -1 for no BOS or EOS: as backends get it."""
+    tokens, n = _rows(input_ids, lengths, cu_seqlens, longest)
+    batch, length = tokens.shape
+    device = tokens.device
+    if sample_index is None:
+        sample_index = torch.arange(batch, device=device)
+    words = functools.partial(draw, seed, sample_index=sample_index[:, None], step=step)
+    keys = functools.partial(draw_words, seed, sample_index=sample_index[:, None], step=step)
+
+    def replacement(kind: Tensor, word: Tensor) -> Tensor:
+        """The mask, or a random id that is not special."""
+        special = special_ids if special_ids is not None else n.new_empty(0)
+        random_id = choice(word, vocab_size - special.shape[0])
+        below = special - torch.arange(special.shape[0], device=device)
+        random_id = random_id + torch.searchsorted(below, random_id, right=True)
+        return torch.where(kind < plan.random_below, random_id, mask_token_id).to(tokens.dtype)
+
+    # Noise of single tokens, then each to its place of the new order.
+    place = _places(tokens, n, sentence_end_ids, plan, words, keys)
+    fate, word, kind, _ = words(Stream.NOISE, position=torch.arange(length, device=device))
+    deleted = fate < plan.delete_below
+    masked = ~deleted & (fate < plan.noise_below)
+    noisy = torch.where(masked, replacement(kind, word), tokens)
+    noisy = torch.zeros_like(noisy).scatter(1, place, noisy)
+    deleted = torch.zeros_like(deleted).scatter(1, place, deleted)
+
+    # Spans in the order drawn: they cover [first, next first) of the m tokens to cover.
+    m = share(n, plan.infill_scale)
+    most_covered = share(length, plan.infill_scale)
+    span = torch.arange(2 * most_covered + SPARE_SPANS, device=device)
+    drawn, word, kind, _ = words(Stream.INFILL, position=span)
+    fill = replacement(kind, word)
+    span_length = sum(((drawn >= below).long() for below in plan.span_below), 0 * drawn)
+    is_last = span == 2 * m + SPARE_SPANS - 1
+    span_length = torch.where(is_last, m, span_length)
+    first = exclusive_cumsum(span_length)
+    spans = (first < m).sum(1, keepdim=True)
+    rotation = (words(Stream.INFILL, position=THIRD_DRAW)[0] * spans) >> 32
+    first_rotated = first.gather(1, rotation)
+
+    # Items: the spans among the tokens that none of them covers.
+    item = torch.arange(length + most_covered + SPARE_SPANS, device=device)
+    items = n - m + spans
+    layout = keys(Stream.INFILL, len(item), first_quad=SECOND_DRAW)
+    is_span = smallest(layout, item < items, spans)
+    spans_before = exclusive_cumsum(is_span.long())
+    index = spans_before + rotation
+    wrapped = index >= spans
+    index = torch.where(wrapped, index - spans, index)
+    covered_before = first.gather(1, index) - first_rotated + torch.where(wrapped, m, 0)
+    source = (item - spans_before + covered_before).clamp(max=length)
+    kept = torch.nn.functional.pad(noisy, (0, 1)).gather(1, source)
+    deleted = torch.nn.functional.pad(deleted, (0, 1)).gather(1, source)
+    content = torch.where(is_span, fill.gather(1, index), kept)
+    written = (item < items) & (is_span | ~deleted)
+
+    # What does not fit goes to a column past the end.
+    has_bos, has_eos = bos_token_id >= 0, eos_token_id >= 0
+    room = capacity - has_bos - has_eos
+    total = written.sum(1, keepdim=True)
+    fitting = total.clamp(max=room)
+    slot = exclusive_cumsum(written.long())
+    slot = torch.where(written & (slot < room), slot + has_bos, capacity)
+    out = tokens.new_full((batch, capacity + 1), pad_token_id).scatter(1, slot, content)
+    if has_bos:
+        out[:, 0] = bos_token_id
+    if has_eos:
+        out.scatter_(1, fitting + has_bos, eos_token_id)
+    return NoisedText(
+        out[:, :capacity].contiguous(), fitting[:, 0] + has_bos + has_eos, (total - fitting).sum()
+    )
+
+
+def _places(
+    tokens: Tensor,
+    n: Tensor,
+    sentence_end_ids: Tensor | None,
+    plan: NoisePlan,
+    words: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    keys: Callable[..., Tensor],
+) -> Tensor:
+    """Where each token of a row goes when sentences are permuted and the row is rotated."""
+    batch, length = tokens.shape
+    position = torch.arange(length, device=tokens.device).expand(batch, -1)
+    real = position < n
+    ends = position == n - 1
+    if sentence_end_ids is not None:
+        ends = ends | (real & torch.isin(tokens, sentence_end_ids))
+    sentence = exclusive_cumsum(ends.long()).clamp(max=length - 1)
+    sentences = ends.sum(1, keepdim=True)
+    size = torch.zeros_like(sentence).scatter_add(1, sentence, real.long())
+
+    moving = share(sentences, plan.permute_scale)
+    moves = smallest(keys(Stream.ORDER, length), position < sentences, moving)
+    site = (~moves).long().argsort(dim=1, stable=True)
+    shuffle = keys(Stream.ORDER, length, first_quad=SECOND_DRAW)
+    by_key = torch.where(position < moving, shuffle, 2**32).argsort(dim=1, stable=True)
+    order = torch.zeros_like(site).scatter(1, site, site.gather(1, by_key))
+    moved = torch.zeros_like(site).scatter(1, order, exclusive_cumsum(size.gather(1, order)))
+    place = moved.gather(1, sentence) + position
+    place = place - exclusive_cumsum(size).gather(1, sentence)
+
+    event, word, _, _ = words(Stream.ORDER, position=THIRD_DRAW)
+    start = torch.where(event < plan.rotate_below, (word * n) >> 32, 0)
+    place = torch.where(place >= start, place - start, place - start + n)
+    return torch.where(real, place, position)
+
+
+def _rows(
+    input_ids: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Padded rows [B, T] and their lengths [B, 1]."""
+    if cu_seqlens is None:
+        batch, length = input_ids.shape
+        if lengths is None:
+            return input_ids, torch.full((batch, 1), length, device=input_ids.device)
+        return input_ids, lengths.clamp(0, length)[:, None]
+    boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])
+    begin, end = boundary[:-1, None], boundary[1:, None]
+    place = begin + torch.arange(longest, device=input_ids.device)
+    # One token more, so that there is one.
+    padded = torch.nn.functional.pad(input_ids, (0, 1))
+    return padded[place.clamp(max=input_ids.shape[0])], (end - begin).clamp(0, longest)
+
+
+def share(n: _Count, scale: int) -> _Count:
+    """``n * scale / 2^32``, halves rounded up."""
+    return (n * scale + 2**31) >> 32
+
+
+def smallest(key: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
+    """The ``count`` [B, 1] candidates with the smallest keys, ties by position, as a mask."""
+    by_key = key.argsort(dim=1, stable=True)
+    candidate = candidate.gather(1, by_key)
+    taken = candidate & (candidate.cumsum(1) <= count)
+    return torch.zeros_like(taken).scatter(1, by_key, taken)
+
+
+def exclusive_cumsum(values: Tensor) -> Tensor:
+    """The sum of all values to the left of each one."""
+    return values.cumsum(1) - values

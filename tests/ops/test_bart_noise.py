@@ -1,0 +1,699 @@
+"""ops.bart_noise: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from decimal import Decimal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastplm
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
+from fastplm._registry import OPS
+from fastplm.ops.bart_noise import bart_noise
+from fastplm.reference.bart_noise import bart_noise_ref, poisson_thresholds
+from fastplm.reference.philox import Stream, draw
+from fastplm.testing import LAYOUTS, poisoned_memory
+
+VOCAB = 1000
+PAD, BOS, EOS, MASK = 0, 1, 2, 3
+SPECIAL = torch.tensor([PAD, BOS, EOS, MASK, 500, VOCAB - 1])
+ENDS = torch.tensor([17, 18, 400, 401, 402, 403, 404, 405, 406, 900])
+COMPILED = {"cpu": "cpp", "cuda": "cuda"}
+NOTHING = dict(infill_probability=0.0, permute_sentences=0.0, random_replace_prob=0.0)
+ALL = dict(mask_probability=0.1, delete_probability=0.1, rotate_probability=0.5)
+MIXES = {
+    "nothing": NOTHING,
+    "permute": NOTHING | {"permute_sentences": 1.0},
+    "permute_half": NOTHING | {"permute_sentences": 0.5},
+    "rotate": NOTHING | {"rotate_probability": 0.7},
+    "infill": NOTHING | {"infill_probability": 0.3},
+    "infill_all": NOTHING | {"infill_probability": 1.0, "random_replace_prob": 0.5},
+    "mask": NOTHING | {"mask_probability": 0.3, "random_replace_prob": 0.5},
+    "delete": NOTHING | {"delete_probability": 0.3},
+    "bart": {},
+    "all": ALL,
+}
+
+
+def make(batch: int, length: int, dtype=torch.int64, **options) -> dict:
+    """Rows of all lengths in which a hundredth of the tokens ends a sentence, on the CPU."""
+    lengths = torch.randint(0, length + 1, (batch,))
+    lengths[:1] = length
+    return dict(
+        input_ids=torch.randint(4, VOCAB, (batch, length), dtype=dtype),
+        lengths=lengths,
+        sample_index=torch.randint(0, 2**50, (batch,)),
+        vocab_size=VOCAB,
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        sentence_end_ids=ENDS,
+        special_ids=SPECIAL,
+        seed=11,
+    ) | options  # fmt: skip
+
+
+def pack(inputs: dict, spare: int = 0) -> dict:
+    """The same rows one after the other, with spare tokens behind them."""
+    rows = [row[:n] for row, n in zip(inputs["input_ids"], inputs["lengths"], strict=True)]
+    ids = torch.cat([*rows, inputs["input_ids"].new_full((spare,), 7)])
+    boundaries = torch.nn.functional.pad(inputs["lengths"].cumsum(0), (1, 0)).int()
+    length = inputs["input_ids"].shape[1]
+    packed = dict(input_ids=ids, lengths=None, cu_seqlens=boundaries, max_seqlen=length)
+    return inputs | packed
+
+
+def to(device: torch.device, inputs: dict) -> dict:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def run_compiled(device: torch.device, inputs: dict):
+    """csrc/ on this device; views on the CPU stay the views they are."""
+    backend = COMPILED[device.type]
+    try:
+        with fastplm.use_backend(backend), poisoned_memory():
+            return bart_noise(**to(device, inputs))
+    except BackendError as error:
+        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
+
+
+def assert_same(out, expected) -> None:
+    for name in expected._fields:
+        got, wanted = getattr(out, name).cpu(), getattr(expected, name)
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
+        assert torch.equal(got, wanted), name
+
+
+def check(device: torch.device, inputs: dict) -> None:
+    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    assert_same(run_compiled(device, inputs), bart_noise_ref(**inputs))
+
+
+# --- csrc/ and the reference ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+@pytest.mark.parametrize("length", (0, 1, 2, 17, 65, 512, 4096))
+def test_lengths(device, length, dtype, mix):
+    check(device, make(2 if length == 4096 else 5, length, dtype, **MIXES[mix]))
+
+
+@pytest.mark.parametrize("threads", (1, 8))
+def test_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(torch.device("cpu"), make(100, 96, **ALL))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mix", ("bart", "all"))
+@pytest.mark.parametrize("spare", (0, 9))
+def test_packed_rows_are_the_padded_ones(device, mix, spare):
+    inputs = make(7, 65, **MIXES[mix])
+    packed = pack(inputs, spare)
+    expected = bart_noise_ref(**inputs)
+    assert_same(bart_noise_ref(**packed), expected)
+    assert_same(run_compiled(device, packed), expected)
+
+
+@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
+def test_layouts(device, layout):
+    views = LAYOUTS | {
+        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
+        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
+    }
+    inputs = to(device, make(4, 65, **ALL))
+    inputs["input_ids"] = views[layout](inputs["input_ids"])
+    for name in ("lengths", "sample_index", "special_ids", "sentence_end_ids"):
+        inputs[name] = inputs[name].repeat_interleave(3)[::3]
+    assert_same(run_compiled(device, inputs), bart_noise_ref(**to(torch.device("cpu"), inputs)))
+
+
+@pytest.mark.parametrize("batch", (0, 3))
+@pytest.mark.parametrize("edges", list(itertools.product((BOS, None), (EOS, None))))
+def test_without_bos_eos_lengths_and_ids(device, batch, edges):
+    optional = ("lengths", "sample_index", "sentence_end_ids", "special_ids")
+    inputs = make(batch, 33) | dict.fromkeys(optional)
+    inputs |= dict(zip(("bos_token_id", "eos_token_id"), edges, strict=True))
+    check(device, inputs)
+    assert_same(bart_noise_ref(**inputs | {"sample_index": torch.arange(batch)}),
+                bart_noise_ref(**inputs))  # fmt: skip
+
+
+@pytest.mark.parametrize("poisson_lambda", (1e-12, 0.05, 1.0, 20.0))
+def test_span_lengths(device, poisson_lambda):
+    check(device, make(4, 70, poisson_lambda=poisson_lambda, capacity=150))
+
+
+def test_every_token_ends_a_sentence(device):
+    for share in (0.3, 1.0):
+        ends = torch.arange(VOCAB)
+        check(device, make(2, 1025, sentence_end_ids=ends, permute_sentences=share))
+
+
+@pytest.mark.parametrize("vocab_size", (250_002, 2**21))
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+def test_large_vocabularies_and_ids_outside(device, vocab_size, dtype):
+    inputs = make(3, 200, vocab_size=vocab_size, random_replace_prob=0.5, **ALL)
+    ids = torch.randint(-100, vocab_size + 100, (3, 200), dtype=dtype)
+    ends = torch.cat([torch.tensor([-7]), torch.arange(0, vocab_size + 50, 20)])
+    check(device, inputs | dict(input_ids=ids, sentence_end_ids=ends))
+
+
+@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
+@pytest.mark.parametrize("step", (0, 2**28 - 1))
+def test_seeds_and_steps(device, seed, step):
+    check(device, make(2, 33, seed=seed, step=step, **ALL))
+
+
+@given(
+    batch=st.integers(0, 4),
+    length=st.integers(0, 70),
+    shares=st.lists(st.floats(0, 1), min_size=5, max_size=5),
+    mean=st.floats(1e-6, 20),
+    fates=st.tuples(st.floats(0, 0.5), st.floats(0, 0.5)),
+    capacity=st.none() | st.integers(2, 90),
+    packed=st.booleans(),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_input(batch, length, shares, mean, fates, capacity, packed, seed):
+    names = ("infill_probability", "permute_sentences", "rotate_probability", "random_replace_prob")
+    inputs = make(batch, length, capacity=capacity, poisson_lambda=mean, seed=seed)
+    inputs |= dict(zip(names, shares, strict=False))
+    inputs |= dict(mask_probability=fates[0], delete_probability=fates[1])
+    inputs["sentence_end_ids"] = torch.arange(int(shares[4] * VOCAB))
+    check(torch.device("cpu"), pack(inputs, 3) if packed else inputs)
+
+
+# --- the reference and what it promises -----------------------------------------------------------
+
+
+def half_up(x: float) -> int:
+    return math.floor(x + 0.5)
+
+
+def oracle_row(tokens: list[int], sample: int, inputs: dict) -> list[int]:
+    """The definition, token by token; all options are in ``inputs``."""
+
+    def words(stream, position):
+        return [w.item() for w in draw(inputs["seed"], stream, sample_index=torch.tensor(sample),
+                                       position=position)]  # fmt: skip
+
+    def keys(stream, count, first):
+        return [(words(stream, first + i // 4)[i % 4], i) for i in range(count)]
+
+    def mask(kind, word):
+        if kind / 2**32 >= inputs["random_replace_prob"]:
+            return MASK
+        allowed = [i for i in range(VOCAB) if i not in SPECIAL.tolist()]
+        return allowed[word * len(allowed) // 2**32]
+
+    n = len(tokens)
+    sentences, current = [], []
+    for place in range(n):
+        current.append(place)
+        if tokens[place] in ENDS.tolist() or place == n - 1:
+            sentences.append(current)
+            current = []
+    moving = half_up(inputs["permute_sentences"] * len(sentences))
+    sites = sorted(i for _, i in sorted(keys(Stream.ORDER, len(sentences), 0))[:moving])
+    shuffled = [sites[i] for _, i in sorted(keys(Stream.ORDER, moving, 2**30))]
+    new = dict(zip(sites, shuffled, strict=True))
+    order = [p for i in range(len(sentences)) for p in sentences[new.get(i, i)]]
+    event, word, _, _ = words(Stream.ORDER, 2**31)
+    if event / 2**32 < inputs["rotate_probability"]:
+        start = word * n // 2**32
+        order = order[start:] + order[:start]
+
+    m = half_up(inputs["infill_probability"] * n)
+    cdf = [sum(math.exp(-3) * 3**j / math.factorial(j) for j in range(k + 1)) for k in range(30)]
+    spans = []
+    while sum(length for length, _ in spans) < m:
+        word, choice, kind, _ = words(Stream.INFILL, len(spans))
+        length = sum(word >= round(c * 2**32) for c in cdf)
+        spans.append((min(length, m - sum(x for x, _ in spans)), mask(kind, choice)))
+    first = words(Stream.INFILL, 2**31)[0] * len(spans) // 2**32
+    spans = spans[first:] + spans[:first]
+    items = n - m + len(spans)
+    layout = {i for _, i in sorted(keys(Stream.INFILL, items, 2**30))[: len(spans)]}
+    out = []
+    for item in range(items):
+        if item in layout:
+            length, token = spans.pop(0)
+            order = order[length:]
+            out.append(token)
+            continue
+        place = order.pop(0)
+        fate, choice, kind, _ = words(Stream.NOISE, place)
+        if fate / 2**32 < inputs["delete_probability"]:
+            continue
+        masked = fate / 2**32 < inputs["delete_probability"] + inputs["mask_probability"]
+        out.append(mask(kind, choice) if masked else tokens[place])
+    return out
+
+
+@pytest.mark.parametrize("sentence", (1.0, 0.6))
+def test_reference_against_the_definition(sentence):
+    options = dict(infill_probability=0.3, permute_sentences=sentence, random_replace_prob=0.4)
+    inputs = make(5, 37, **ALL, **options)
+    inputs["input_ids"][:, ::6] = 400
+    out = bart_noise_ref(**inputs, capacity=60)
+    assert out.dropped == 0
+    for row, n, sample, noised, size in zip(
+        inputs["input_ids"].tolist(), inputs["lengths"].tolist(), inputs["sample_index"].tolist(),
+        out.input_ids.tolist(), out.lengths.tolist(), strict=True,
+    ):  # fmt: skip
+        content = oracle_row(row[:n], sample, inputs)
+        assert noised[:size] == [BOS, *content, EOS]
+        assert noised[size:] == [PAD] * (60 - size)
+
+
+def test_thresholds_are_those_of_a_poisson_distribution():
+    for mean in ("0.5", "3", "3.5", "20"):
+        wanted, probability = [], (-Decimal(mean)).exp()
+        cumulated = probability
+        while round(cumulated * 2**32) < 2**32:
+            wanted.append(round(cumulated * 2**32))
+            probability *= Decimal(mean) / len(wanted)
+            cumulated += probability
+        assert poisson_thresholds(float(mean)) == tuple(wanted)
+        assert len(wanted) <= 64  # what csrc/ has room for
+
+
+def p_value(statistic: torch.Tensor, degrees: int) -> float:
+    """Probability of a chi-square this large, by chance alone."""
+    half = torch.tensor(degrees / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half, statistic.double() / 2).item()
+
+
+def chi_square(observed, probability) -> float:
+    observed = torch.as_tensor(observed, dtype=torch.float64)
+    expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
+    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+
+
+def rows_of(tokens, rows: int, **options):
+    """The same text in each of many rows; NOTHING but the options happens."""
+    ids = torch.as_tensor(tokens).expand(rows, -1)
+    inputs = dict(vocab_size=VOCAB, mask_token_id=MASK, pad_token_id=PAD, special_ids=SPECIAL)
+    return bart_noise(ids, **inputs | NOTHING | options)
+
+
+def infill_outcomes(n: int, m: int, mean: float, most: int, turns: bool = True) -> dict:
+    """P(what is left of the row 100, 101, …) by enumeration, if at most ``most`` spans do."""
+    pmf = [math.exp(-mean) * mean**k / math.factorial(k) for k in range(m)]
+    outcomes: Counter = Counter()
+
+    def lay(lengths, probability):
+        spans = len(lengths)
+        layouts = list(itertools.combinations(range(n - m + spans), spans))
+        rotations = range(spans if turns else 1)
+        for turn, layout in itertools.product(rotations, layouts):
+            rest = list(range(100, 100 + n))
+            left = [*lengths[turn:], *lengths[:turn]]
+            out = []
+            for item in range(n - m + spans):
+                if item in layout:
+                    out.append(MASK)
+                    rest = rest[left.pop(0) :]
+                else:
+                    out.append(rest.pop(0))
+            outcomes[tuple(out)] += probability / len(rotations) / len(layouts)
+
+    def grow(lengths, probability):
+        needed = m - sum(lengths)
+        if len(lengths) == most:
+            return
+        lay([*lengths, needed], probability * (1 - sum(pmf[:needed])))
+        for length in range(needed):
+            grow([*lengths, length], probability * pmf[length])
+
+    grow([], 1.0)
+    return outcomes
+
+
+@pytest.mark.parametrize(("n", "m", "mean"), ((4, 2, 1.0), (6, 2, 3.0)))
+def test_every_infilling_is_as_likely_as_it_should_be(n, m, mean):
+    rows = 30_000
+    out = rows_of(range(100, 100 + n), rows, infill_probability=m / n, poisson_lambda=mean,
+                  capacity=20, seed=5)  # fmt: skip
+    assert out.dropped == 0
+    seen = Counter(
+        tuple(row[:size])
+        for row, size in zip(out.input_ids.tolist(), out.lengths.tolist(), strict=True)
+    )
+    outcomes = infill_outcomes(n, m, mean, most=5)
+    likely = {outcome: p for outcome, p in outcomes.items() if p * rows >= 10}
+    assert sum(likely.values()) > 0.8 and len(likely) > 20
+    probability = [*likely.values(), 1 - sum(likely.values())]
+    observed = [seen[outcome] for outcome in likely]
+    observed.append(rows - sum(observed))
+    assert chi_square(observed, probability) > 0.001
+    if mean == 1.0:
+        # A test that could not see a bias would prove nothing: it sees a cut span that always is
+        # the last one.
+        wrong = infill_outcomes(n, m, mean, most=5, turns=False)
+        probability = [wrong[outcome] for outcome in likely]
+        assert chi_square(observed, [*probability, 1 - sum(probability)]) < 0.001
+
+
+def test_span_lengths_are_poisson():
+    rows, n, m = 400, 4_000, 60
+    out = rows_of(torch.arange(10_000, 10_000 + n), rows, infill_probability=m / n, seed=6)
+    rotation = draw(6, Stream.INFILL, sample_index=torch.arange(rows), position=2**31)[0]
+    lengths = []
+    for row, word in zip(out.input_ids.tolist(), rotation.tolist(), strict=True):
+        masks = [i for i, token in enumerate(row) if token == MASK]
+        turn = word * len(masks) // 2**32
+        drawn = masks[len(masks) - turn :] + masks[: len(masks) - turn]
+        # Not even five of the first spans reach m, so none of them is cut. One that touches another
+        # does not show its length; whether it does is a matter of layout alone.
+        for i in drawn[:5]:
+            if 0 < i < n and row[i - 1] != MASK and row[i + 1] not in (MASK, PAD):
+                lengths.append(row[i + 1] - row[i - 1] - 1)
+    assert len(lengths) > 4 * rows
+    pmf = [math.exp(-3) * 3**k / math.factorial(k) for k in range(8)]
+    observed = torch.bincount(torch.tensor(lengths).clamp(max=8), minlength=9)
+    assert chi_square(observed, [*pmf, 1 - sum(pmf)]) > 0.001
+    pmf = [math.exp(-3.5) * 3.5**k / math.factorial(k) for k in range(8)]
+    assert chi_square(observed, [*pmf, 1 - sum(pmf)]) < 0.001
+
+
+SENTENCES = [[20, 400], [21, 22, 23, 17], [24, 18], [25, 26, 27]]
+
+
+def sentence_orders(**options) -> Counter:
+    text = [token for sentence in SENTENCES for token in sentence]
+    out = rows_of(text, 12_000, sentence_end_ids=ENDS, **options)
+    assert (out.lengths == len(text)).all()
+    return Counter(map(tuple, out.input_ids.tolist()))
+
+
+def joined(order) -> tuple:
+    return tuple(token for i in order for token in SENTENCES[i])
+
+
+def test_sentences_are_in_any_order_equally_often():
+    seen = sentence_orders(permute_sentences=1.0, seed=7)
+    orders = [joined(order) for order in itertools.permutations(range(4))]
+    assert set(seen) <= set(orders)
+    assert chi_square([seen[order] for order in orders], [1 / 24] * 24) > 0.001
+    assert chi_square([seen[order] for order in orders], [0.06] + [0.94 / 23] * 23) < 0.001
+
+
+def test_half_of_the_sentences_is_shuffled():
+    seen = sentence_orders(permute_sentences=0.5, seed=8)
+    swaps = []
+    for a, b in itertools.combinations(range(4), 2):
+        order = [b if i == a else a if i == b else i for i in range(4)]
+        swaps.append(joined(order))
+    assert set(seen) <= {joined(range(4)), *swaps}
+    observed = [seen[joined(range(4))], *(seen[swap] for swap in swaps)]
+    assert chi_square(observed, [1 / 2] + [1 / 12] * 6) > 0.001
+
+
+def test_rotation_begins_anywhere():
+    text = list(range(100, 107))
+    out = rows_of(text, 14_000, rotate_probability=0.7, seed=9)
+    seen = Counter(map(tuple, out.input_ids.tolist()))
+    turns = [tuple(text[i:] + text[:i]) for i in range(7)]
+    assert set(seen) == set(turns)
+    observed = [seen[turn] for turn in turns]
+    assert chi_square(observed, [0.3 + 0.1] + [0.1] * 6) > 0.001
+    assert chi_square(observed, [0.32 + 0.68 / 7] + [0.68 / 7] * 6) < 0.001
+
+
+def test_fates_of_tokens():
+    tokens = torch.arange(1000, 1032)
+    rows = 4_000
+    out = rows_of(tokens, rows, mask_probability=0.15, delete_probability=0.2, seed=10,
+                  vocab_size=VOCAB, random_replace_prob=0.4)  # fmt: skip
+    masks = (out.input_ids == MASK).sum()
+    kept = (out.input_ids >= 1000).sum()
+    deleted = rows * 32 - out.lengths.sum()
+    random = out.lengths.sum() - masks - kept
+    observed = torch.stack([masks, random, deleted, kept])
+    assert chi_square(observed, [0.09, 0.06, 0.2, 0.65]) > 0.001
+    assert chi_square(observed, [0.095, 0.065, 0.19, 0.65]) < 0.001
+    # Each position alike.
+    by_position = torch.bincount(out.input_ids[out.input_ids >= 1000] - 1000, minlength=32)
+    assert chi_square(by_position, [1 / 32] * 32) > 0.001
+
+
+@pytest.mark.parametrize("noise", ({"mask_probability": 1.0}, {"infill_probability": 1.0}))
+def test_random_ids_are_uniform_without_special_ones(noise):
+    special = torch.tensor([0, 3, 4, 17, 29])
+    out = rows_of([40] * 64, 600, **noise, random_replace_prob=1.0, vocab_size=30,
+                  special_ids=special, mask_token_id=3, pad_token_id=31, seed=11)  # fmt: skip
+    hits = torch.bincount(out.input_ids.flatten(), minlength=32)[:30]
+    assert not hits[special].any() and hits.sum() > 10_000
+    allowed = [i for i in range(30) if i not in special.tolist()]
+    assert chi_square(hits[allowed], [1 / 25] * 25) > 0.001
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+
+def test_no_noise_changes_nothing():
+    inputs = make(6, 50, **NOTHING)
+    out = bart_noise(**inputs)
+    for row, n, noised in zip(
+        inputs["input_ids"].tolist(),
+        inputs["lengths"].tolist(),
+        out.input_ids.tolist(),
+        strict=True,
+    ):
+        assert noised == [BOS, *row[:n], EOS, *[PAD] * (50 - n)]
+    assert torch.equal(out.lengths, inputs["lengths"] + 2) and out.dropped == 0
+
+
+@given(
+    n=st.integers(0, 60),
+    infill=st.floats(0, 1),
+    mean=st.floats(0.5, 8),
+    permute=st.floats(0, 1),
+    rotate=st.sampled_from((0.0, 1.0)),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=60, deadline=None)
+def test_infilling_covers_as_many_tokens_as_asked(n, infill, mean, permute, rotate, seed):
+    text = torch.arange(1000, 1000 + n)
+    ends = text[::7]
+    noise = dict(permute_sentences=permute, rotate_probability=rotate, sentence_end_ids=ends)
+    options = dict(poisson_lambda=mean, seed=seed, capacity=400)
+    order = rows_of(text, 1, **noise, **options).input_ids[0, :n].tolist()
+    assert sorted(order) == text.tolist()
+    out = rows_of(text, 1, infill_probability=infill, **noise, **options)
+    content = out.input_ids[0, : out.lengths[0]].tolist()
+    kept = [token for token in content if token != MASK]
+    assert len(kept) == n - math.floor(infill * n + 0.5)
+    remaining = iter(order)
+    assert all(token in remaining for token in kept), "not in the order of the text"
+
+
+@pytest.mark.parametrize("capacity", (2, 3, 10, 39, 60))
+def test_what_does_not_fit_is_cut_and_counted(device, capacity):
+    inputs = make(6, 40, infill_probability=0.2, poisson_lambda=0.3)
+    whole = bart_noise_ref(**inputs, capacity=100)
+    assert whole.dropped == 0 and whole.lengths.max() > 42
+    cut = run_compiled(device, inputs | {"capacity": capacity})
+    assert_same(cut, bart_noise_ref(**inputs, capacity=capacity))
+    assert cut.dropped == (whole.lengths - cut.lengths.cpu()).sum()
+    for row, full, size in zip(cut.input_ids, whole.input_ids, cut.lengths, strict=True):
+        assert row[size - 1] == EOS and torch.equal(row[: size - 1].cpu(), full[: size - 1])
+    # Without `capacity` the row may not grow.
+    assert bart_noise(**inputs).input_ids.shape == (6, 42)
+
+
+def test_a_row_does_not_depend_on_its_batch_or_its_padding():
+    inputs = make(6, 64, **ALL)
+    order = torch.tensor([3, 0, 5])
+    some = {name: inputs[name][order] for name in ("input_ids", "lengths", "sample_index")}
+    some["input_ids"] = torch.nn.functional.pad(some["input_ids"], (0, 30), value=400)
+    together, apart = bart_noise(**inputs), bart_noise(**inputs | some, capacity=66)
+    assert torch.equal(apart.input_ids, together.input_ids[order])
+    assert torch.equal(apart.lengths, together.lengths[order])
+
+
+def test_seed_step_and_sample_change_the_noise():
+    inputs = make(4, 128)
+    base = bart_noise(**inputs)
+    assert_same(bart_noise(**inputs), base)
+    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
+        assert not torch.equal(bart_noise(**inputs | change).input_ids, base.input_ids)
+
+
+# --- as a PyTorch op ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("compiled", "eager"))
+@pytest.mark.parametrize("packed", (False, True))
+def test_opcheck(device, backend, packed):
+    if backend == "compiled":
+        run_compiled(device, make(1, 1))
+        backend = COMPILED[device.type]
+    inputs = make(3, 20)
+    inputs = to(device, pack(inputs) | {"lengths": None} if packed else inputs)
+    names = ("sentence_end_ids", "special_ids", "lengths", "cu_seqlens", "sample_index")
+    torch.library.opcheck(
+        torch.ops.fastplm.bart_noise,
+        (inputs["input_ids"], *(inputs.get(name) for name in names),
+         torch.tensor(5, device=device), 1, 20, 22, VOCAB, MASK, PAD, BOS, -1,
+         0.1, 0.1, 0.3, 3.0, 1.0, 0.5, 0.1, backend),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
+    inputs = to(device, make(3, 20)) | {"sample_index": None}
+    torch.compiler.reset()
+    count = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(bart_noise, fullgraph=True, backend=count)
+    with fastplm.use_backend(backend):
+        for step in range(2, 6):
+            # Whoever counts up passes ints: the first is a constant, the others are one symbol.
+            numbers = {"step": step, "seed": step * 2**33}
+            assert_same(compiled(**inputs | numbers), bart_noise(**inputs | numbers))
+    assert count.frame_count == 2
+
+
+def test_compiles_packed_rows_and_lets_probabilities_change(device):
+    inputs = to(device, pack(make(3, 20)))
+    torch.compiler.reset()
+    compiled = torch.compile(bart_noise, fullgraph=True)
+    for share in (0.1, 0.2, 0.7):
+        numbers = {"infill_probability": share, "poisson_lambda": 10 * share}
+        assert_same(compiled(**inputs | numbers), bart_noise(**inputs | numbers))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cuda", "eager"))
+def test_captured_graph_follows_its_seed(backend):
+    device = torch.device("cuda")
+    if backend == "cuda":
+        run_compiled(device, make(1, 1))
+    inputs = to(device, make(3, 200, **ALL)) | {"seed": torch.tensor(0, device=device)}
+    with fastplm.use_backend(backend):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            bart_noise(**inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = bart_noise(**inputs)
+        for seed in (1, 2):
+            inputs["seed"].fill_(seed)
+            graph.replay()
+            assert_same(out, bart_noise_ref(**to(torch.device("cpu"), inputs)))
+
+
+@pytest.mark.gpu
+def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
+    inputs = make(5, 300, **ALL)
+    with fastplm.use_backend("eager"):
+        assert_same(bart_noise(**to(torch.device("cuda"), inputs)), bart_noise_ref(**inputs))
+
+
+@pytest.mark.gpu
+def test_boundaries_that_make_no_sense_stay_within_the_tokens():
+    device = torch.device("cuda")
+    run_compiled(device, make(1, 1))
+    packed = pack(make(4, 30))
+    packed["cu_seqlens"] = torch.tensor([5, -9, 80, 20, 10**6], dtype=torch.int32)
+    lengths = make(3, 30) | {"lengths": torch.tensor([-5, 10**9, 7])}
+    for inputs in (packed, lengths):
+        assert_same(run_compiled(device, inputs), bart_noise_ref(**inputs))
+
+
+def test_registered_under_its_name():
+    assert OPS["bart_noise"].reference is bart_noise_ref
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+_IDS = torch.zeros(9, dtype=torch.long)
+
+
+def _boundaries(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
+        ({"input_ids": _IDS}, ArgumentValueError, "2 dimensions"),
+        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
+        ({"lengths": torch.arange(3)}, ArgumentValueError, "`lengths` got shape (3,)"),
+        ({"lengths": torch.tensor([3, 10])}, ArgumentValueError, "`lengths` got 10"),
+        ({"lengths": torch.tensor([-1, 9])}, ArgumentValueError, "`lengths` got -1"),
+        ({"lengths": torch.ones(2)}, ArgumentTypeError, "`lengths` got torch.float32"),
+        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4"),
+        ({"cu_seqlens": _boundaries(0, 9)}, ArgumentValueError, "`input_ids` got 2 dimensions"),
+        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
+        ({"special_ids": torch.tensor([3, 2])}, ArgumentValueError, "`special_ids` got ids that"),
+        ({"special_ids": torch.tensor([2, 2])}, ArgumentValueError, "`special_ids` got ids that"),
+        ({"sentence_end_ids": [3]}, ArgumentTypeError, "`sentence_end_ids` got a list"),
+        ({"sentence_end_ids": torch.ones(2)}, ArgumentTypeError, "`sentence_end_ids` got torch.f"),
+        ({"vocab_size": 6}, ArgumentValueError, "`vocab_size` got 6"),
+        ({"vocab_size": 10.0}, ArgumentTypeError, "`vocab_size` got 10.0"),
+        ({"mask_token_id": None}, ArgumentTypeError, "`mask_token_id` got None"),
+        ({"pad_token_id": -1}, ArgumentValueError, "`pad_token_id` got -1"),
+        ({"bos_token_id": "<s>"}, ArgumentTypeError, "`bos_token_id` got '<s>'"),
+        ({"eos_token_id": -1}, ArgumentValueError, "`eos_token_id` got -1"),
+        ({"infill_probability": 1.5}, ArgumentValueError, "`infill_probability` got 1.5"),
+        ({"permute_sentences": -0.1}, ArgumentValueError, "`permute_sentences` got -0.1"),
+        ({"rotate_probability": float("nan")}, ArgumentValueError, "`rotate_probability` got nan"),
+        ({"poisson_lambda": 0.0}, ArgumentValueError, "`poisson_lambda` got 0.0"),
+        ({"poisson_lambda": 21.0}, ArgumentValueError, "`poisson_lambda` got 21.0"),
+        ({"mask_probability": 0.6, "delete_probability": 0.5}, ArgumentValueError, "`delete_pro"),
+        ({"capacity": 1}, ArgumentValueError, "`capacity` got 1"),
+        ({"step": -1}, ArgumentValueError, "`step` got -1"),
+        ({"seed": 2**63}, ArgumentValueError, "`seed` got 9223372036854775808"),
+        ({"seed": torch.tensor(1.0)}, ArgumentTypeError, "`seed` got torch.float32"),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_wrong_arguments(change, error, words):
+    with pytest.raises(error) as raised:
+        bart_noise(**make(2, 9) | change)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        ({"max_seqlen": None}, ArgumentTypeError, "`max_seqlen` got None"),
+        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4; expected at least the 5"),
+        ({"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
+        ({"cu_seqlens": _IDS}, ArgumentTypeError, "`cu_seqlens` got torch.int64"),
+        ({"cu_seqlens": _boundaries()}, ArgumentValueError, "`cu_seqlens` got no element"),
+        ({"cu_seqlens": _boundaries(1, 4, 9)}, ArgumentValueError, "`cu_seqlens` got 1 at its"),
+        ({"cu_seqlens": _boundaries(0, 4, 10)}, ArgumentValueError, "`cu_seqlens` got 10 at its"),
+        ({"cu_seqlens": _boundaries(0, 6, 4)}, ArgumentValueError, "`cu_seqlens` got values that"),
+        ({"sample_index": _IDS}, ArgumentValueError, "`sample_index` got shape (9,)"),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_wrong_packed_arguments(change, error, words):
+    packed = make(2, 9) | dict(input_ids=_IDS, lengths=None, cu_seqlens=_boundaries(0, 4, 9))
+    with pytest.raises(error) as raised:
+        bart_noise(**packed | {"max_seqlen": 5} | change)
+    assert words in str(raised.value)
+
+
+def test_a_forced_backend_that_cannot_run():
+    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
+        bart_noise(**make(2, 9))
