@@ -52,6 +52,9 @@ class Collator:
         "special_tokens_mask",
     )
     _epoch: int = field(default=0, init=False, repr=False)
+    _constants: dict[torch.device, dict[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.corrupt(self.pad(samples))
@@ -67,6 +70,17 @@ class Collator:
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The noise of the objective on the tensors of ``pad``, on whatever device they lie."""
         raise NotImplementedError
+
+    def keep(self, **constants: Tensor) -> None:
+        """Tensors of the CPU that ``corrupt`` needs in every batch."""
+        self._constants[torch.device("cpu")] = constants
+
+    def constants(self, device: torch.device) -> dict[str, Tensor]:
+        """Those tensors on a device, where they are copied once."""
+        if device not in self._constants:
+            kept = self._constants[torch.device("cpu")]
+            self._constants[device] = {name: value.to(device) for name, value in kept.items()}
+        return self._constants[device]
 
     def content(self, input_ids: Any) -> Any:
         """The part of a sample's tokens that goes into the batch: all, unless a subclass cuts."""

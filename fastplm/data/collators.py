@@ -53,26 +53,27 @@ class DataCollatorForMaskedTokens(Collator):
     def __post_init__(self) -> None:
         check_choice(type(self).__name__, "unit", self.unit, ("token", "word", "ngram"))
         # Looked up once: the properties of a tokenizer are slow.
-        self._special_ids = special_ids(self.tokenizer)
+        words = {} if self.unit == "token" else {"words": word_starts(self.tokenizer)}
+        self.keep(special_ids=special_ids(self.tokenizer), **words)
         self._vocab_size = len(self.tokenizer)
         self._mask_token_id = self.tokenizer.mask_token_id
-        self._words = None if self.unit == "token" else word_starts(self.tokenizer)
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Choose and corrupt the tokens to predict."""
         batch = dict(batch)
         input_ids: Tensor = batch["input_ids"]
         special = batch.pop("special_tokens_mask", None)
+        constants = self.constants(input_ids.device)
         words = None
-        if self._words is not None:
-            words = word_ids(input_ids, self._words.to(input_ids.device))
+        if self.unit != "token":
+            words = word_ids(input_ids, constants["words"])
         row = 0 if self.packed else slice(None)
         masked = ops.mask_tokens(
             input_ids[row],
             vocab_size=self._vocab_size,
             mask_token_id=self._mask_token_id,
             maskable=None if special is None else special[row] == 0,
-            special_ids=self._special_ids.to(input_ids.device),
+            special_ids=constants["special_ids"],
             mlm_probability=self.mlm_probability,
             mask_replace_prob=self.mask_replace_prob,
             random_replace_prob=self.random_replace_prob,

@@ -98,10 +98,9 @@ class DataCollatorForDenoising(Collator):
         self._eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
         self._edges = (self._bos is not None) + (self._eos is not None)
         self._vocab_size = len(tokenizer)
-        self._special_ids = special_ids(tokenizer)
         ends = self.sentence_end_ids
         given = sentence_ends(tokenizer) if ends is None else torch.tensor(list(ends)).long()
-        self._sentence_end_ids = given.unique()
+        self.keep(special_ids=special_ids(tokenizer), sentence_end_ids=given.unique())
 
     def content(self, input_ids: Any) -> Any:
         """The text of a sample, without BOS, EOS and the padding at its end."""
@@ -117,6 +116,7 @@ class DataCollatorForDenoising(Collator):
         """Noise the text, and make labels of it."""
         text: Tensor = batch["input_ids"]
         lengths: Tensor = batch["attention_mask"].sum(1)
+        constants = self.constants(text.device)
         noised = bart_noise(
             text,
             vocab_size=self._vocab_size,
@@ -124,8 +124,8 @@ class DataCollatorForDenoising(Collator):
             pad_token_id=self._pad_id,
             bos_token_id=self._bos,
             eos_token_id=self._eos,
-            sentence_end_ids=self._sentence_end_ids.to(text.device),
-            special_ids=self._special_ids.to(text.device),
+            sentence_end_ids=constants["sentence_end_ids"],
+            special_ids=constants["special_ids"],
             infill_probability=self.infill_probability,
             poisson_lambda=self.poisson_lambda,
             permute_sentences=self.permute_sentences,

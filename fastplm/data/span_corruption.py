@@ -79,7 +79,8 @@ class DataCollatorForSpanCorruption(Collator):
             "Add them with tokenizer.add_tokens(…, special_tokens=True), 100 as T5 has.",
             DataError,
         )
-        self._sentinel_ids = torch.tensor(sentinels)
+        self._sentinels = len(sentinels)
+        self.keep(sentinel_ids=torch.tensor(sentinels))
         self._eos = self.tokenizer.eos_token_id
         self._padding = self.tokenizer.pad_token_id
         self._raw_size: int | None = None
@@ -106,7 +107,7 @@ class DataCollatorForSpanCorruption(Collator):
         input_ids = batch["input_ids"]
         corrupted = corrupt_spans(
             input_ids,
-            sentinel_ids=self._sentinel_ids.to(input_ids.device),
+            sentinel_ids=self.constants(input_ids.device)["sentinel_ids"],
             eos_token_id=self._eos,
             pad_token_id=self._pad_token_id(),
             noise_density=self.noise_density,
@@ -137,7 +138,7 @@ class DataCollatorForSpanCorruption(Collator):
             )
             size = self._raw_size
         scales = fixed_point_scales(self.noise_density, self.mean_span_length)
-        sentinels = len(self._sentinel_ids)
+        sentinels = self._sentinels
         _, spans, asked = span_counts(longest, *scales, sentinels)
         if asked > spans:
             warnings.warn(
