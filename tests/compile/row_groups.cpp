@@ -136,7 +136,8 @@ struct Masked {
   }
 };
 
-Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, int64_t capacity) {
+Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, int64_t capacity,
+            int64_t slots) {
   const int64_t seed = 5;
   const int64_t sample = 3;
   const int64_t special[] = {7, 11};
@@ -144,11 +145,12 @@ Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, i
   std::vector<int64_t> input(length), words(length);
   for (int64_t i = 0; i < length; ++i) {
     input[i] = i % 13;
-    words[i] = i * i / 97;
+    // A word of seven tokens and four of one: what the long ones leave, the short ones fill.
+    words[i] = i / 11 * 8 + (i % 11 < 7 ? 0 : i % 11);
     maskable[i] = i % 19 != 2;
   }
-  Masked result{std::vector<int64_t>(length, -7), std::vector<int64_t>(capacity, kUnusedPosition),
-                std::vector<int64_t>(capacity, kUnusedLabel), 0, 0};
+  Masked result{std::vector<int64_t>(length, -7), std::vector<int64_t>(slots, kUnusedPosition),
+                std::vector<int64_t>(slots, kUnusedLabel), 0, 0};
   MaskTokensCall<int64_t> call{};
   call.rows = {nullptr, nullptr, &sample, 1, length, length};
   call.input_ids = input.data();
@@ -160,7 +162,8 @@ Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, i
   call.output_ids = result.output.data();
   call.positions = result.positions.data();
   call.labels = result.labels.data();
-  call.slots = call.capacity = capacity;
+  call.slots = slots;
+  call.capacity = capacity;
   call.quota_scale = int64_t{1} << 30;
   call.chosen_below = chosen_below;
   call.mask_below = int64_t{1} << 31;
@@ -292,8 +295,11 @@ int main() {
     for (const int64_t max_ngram : {0, 1, 3}) {
       for (const int64_t chosen_below : {int64_t{-1}, int64_t{1} << 31}) {
         for (const int64_t capacity : {length, length / 5}) {
-          const Masked alone = mask(1, length, max_ngram, chosen_below, capacity);
-          expect(mask(8, length, max_ngram, chosen_below, capacity) == alone, "mask_tokens", length);
+          for (const int64_t slots : {capacity, capacity / 3}) {
+            const Masked alone = mask(1, length, max_ngram, chosen_below, capacity, slots);
+            const Masked together = mask(8, length, max_ngram, chosen_below, capacity, slots);
+            expect(together == alone, "mask_tokens", length);
+          }
         }
       }
     }
