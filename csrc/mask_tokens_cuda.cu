@@ -18,8 +18,10 @@ struct MaskTokensCuda {
       stream.copy(call.output_ids, call.input_ids, tokens * sizeof(Id));
       return;
     }
-    Scratch<uint32_t> keys(input_ids, tokens + 4 * rows);
-    Scratch<uint32_t> sizes(input_ids, tokens);
+    // How long packed rows are is known to the device alone.
+    const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
+    Scratch<uint32_t> keys(input_ids, all_short ? 0 : tokens + 4 * rows);
+    Scratch<uint32_t> sizes(input_ids, all_short ? 0 : tokens);
     Scratch<uint8_t> chosen(input_ids, tokens);
     Scratch<int64_t> counts(input_ids, rows);
     Scratch<int64_t> dropped(input_ids, rows);

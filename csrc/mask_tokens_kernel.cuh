@@ -7,7 +7,10 @@
 
 namespace fastplm {
 
-// What the first kernel leaves for the second one.
+// Rows of so many tokens are worked on in shared memory, which holds what a row needs of them.
+constexpr int kSharedTokens = 4096;
+
+// What the first kernel leaves for the second one, and room for rows that are longer than that.
 struct MaskScratch {
   uint32_t* keys;    // [tokens + 4 * rows], a row's part padded to whole draws
   uint32_t* sizes;   // [tokens]
@@ -23,12 +26,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ uint64_t warp_values[kWarps];
   __shared__ SelectScratch scratch;
   ThreadBlock block(warp_values);
+  __shared__ uint32_t keys[kSharedTokens];
+  __shared__ uint32_t sizes[kSharedTokens];
+  __shared__ uint8_t chosen[kSharedTokens];
   const int64_t row = blockIdx.x;
   const int64_t begin = call.rows.begin(row);
+  const int64_t length = call.rows.length(row);
+  const bool is_short = length <= kSharedTokens;
+  MaskRow own{memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin};
+  if (is_short) own = {keys, sizes, chosen};
   int64_t dropped;
-  const int64_t count = choose_row(
-      block, scratch, call, row,
-      {memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin}, &dropped);
+  const int64_t count = choose_row(block, scratch, call, row, own, &dropped);
+  for (int64_t i = block.rank(); is_short && i < length; i += block.size()) {
+    memory.chosen[begin + i] = chosen[i];
+  }
   if (block.rank() == 0) {
     memory.counts[row] = count;
     memory.dropped[row] = dropped;

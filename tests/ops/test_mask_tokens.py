@@ -193,6 +193,16 @@ def test_special_ids(device, unit):
     check(device, inputs | {"special_ids": torch.arange(0, VOCAB, 2), "mask_replace_prob": 0.5})
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_rows_of_special_tokens_alone(device, unit):
+    inputs = make(3, 40, unit=unit) | {"special_ids": torch.arange(5)}
+    inputs["input_ids"][:2] %= 5
+    check(device, inputs)
+    out = run_compiled(device, inputs).input_ids.cpu()
+    assert torch.equal(out[:2], inputs["input_ids"][:2])
+    assert not torch.equal(out[2], inputs["input_ids"][2])
+
+
 def test_large_vocabulary(device):
     inputs = make(2, 300) | {"vocab_size": 250_002, "mask_token_id": 250_001}
     inputs["input_ids"] = torch.randint(0, 250_002, (2, 300), dtype=torch.int32)
