@@ -69,8 +69,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-    from fastplm.train.presets import PRESETS
+    from fastplm.models import _electra_options
+    from fastplm.train.objectives import FAMILIES, OBJECTIVES, UNITS
+    from fastplm.train.presets import OPTIMIZERS, PRESETS
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -86,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "pretrain",
-        help="pre-train BERT or ELECTRA on text files",
+        help="pre-train a language model on text files",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Pre-train BERT (masked tokens and next sentences) or ELECTRA (generator and "
-        "discriminator jointly). With several processes the batch is so many times as large: "
+        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT-2, T5 or BART. With several "
+        "processes the batch is so many times as large: "
         "torchrun --nproc-per-node N -m fastplm pretrain …",
     )
     run.set_defaults(command=_pretrain)
@@ -133,29 +134,51 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="of attention weights; 0 keeps attention on the fused kernel",
     )
-    add(
+    learned = run.add_mutually_exclusive_group()
+    usual = ", ".join(f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items())
+    learned.add_argument(
+        "--objective",
+        choices=list(OBJECTIVES),
+        help=f"what is learned (without it the architecture's own: {usual})",
+        **none,
+    )
+    learned.add_argument(
         "--no-nsp",
-        dest="nsp",
-        action="store_false",
-        help="BERT without next-sentence pairs",
+        dest="objective",
+        action="store_const",
+        const="mlm",
+        help="the same as --objective mlm",
         **none,
     )
     add(
+        "--unit",
+        choices=UNITS,
+        help="what is masked together: tokens, whole words, or up to three words in a row "
+        "(without it tokens, for ALBERT ngram)",
+        **none,
+    )
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="lamb is ALBERT's, with a learning rate for the size of the batch",
+    )
+    add(
         "--electra-objective",
-        choices=OBJECTIVES,
+        choices=_electra_options.OBJECTIVES,
         default="rtd",
         help="what ELECTRA's discriminator learns: which tokens are replaced, the same of the "
         "masked tokens alone, the originals of the masked tokens, or of all tokens",
     )
     add(
         "--electra-sharing",
-        choices=SHARINGS,
+        choices=_electra_options.SHARINGS,
         help="weights that ELECTRA's two models have in common (without it the embeddings)",
         **none,
     )
     add(
         "--electra-generator",
-        choices=GENERATORS,
+        choices=_electra_options.GENERATORS,
         default="model",
         help="where ELECTRA's replacements come from: unigram draws tokens by their frequency",
     )

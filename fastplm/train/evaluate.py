@@ -9,27 +9,39 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from fastplm.train.losses import (
+    PAIR_LABELS,
+    counted_labels,
+    counts_all_batches,
+    outputs_with_loss,
+    summed,
+)
 from fastplm.train.trainer import DETECTION_COUNTS, detection
 
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, dataset: Dataset, collator: Callable, batch_size: int
+    model: torch.nn.Module,
+    dataset: Dataset,
+    collator: Callable,
+    batch_size: int,
+    token_loss: str = "mlm_loss",
 ) -> dict[str, Any]:
     """The mean losses of a model in evaluation mode.
 
     Args:
-        model: ``BertForMaskedLM``, ``BertForPreTraining`` or ``ElectraForJointPreTraining``.
+        model: of a pre-training.
         dataset: of samples for the collator.
-        collator: ``DataCollatorForMaskedTokens``.
+        collator: of ``fastplm.data``.
         batch_size: samples at once.
+        token_loss: the name of the loss over tokens.
 
     Returns:
-        ``mlm_loss`` (nats a masked token; not of a unigram generator) and the number of samples;
+        The loss over tokens (nats a label; not of a unigram generator) and the number of samples;
         for ELECTRA also ``rtd_loss`` and ``detection``'s values, and under "words" those of
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
-        discriminator predicts tokens, ``discriminator_mlm_loss``; with next-sentence pairs
-        also ``next_sentence_loss`` and ``next_sentence_accuracy``.
+        discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
+        ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``.
     """
     module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
@@ -42,40 +54,40 @@ def evaluate(
         sums[name] = sums.get(name, 0.0) + float(value)
 
     for batch in DataLoader(dataset, batch_size=batch_size, collate_fn=collator):
-        words = _could_be_replaced(batch, collator)
         batch = {name: value.to(device) for name, value in batch.items()}
-        pair_labels = batch.pop("next_sentence_label", None)
-        # Divided by 1, the model's means are sums.
-        outputs = model(
-            **batch,
-            num_items_in_batch=1,
-            **({"num_tokens_in_batch": 1, "output_replaced_ids": True} if _is_joint(model) else {}),
-        )
+        pair_labels = {name: batch.pop(name) for name in PAIR_LABELS if name in batch}
+        # Divided by 1, the means are sums.
+        if not counts_all_batches(model):
+            outputs = outputs_with_loss(model, model, **batch)
+        elif _is_joint(model):
+            ones = {"num_items_in_batch": 1, "num_tokens_in_batch": 1}
+            outputs = model(**batch, **ones, output_replaced_ids=True)
+        else:
+            outputs = model(**batch, num_items_in_batch=1)
         add("samples", len(batch["input_ids"]))
-        add("labels", batch["labels"].ne(-100).sum())
-        add("tokens", batch["attention_mask"].sum())
+        add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
         if not _is_joint(model):
-            add("mlm_loss", outputs["loss"])
+            add(token_loss, outputs["loss"])
+        else:
+            add("tokens", batch["attention_mask"].sum())
         for name in ("mlm_loss", "rtd_loss", "discriminator_mlm_loss", *DETECTION_COUNTS):
             if name in outputs:
                 add(name, outputs[name])
         if "rtd_loss" in outputs:
+            words = _could_be_replaced(batch, collator).cpu()
             replaced_ids = outputs["replaced_ids"]
             scores = module.discriminator(replaced_ids, batch["attention_mask"]).logits
             word_scores.append(scores.cpu()[words])
             replaced_words.append((replaced_ids.cpu() != _originals(batch).cpu())[words])
-        if pair_labels is not None:
-            scores = outputs["seq_relationship_logits"].float()
-            add(
-                "next_sentence_loss",
-                torch.nn.functional.cross_entropy(scores, pair_labels, reduction="sum"),
-            )
-            add("next_sentence_accuracy", (scores.argmax(-1) == pair_labels).sum())
+        for label, values in pair_labels.items():
+            name, answer = PAIR_LABELS[label]
+            add(f"{name}_loss", summed(outputs[answer], values))
+            add(f"{name}_accuracy", (outputs[answer].argmax(-1) == values).sum())
     model.train(was_training)
 
     result: dict[str, Any] = {"samples": int(sums["samples"])}
-    if "mlm_loss" in sums:
-        result["mlm_loss"] = sums["mlm_loss"] / sums["labels"]
+    if token_loss in sums:
+        result[token_loss] = sums[token_loss] / sums["labels"]
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         result["discriminator_mlm_loss"] = sums["discriminator_mlm_loss"] / sums[predicted]
@@ -85,9 +97,10 @@ def evaluate(
         result["words"] = detection_at_base_rate(
             torch.cat(word_scores).float(), torch.cat(replaced_words)
         )
-    for name in ("next_sentence_loss", "next_sentence_accuracy"):
-        if name in sums:
-            result[name] = sums[name] / sums["samples"]
+    for pair, _ in PAIR_LABELS.values():
+        for name in (f"{pair}_loss", f"{pair}_accuracy"):
+            if name in sums:
+                result[name] = sums[name] / sums["samples"]
     return result
 
 
@@ -132,8 +145,9 @@ def _originals(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _could_be_replaced(batch: dict[str, torch.Tensor], collator: Any) -> torch.Tensor:
-    special = torch.tensor(collator.tokenizer.all_special_ids)
-    return ~torch.isin(_originals(batch), special) & batch["attention_mask"].bool()
+    originals = _originals(batch)
+    special = torch.tensor(collator.tokenizer.all_special_ids, device=originals.device)
+    return ~torch.isin(originals, special) & batch["attention_mask"].bool()
 
 
 def _is_joint(model: torch.nn.Module) -> bool:

@@ -15,11 +15,7 @@ import torch
 
 from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
 from fastplm.data import (
-    BlockDataset,
-    DataCollatorForMaskedTokens,
-    NextSentencePairs,
     PretrainingStream,
-    SentenceChunks,
     TokenStore,
     embedded_corpus,
     load_tokenizer,
@@ -28,10 +24,25 @@ from fastplm.data import (
     train_tokenizer,
 )
 from fastplm.data._cache import default_cache
-from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.train.presets import configuration, preset
+from fastplm.models import _electra_options
+from fastplm.train.objectives import (
+    FAMILIES,
+    OBJECTIVES,
+    Objective,
+    build_model,
+    choose_objective,
+    choose_unit,
+)
+from fastplm.train.presets import (
+    OPTIMIZERS,
+    Preset,
+    configuration,
+    lamb_learning_rate,
+    preset,
+)
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 #: The name of the corpus that needs no file.
@@ -39,12 +50,13 @@ EMBEDDED = "embedded"
 PRECISIONS = ("auto", "fp32", "bf16")
 
 _ELECTRA_CHOICES = {
-    "electra_objective": OBJECTIVES,
-    "electra_sharing": SHARINGS,
-    "electra_generator": GENERATORS,
+    "electra_objective": _electra_options.OBJECTIVES,
+    "electra_sharing": _electra_options.SHARINGS,
+    "electra_generator": _electra_options.GENERATORS,
 }
 _HELD_OUT = 0.05
-_HELD_OUT_SAMPLES = 512
+#: The most samples of held-out text that a run is judged by.
+HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
 # What may differ between a run and its continuation without changing the loss curve.
@@ -80,7 +92,9 @@ class PretrainArguments:
     precision: str = "auto"
     workers: int = 0
     gradient_accumulation: int = 1
-    nsp: bool = True
+    objective: str | None = None
+    unit: str | None = None
+    optimizer: str = "adamw"
     electra_objective: str = "rtd"
     electra_sharing: str | None = None
     electra_generator: str = "model"
@@ -88,12 +102,13 @@ class PretrainArguments:
     cache: str | Path = field(default_factory=default_cache)
 
     def __post_init__(self) -> None:
-        chosen = preset(self.arch)
+        family = self.preset.family
         check_choice("pretrain", "precision", self.precision, PRECISIONS)
+        check_choice("pretrain", "optimizer", self.optimizer, OPTIMIZERS)
         self.corpus = [str(path) for path in self.corpus]
-        self.nsp = self.nsp and chosen.family == "bert"
-        self._check_electra(chosen.family)
-        self.lr = chosen.learning_rate if self.lr is None else self.lr
+        self.objective = choose_objective(self.arch, family, self.objective)
+        self.unit = choose_unit(family, self.objective, self.unit)
+        self._check_electra(family)
         for name, low in (
             ("steps", 1),
             ("vocab_size", 6),
@@ -106,6 +121,13 @@ class PretrainArguments:
         ):
             value = getattr(self, name)
             check(value >= low, "pretrain", name, value, f"{low} or more", "Raise it.")
+        if self.lr is None:
+            self.lr = self.preset.learning_rate
+            if self.optimizer == "lamb":
+                processes = int(os.environ.get("WORLD_SIZE", "1"))
+                self.lr = lamb_learning_rate(
+                    self.batch_size * self.gradient_accumulation * processes
+                )
         if self.warmup is None:
             self.warmup = min(10_000, self.first_stage // 10)
         check(
@@ -120,9 +142,24 @@ class PretrainArguments:
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             check(0 <= value < 1, "pretrain", name, value, "0 or more, below 1", "Change it.")
+        if family == "t5":
+            check(
+                self.attention_dropout in (0, self.dropout),
+                "pretrain",
+                "attention_dropout",
+                self.attention_dropout,
+                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
+                "Choose it by --dropout.",
+            )
+            self.attention_dropout = self.dropout
         check(
             0 <= self.seed < 1 << 32, "pretrain", "seed", self.seed, "0 to 2^32 - 1", "Change it."
         )
+
+    @property
+    def preset(self) -> Preset:
+        """The architecture's."""
+        return preset(self.arch)
 
     @property
     def first_stage(self) -> int:
@@ -196,8 +233,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     from transformers import set_seed
     from transformers.integrations import TensorBoardCallback
 
-    from fastplm.train.trainer import PretrainingTrainer, last_checkpoint
-    from fastplm.train.two_stage import TwoStageTrainer
+    from fastplm.train.trainer import last_checkpoint
 
     out = Path(args.out)
     checkpoint = last_checkpoint(out)
@@ -207,7 +243,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         documents = open_corpus(args.corpus)
         tokenizer = _tokenizer(args, out, documents)
         store = tokenize(documents, tokenizer, args.cache)
-    train_store, held_out = _split(args, store)
+    train_store, held_out = hold_out(args, store)
     samples = args.steps * args.gradient_accumulation * args.batch_size
     train_dataset = make_dataset(
         args, train_store, tokenizer, length=samples * training_arguments.world_size
@@ -228,19 +264,17 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
-    kind: Any = PretrainingTrainer
-    if args.two_stage:
-        kind = functools.partial(TwoStageTrainer, first_stage=args.first_stage)
-    trainer = kind(
+    trainer = _trainer_class(args)(
         model=model,
         args=training_arguments,
-        data_collator=collator,
         train_dataset=train_dataset,
         processing_class=tokenizer,
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=_optimizer(args),
+        **_collation(collator),
     )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    metrics = _finish(args, out, trainer, tokenizer, held_out) if first else {}
+    metrics = _finish(args, out, trainer, tokenizer, collator, held_out) if first else {}
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -261,60 +295,50 @@ def make_dataset(
     *,
     length: int | None = None,
     at_most: int | None = None,
-) -> PretrainingStream | NextSentencePairs:
-    """The training stream over a store: blocks, or pairs of segments for next-sentence prediction.
+) -> Dataset:
+    """The training stream over a store: blocks of text, or pairs of segments.
 
     Args:
         length: the number of samples; by default each block or run of sentences once.
         at_most: an upper bound of it.
     """
-    special = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id}
-    source: SentenceChunks | BlockDataset
-    if args.nsp:
-        source = SentenceChunks(store, args.block_size)
-    else:
-        source = BlockDataset(store, args.block_size, **special)
+    objective = _objective(args)
+    source: Any = objective.source(args, store, tokenizer)
     length = length or len(source)
     if at_most is not None:
         length = min(length, at_most)
     stream = PretrainingStream(source, seed=args.seed, length=length)
-    return NextSentencePairs(stream, **special) if args.nsp else stream
+    return objective.samples(stream, tokenizer)
 
 
-def make_collator(
-    args: PretrainArguments, tokenizer: PreTrainedTokenizerBase
-) -> DataCollatorForMaskedTokens:
-    """BERT's 80/10/10 corruption, or ``[MASK]`` alone for ELECTRA's generator."""
-    chosen = preset(args.arch)
-    electra = chosen.family == "electra"
-    return DataCollatorForMaskedTokens(
-        tokenizer,
-        seed=args.seed,
-        mlm_probability=chosen.mlm_probability,
-        mask_replace_prob=1.0 if electra else 0.8,
-        random_replace_prob=0.0 if electra else 0.1,
-        block_size=args.block_size,
-    )
+def hold_out(args: PretrainArguments, store: TokenStore) -> tuple[TokenStore, TokenStore | None]:
+    """The tokens to train on, and a tail held out of them where both can be trained on."""
+    objective, parts = _objective(args), store.split(_HELD_OUT)
+    for part in parts:
+        documents = len(part.documents) - 1
+        if len(part) < objective.raw_size(args) or documents < objective.documents:
+            return store, None
+    return parts
+
+
+def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What corrupts the samples of a run."""
+    return _objective(args).collator(args, tokenizer)
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The untrained model of a run."""
-    from fastplm.models.bert import BertForMaskedLM, BertForPreTraining
-    from fastplm.models.electra_joint import ElectraForJointPreTraining
-
-    electra = preset(args.arch).family == "electra"
+    family = args.preset.family
     config = configuration(
         args.arch,
-        joint=args.joint_settings() if electra else None,
         vocab_size=len(tokenizer),
-        max_position_embeddings=max(512, args.block_size),
-        hidden_dropout_prob=args.dropout,
-        attention_probs_dropout_prob=args.attention_dropout,
-        pad_token_id=tokenizer.pad_token_id,
+        block_size=args.block_size,
+        dropout=args.dropout,
+        attention_dropout=args.attention_dropout,
+        tokenizer=tokenizer,
+        joint=args.joint_settings() if family == "electra" else None,
     )
-    if electra:
-        return ElectraForJointPreTraining(config)
-    return BertForPreTraining(config) if args.nsp else BertForMaskedLM(config)
+    return build_model(family, str(args.objective), config)
 
 
 def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -335,6 +359,39 @@ def hardware_has_bf16() -> bool:
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def corrupts_on_device() -> bool:
+    """Whether samples are corrupted where the model is, and not by the workers that read them."""
+    return torch.cuda.is_available()
+
+
+def _objective(args: PretrainArguments) -> Objective:
+    return OBJECTIVES[str(args.objective)]
+
+
+def _collation(collator: Any) -> dict[str, Any]:
+    if corrupts_on_device():
+        return {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    return {"data_collator": collator}
+
+
+def _trainer_class(args: PretrainArguments) -> Any:
+    from fastplm.train.trainer import PretrainingTrainer
+    from fastplm.train.two_stage import TwoStageTrainer
+
+    if args.two_stage:
+        return functools.partial(TwoStageTrainer, first_stage=args.first_stage)
+    return PretrainingTrainer
+
+
+def _optimizer(args: PretrainArguments) -> tuple[Any, dict[str, Any]] | None:
+    """What the Trainer makes its optimizer of; by itself it makes AdamW."""
+    if args.optimizer == "adamw":
+        return None
+    from fastplm.train.optimizer import Lamb
+
+    return Lamb, {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
 
 
 def _check_output(args: PretrainArguments, out: Path, checkpoint: Path | None) -> None:
@@ -413,21 +470,13 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
 def _tokenizer(
     args: PretrainArguments, out: Path, documents: Iterable[str]
 ) -> PreTrainedTokenizerBase:
+    needs = _objective(args).needs
     if args.resume:
-        return load_tokenizer(out / "tokenizer")
+        return load_tokenizer(out / "tokenizer", needs)
     if args.tokenizer is not None:
-        return load_tokenizer(args.tokenizer)
-    return train_tokenizer(documents, args.vocab_size, args.cache)
-
-
-def _split(args: PretrainArguments, store: TokenStore) -> tuple[TokenStore, TokenStore | None]:
-    """The tokens to train on, and a tail held out of them where both can be trained on."""
-    parts = store.split(_HELD_OUT)
-    for part in parts:
-        documents = len(part.documents) - 1
-        if len(part) < args.block_size or (args.nsp and documents < 2):
-            return store, None
-    return parts
+        return load_tokenizer(args.tokenizer, needs)
+    kind = FAMILIES[args.preset.family].tokenizer
+    return train_tokenizer(documents, args.vocab_size, args.cache, kind)
 
 
 def _record_run(
@@ -472,6 +521,7 @@ def _finish(
     out: Path,
     trainer: Any,
     tokenizer: PreTrainedTokenizerBase,
+    collator: Any,
     held_out: TokenStore | None,
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
@@ -479,7 +529,7 @@ def _finish(
 
     model = trainer.model
     models = {"model": model}
-    if preset(args.arch).family == "electra":
+    if args.preset.family == "electra":
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
@@ -506,8 +556,10 @@ def _finish(
         "picture": str(out / "loss.png"),
     }
     if held_out is not None:
-        dataset = make_dataset(args, held_out, tokenizer, at_most=_HELD_OUT_SAMPLES)
-        metrics["held_out"] = evaluate(model, dataset, trainer.data_collator, args.batch_size)
+        dataset = make_dataset(args, held_out, tokenizer, at_most=HELD_OUT_SAMPLES)
+        metrics["held_out"] = evaluate(
+            model, dataset, collator, args.batch_size, _objective(args).token_loss
+        )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)
     return metrics

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
+
+from fastplm.train.losses import PAIR_LABELS, counts_all_batches, outputs_with_loss, summed
 
 #: What ELECTRA's joint model counts, see ``ElectraJointOutput``.
 DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "correct", "total")
@@ -36,16 +38,25 @@ class PretrainingTrainer(Trainer):
     """Trainer whose losses add up over processes, and whose checkpoints appear whole.
 
     - Every mean of a loss is taken over all that one optimizer step sees, whichever process or
-      micro-batch it is in: labelled tokens for the MLM loss, sequences for next-sentence
-      prediction, tokens for replaced-token detection. So two processes, or two accumulated
-      batches, give the loss and gradient of one batch of twice the size.
+      micro-batch it is in: labelled tokens for losses over the vocabulary, sequences for those
+      over pairs of segments, tokens for replaced-token detection. So two processes, or two
+      accumulated batches, give the loss and gradient of one batch of twice the size, also with
+      classes of Transformers that divide by their own batch (see ``outputs_with_loss``).
     - The parts of the loss and the tokens a second are logged beside the loss.
     - A checkpoint is written under another name and renamed when all processes are done, so that
       one killed in the middle of writing leaves the last checkpoint as it was.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        corrupt: the second half of a collator whose first one, ``pad``, is the ``data_collator``:
+            it then runs on the device of the model.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, corrupt: Callable[[dict], dict] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._corrupt = corrupt
         if self.args.world_size == 1 and self.args.n_gpu > 1:
             # The Trainer would split batches by rows, and flat positions do not split.
             self.args._n_gpu = 1
@@ -55,6 +66,10 @@ class PretrainingTrainer(Trainer):
         parameters = inspect.signature(self.model.forward).parameters
         self._counts_sequences = "num_sequences_in_batch" in parameters
         self._counts_tokens = "num_tokens_in_batch" in parameters
+        self._makes_loss = not counts_all_batches(self.model)
+        if self._makes_loss:
+            # The labels of a step are to be counted, and the loss is divided by them here.
+            self.model_accepts_loss_kwargs = True
         self._in_step: dict[str, Tensor] = {}
         self._in_window: dict[str, Tensor] = {}
         self._in_run_tokens = self._in_run_seconds = 0.0
@@ -77,15 +92,25 @@ class PretrainingTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         if not self._window_began:
             self._window_began, self._window_step = time.perf_counter(), self.state.global_step
+        if self._corrupt is not None:
+            # Here and not just before the forward, as the labels of all batches are counted first.
+            epoch_iterator = map(self._corrupted, epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = torch.zeros(2, dtype=torch.int64)
+        tokens, sequences, targets = torch.zeros(3, dtype=torch.int64, device=device)
         for batch in batches:
-            counts[0] += batch["attention_mask"].sum()
-            counts[1] += len(batch["input_ids"])
-        counts = self.accelerator.reduce(counts.to(device), reduction="sum")
+            tokens += batch["attention_mask"].sum().to(device)
+            sequences += len(batch["input_ids"])
+            if self.model.config.is_encoder_decoder:
+                targets += batch["labels"].ne(-100).sum().to(device)
+        counts = torch.stack((tokens, sequences, tokens + targets))
+        counts = self.accelerator.reduce(counts, reduction="sum")
         self._in_step = {"num_tokens_in_batch": counts[0], "num_sequences_in_batch": counts[1]}
-        self._add("tokens", counts[0])
+        self._add("tokens", counts[2])
         return batches, num_items
+
+    def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert self._corrupt is not None
+        return self._corrupt(self._prepare_inputs(batch))
 
     def compute_loss(
         self,
@@ -95,12 +120,15 @@ class PretrainingTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         inputs = dict(inputs)
-        if self._counts_sequences:
+        call: Any = model
+        if self._makes_loss:
+            call = functools.partial(outputs_with_loss, model, self.model)
+        if self._counts_sequences or self._makes_loss:
             inputs["num_sequences_in_batch"] = self._in_step["num_sequences_in_batch"]
         if self._counts_tokens:
             inputs["num_tokens_in_batch"] = self._in_step["num_tokens_in_batch"]
         loss, outputs = super().compute_loss(
-            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            call, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         for name, value in self._parts(loss.detach(), inputs, outputs).items():
             self._add(name, value)
@@ -119,15 +147,12 @@ class PretrainingTrainer(Trainer):
             if name.endswith("_loss") and value is not None
         }
         if "next_sentence_label" in inputs:
-            total = F.cross_entropy(
-                outputs["seq_relationship_logits"].detach().float(),
-                inputs["next_sentence_label"],
-                reduction="sum",
-            )
-            parts["next_sentence_loss"] = total / inputs["num_sequences_in_batch"]
+            name, answer = PAIR_LABELS["next_sentence_label"]
+            total = summed(outputs[answer].detach(), inputs["next_sentence_label"])
+            parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]
             # The Trainer scales the loss up because gradients are averaged over processes.
             share = loss / self.accelerator.num_processes
-            parts["mlm_loss"] = share - parts["next_sentence_loss"]
+            parts["mlm_loss"] = share - parts[f"{name}_loss"]
         return parts
 
     def _add(self, name: str, value: Tensor) -> None:

@@ -83,7 +83,7 @@ def check(device: torch.device, inputs: dict) -> None:
 @pytest.mark.parametrize("threads", (1, 8))
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
-@pytest.mark.parametrize("length", (1, 2, 63, 65, 512, 4096))
+@pytest.mark.parametrize("length", (1, 2, 63, 65, 512, 4096, 5000))
 def test_lengths(device, length, dtype, unit, threads):
     # More rows than one thread is given at a time.
     inputs = make(max(3, 8192 // length), length, dtype, unit=unit)

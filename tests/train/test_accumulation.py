@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig, ElectraConfig, Trainer, TrainingArguments
+from transformers import (
+    AlbertConfig,
+    AlbertForPreTraining,
+    BartConfig,
+    BertConfig,
+    ElectraConfig,
+    GPT2Config,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+)
 
 from fastplm.models import (
     BertForMaskedLM,
@@ -23,6 +33,7 @@ from fastplm.testing import (
     ReversedReductions,
     check_error,
 )
+from fastplm.train.objectives import build_model
 from fastplm.train.trainer import PretrainingTrainer
 
 VOCAB, LENGTH, STEPS = 37, 12, 3
@@ -41,7 +52,7 @@ SIZES = {
 }
 
 
-def samples(pairs):
+def samples(pair_label):
     """One epoch, which is one step."""
     rows = []
     for index, (labels, tokens) in enumerate(zip(LABELS, TOKENS, strict=True)):
@@ -53,8 +64,8 @@ def samples(pairs):
             "attention_mask": seen.long(),
             "labels": torch.full((LENGTH,), -100).index_copy(0, chosen, ids[chosen]),
         }
-        if pairs:
-            row["next_sentence_label"] = torch.tensor(index % 3 % 2)
+        if pair_label:
+            row[pair_label] = torch.tensor(index % 3 % 2)
         else:
             row["sample_index"] = torch.tensor(index)
         rows.append(row)
@@ -79,13 +90,74 @@ def electra(**options):
     )
 
 
+# Classes of Transformers itself, which divide by the labels of their own batch.
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+    "d_model": 32,
+    "max_position_embeddings": LENGTH,
+    "init_std": 0.3,
+    "dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": LENGTH,
+    "initializer_range": 0.3,
+    **{f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALBERT = {
+    **SIZES,
+    "embedding_size": 16,
+    "classifier_dropout_prob": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 CASES = {
     "MLM": (lambda: bert(BertForMaskedLM), PretrainingTrainer),
     "MLM, plain Trainer": (lambda: bert(BertForMaskedLM), Trainer),
     "MLM+NSP": (lambda: bert(BertForPreTraining), PretrainingTrainer),
     "RTD": (electra, PretrainingTrainer),
     "RTD, masked tokens": (lambda: electra(objective="rtd_masked"), PretrainingTrainer),
+    "MLM+SOP": (
+        lambda: build_model("albert", "mlm+sop", AlbertConfig(**ALBERT)),
+        PretrainingTrainer,
+    ),
+    "CLM": (lambda: build_model("gpt2", "clm", GPT2Config(**GPT2)), PretrainingTrainer),
+    "spans": (lambda: build_model("t5", "spans", T5Config(**T5)), PretrainingTrainer),
+    "denoise": (lambda: build_model("bart", "denoise", BartConfig(**BART)), PretrainingTrainer),
 }
+
+
+PAIRS = {
+    BertForPreTraining: "next_sentence_label",
+    AlbertForPreTraining: "sentence_order_label",
+}
+
+
+def pair_label(model):
+    return next((label for cls, label in PAIRS.items() if isinstance(model, cls)), None)
 
 
 def unaware(cls):
@@ -114,7 +186,7 @@ def trained(tmp_path):
         make_model, trainer_cls = CASES[case]
         torch.manual_seed(0)
         model = make_model()
-        rows = samples(pairs=isinstance(model, BertForPreTraining))
+        rows = samples(pair_label(model))
         if type(model) is BertForMaskedLM:
             rows = [{k: v for k, v in row.items() if k != "sample_index"} for row in rows]
         if unaware_of_others:
@@ -186,22 +258,36 @@ def test_micro_batches_of_unequal_size_are_one_batch(trained, case):
 
 
 def pick(run, kind):
-    """The losses alone, or the parameters alone."""
-    return tuple(part if index == kind else {} for index, part in enumerate(run))
+    """The loss alone, or the parameters alone."""
+    losses, moved = run
+    return ({"loss": losses["loss"]}, {}) if kind == 0 else ({}, moved)
 
 
 @pytest.mark.parametrize("batch_size", [7, 2])
-def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(trained, batch_size):
+@pytest.mark.parametrize("case", ["MLM", "MLM+SOP", "CLM", "spans"])
+def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(trained, case, batch_size):
     """By the definition: the first step's loss from Transformers' logits on all rows at once."""
-    losses, _ = trained("MLM", batch_size, double=True)
+    losses, _ = trained(case, batch_size, double=True)
     torch.manual_seed(0)
-    model = bert(BertForMaskedLM)
-    batch = collate(samples(pairs=False))
-    model = model.double().eval()
+    model = CASES[case][0]()
+    batch = collate(samples(pair_label(model)))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if case == "spans":
+        start = torch.zeros(len(LABELS), 1, dtype=torch.int64)
+        shifted = torch.cat((start, batch["labels"][:, :-1]), 1)
+        inputs["decoder_input_ids"] = shifted.clamp(min=0)  # padding is 0, too
     with torch.no_grad():
-        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    chosen = batch["labels"] != -100
-    assert chosen.sum() == sum(LABELS)
-    log_probability = logits[chosen].log_softmax(1)
-    expected = -log_probability.gather(1, batch["labels"][chosen][:, None]).mean()
+        outputs = model.double().eval()(**inputs)
+    logits, labels = outputs[0], batch["labels"]
+    if case == "CLM":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    chosen = labels != -100
+    assert case == "CLM" or chosen.sum() == sum(LABELS)
+    expected = mean_loss(logits[chosen], labels[chosen])
+    if case == "MLM+SOP":
+        expected = expected + mean_loss(outputs.sop_logits, batch["sentence_order_label"])
     check_error("loss", losses["loss"][0].float(), expected, [expected.float()], FORWARD_FACTOR)
+
+
+def mean_loss(logits, labels):
+    return -logits.log_softmax(1).gather(1, labels[:, None]).mean()

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from fastplm._checks import ArgumentValueError
 from fastplm.models import BertForPreTraining, ElectraForJointPreTraining
+from fastplm.train.objectives import FAMILIES, build_model
 from fastplm.train.presets import PRESETS, configuration
 
 
@@ -56,6 +58,25 @@ def test_electra_sizes(arch, expected, generator):
     )
 
 
+# roberta-base, albert-base-v1, gpt2, t5-small, t5-base and facebook/bart-base as published, without
+# their heads.
+@pytest.mark.parametrize(
+    ("arch", "vocab_size", "expected"),
+    [
+        ("roberta-base", 50265, 124_645_632),
+        ("albert-base", 30000, 11_683_584),
+        ("gpt2-small", 50257, 124_439_808),
+        ("t5-small", 32128, 60_506_624),
+        ("t5-base", 32128, 222_903_552),
+        ("bart-base", 50265, 139_420_416),
+    ],
+)
+def test_sizes_of_the_others(arch, vocab_size, expected):
+    config = configuration(arch, vocab_size=vocab_size)
+    with torch.device("meta"):
+        assert parameters(transformers.AutoModel.from_config(config)) == expected
+
+
 def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():
     for joint in ({"embedding_sharing": "all"}, {"embedding_sharing": "none", "stage": 1}):
         config = configuration("electra-small", vocab_size=99, joint=joint)
@@ -65,11 +86,13 @@ def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():
 
 def test_every_preset_builds():
     for arch, preset in PRESETS.items():
-        kind = BertForPreTraining if preset.family == "bert" else ElectraForJointPreTraining
-        assert parameters(build(kind, arch)) > 0
+        config = configuration(arch, vocab_size=30522, block_size=2048)
         assert preset.hidden % preset.heads == 0
+        for objective in FAMILIES[preset.family].classes:
+            with torch.device("meta"):
+                assert parameters(build_model(preset.family, objective, config)) > 0
 
 
 def test_unknown_architecture():
     with pytest.raises(ArgumentValueError, match="bert-base"):
-        configuration("bert-huge")
+        configuration("bert-huge", vocab_size=99)

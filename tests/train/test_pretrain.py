@@ -206,9 +206,13 @@ def kill_and_resume(arguments, command, out, *, at, **options):
     return json.loads((out / "metrics.json").read_text())["history"]
 
 
-def test_killed_and_resumed_gives_the_same_curve(run, arguments, command, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{"arch": "bert-tiny"}, {"arch": "t5-tiny", "vocab_size": 200}], ids=str
+)
+def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, command, tmp_path):
     # Dropout, so that the random state has to come back too; one thread, as in the killed process.
-    options = {"steps": 40, "save_every": 10, "dropout": 0.1, "attention_dropout": 0.1}
+    dropout = {"dropout": 0.1, "attention_dropout": 0.1}
+    options = {**options, **dropout, "steps": 40, "save_every": 10}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -321,6 +325,7 @@ def run_to_its_end(words, environment):
     [
         {"arch": "bert-tiny"},
         {"arch": "electra-tiny"},
+        {"arch": "albert-tiny"},
         pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -1,0 +1,201 @@
+"""Every objective through the command, and what is said of those that an architecture lacks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+from fastplm.cli import main
+from fastplm.testing import FORWARD_FACTOR, check_error
+from fastplm.train import pretrain as module
+from fastplm.train.objectives import FAMILIES, OBJECTIVES, choose_objective, choose_unit
+from fastplm.train.presets import PRESETS
+from fastplm.train.trainer import PretrainingTrainer
+
+#: Bytes, or the letters of the text and the hundred sentinels, leave some tokens to be learned.
+VOCABULARIES = {"wordpiece": 120, "bytelevel": 300, "unigram": 200}
+
+
+@pytest.fixture(scope="session")
+def short_run(run):
+    """A run of a family's tiny model, with its kind of vocabulary."""
+
+    def short_run(out, arch, **options):
+        kind = FAMILIES[PRESETS[arch].family].tokenizer
+        return run(out, arch=arch, **{"vocab_size": VOCABULARIES[kind], **options})
+
+    return short_run
+
+
+def losses(metrics):
+    return [
+        {name: value for name, value in entry.items() if name != "tokens_per_second"}
+        for entry in metrics["history"]
+    ]
+
+
+# --- which architecture learns what ---------------------------------------------------------------
+
+
+def test_defaults():
+    usual = {family: choose_objective("", family, None) for family in FAMILIES}
+    assert usual == {
+        "bert": "mlm+nsp",
+        "roberta": "mlm",
+        "albert": "mlm+sop",
+        "electra": "rtd",
+        "gpt2": "clm",
+        "t5": "spans",
+        "bart": "denoise",
+    }
+    assert choose_unit("albert", "mlm+sop", None) == "ngram"
+    assert choose_unit("bert", "mlm", None) == "token"
+    assert choose_unit("t5", "spans", None) is None
+
+
+def test_every_preset_and_objective_is_reached():
+    assert {preset.family for preset in PRESETS.values()} == set(FAMILIES)
+    learned = {objective for family in FAMILIES.values() for objective in family.classes}
+    assert learned == set(OBJECTIVES)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUNS = [
+    ("roberta-tiny", {"unit": "word"}, "RobertaForMaskedLM"),
+    ("albert-tiny", {"optimizer": "lamb", "lr": 0.01}, "AlbertForPreTraining"),
+    ("albert-tiny", {"objective": "mlm", "unit": "word"}, "AlbertForMaskedLM"),
+    ("gpt2-tiny", {}, "GPT2LMHeadModel"),
+    ("t5-tiny", {}, "T5ForConditionalGeneration"),
+    ("bart-tiny", {}, "BartForConditionalGeneration"),
+]
+
+
+@pytest.mark.parametrize(("arch", "options", "kind"), RUNS, ids=str)
+def test_run(short_run, tmp_path, arch, options, kind):
+    out = tmp_path / "out"
+    metrics = short_run(out, arch, **options)
+    history = metrics["history"]
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert all(entry["tokens_per_second"] > 0 for entry in history)
+    recorded = json.loads((out / "run.json").read_text())
+    assert recorded["objective"] == metrics["arguments"]["objective"]
+    objective = OBJECTIVES[recorded["objective"]]
+    held_out = metrics["held_out"]
+    assert 0 < held_out[objective.token_loss] < 2 * history[0]["loss"]
+    if recorded["objective"] == "mlm+sop":
+        assert 0 <= held_out["sentence_order_accuracy"] <= 1
+        for entry in history:
+            parts = torch.tensor([entry["mlm_loss"], entry["sentence_order_loss"]]).sum()
+            gold = torch.tensor(entry["loss"]).double()
+            check_error("loss", parts, gold, [parts], FORWARD_FACTOR)
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert config["architectures"] == [kind]
+
+
+def test_held_out_loss_by_the_definition(short_run, tmp_path):
+    """Of a GPT-2, from the saved model's log-probabilities of each token but the first."""
+    metrics = short_run(tmp_path / "out", "gpt2-tiny", steps=2)
+    settings = dict(metrics["arguments"])
+    args = module.PretrainArguments(**settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    _, held_out = store.split(0.05)
+    blocks = torch.tensor(held_out.tokens.astype("int64"))
+    blocks = blocks[: len(blocks) // 32 * 32].view(-1, 32)
+    with torch.no_grad():
+        logits = model(blocks).logits[:, :-1]
+        exact = copy.deepcopy(model).double()(blocks).logits[:, :-1]
+    expected = -exact.log_softmax(-1).gather(2, blocks[:, 1:, None]).mean()
+    assert metrics["held_out"]["samples"] == len(blocks)
+    base = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
+    loss = torch.tensor(metrics["held_out"]["clm_loss"])
+    check_error("clm_loss", loss, expected, [base], FORWARD_FACTOR)
+
+
+# --- reproducibility ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["t5-tiny", "albert-tiny"])
+def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch):
+    """What samples are corrupted by: this process, two workers, or the trainer as on a GPU."""
+    options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
+    whole = short_run(tmp_path / "whole", arch, **options)
+    workers = short_run(tmp_path / "workers", arch, workers=2, **options)
+    monkeypatch.setattr(module, "corrupts_on_device", lambda: True)
+    corrupted, corrupt = [], PretrainingTrainer._corrupted
+
+    def counted(self, batch):
+        assert "labels" not in batch
+        corrupted.append(corrupt(self, batch))
+        return corrupted[-1]
+
+    monkeypatch.setattr(PretrainingTrainer, "_corrupted", counted)
+    device = short_run(tmp_path / "device", arch, workers=2, **options)
+    assert len(corrupted) == 8
+    assert losses(workers) == losses(device) == losses(whole)
+    assert workers["held_out"] == device["held_out"] == whole["held_out"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"), [("bart-tiny", {}), ("albert-tiny", {"optimizer": "lamb"})], ids=str
+)
+def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options):
+    out = tmp_path / "out"
+    whole = short_run(out, arch, save_every=3, **options)
+    shutil.rmtree(out / "checkpoint-6")
+    assert losses(short_run(out, arch, save_every=3, resume=True, **options)) == losses(whole)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"arch": "bert-tiny", "objective": "rtd"}, ["rtd with bert-tiny", "mlm+nsp or mlm"]),
+        ({"arch": "electra-tiny", "no_nsp": True}, ["mlm with electra-tiny", "rtd"]),
+        ({"arch": "t5-tiny", "objective": "denoise"}, ["denoise with t5-tiny", "spans"]),
+        ({"arch": "t5-tiny", "unit": "word"}, ["word with objective spans"]),
+        ({"arch": "t5-tiny", "attention_dropout": 0.3}, ["attention_dropout", "one rate"]),
+        ({"arch": "bert-tiny", "objective": "nsp"}, ["objective", "mlm+nsp"]),
+        ({"arch": "bert-tiny", "objective": "mlm", "no_nsp": True}, ["no-nsp", "not allowed"]),
+        ({"arch": "albert-tiny", "unit": "letter"}, ["unit", "ngram"]),
+        ({"arch": "albert-tiny", "optimizer": "sgd"}, ["optimizer", "lamb"]),
+        ({"arch": "bart-tiny", "vocab_size": 99}, ["vocab_size", "got 99"]),
+    ],
+    ids=str,
+)
+def test_bad_options(arguments, tmp_path, capsys, options, words):
+    try:
+        code = main(arguments(tmp_path / "out", **options))
+    except SystemExit as exit:  # what argparse raises
+        code = exit.code
+    shown = capsys.readouterr()
+    assert code == 2 and shown.out == ""
+    line = shown.err.rstrip("\n")
+    assert "\n" not in line and "Traceback" not in line and line.startswith("fastplm")
+    for word in words:
+        assert word in line
+
+
+def test_a_tokenizer_without_what_an_objective_needs(arguments, bert, tmp_path, capsys):
+    options = {"arch": "t5-tiny", "vocab_size": None, "tokenizer": bert / "tokenizer"}
+    assert main(arguments(tmp_path / "out", **options)) == 2
+    assert "without a eos_token" in capsys.readouterr().err
+
+
+def test_resume_with_another_objective(short_run, arguments, tmp_path, capsys):
+    out = tmp_path / "out"
+    short_run(out, "albert-tiny", steps=2)
+    for name, value in (("objective", "mlm"), ("unit", "token"), ("optimizer", "lamb")):
+        options = {"arch": "albert-tiny", "steps": 2, "resume": True, name: value}
+        assert main(arguments(out, **options)) == 2
+        assert f"`{name}` got {value}" in capsys.readouterr().err
