@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "compact.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -123,15 +124,11 @@ FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall
     bounds[0] = 0;
     bounds[parts] = static_cast<uint32_t>(size);
   }
-  uint32_t part = 1;
-  for (int64_t first = 0; first < boundaries; first += group.size()) {
-    const int64_t boundary = first + group.rank();
-    const uint32_t is_cut = boundary < boundaries && cuts.has(order(boundary));
-    uint32_t total;
-    const uint32_t before = group.exclusive_sum(is_cut, &total);
-    if (is_cut) bounds[part + before] = static_cast<uint32_t>(boundary + 1);
-    part += total;
-  }
+  for_each_flagged(
+      group, boundaries, [&](int64_t boundary) { return cuts.has(order(boundary)); },
+      [&](int64_t boundary, int64_t rank) {
+        bounds[1 + rank] = static_cast<uint32_t>(boundary + 1);
+      });
 }
 
 // Some threads share a run, so that a GPU reads and writes neighbours together.

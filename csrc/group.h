@@ -1,6 +1,7 @@
 // The group: whoever works on one row, one thread on the CPU and a thread block on the GPU. A row
 // algorithm is written once, as a template over it; a group offers
 //   rank(), size()             which thread of the group this is, and of how many
+//   kAlone                     whether it is a single thread
 //   kLanes                     neighbours that a thread does best at a time, for vector units
 //   sync()                     barrier; what was written before it is seen after it
 //   add(counter, x)            adds to a shared counter; integers, so any order gives one result
@@ -34,6 +35,7 @@
 namespace fastplm {
 
 struct OneThread {
+  static constexpr bool kAlone = true;
   // Fewer, and GCC unrolls the loop over them before it looks for vectors, and finds none.
   static constexpr int kLanes = 32;
   int rank() const { return 0; }

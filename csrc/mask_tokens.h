@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "compact.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -244,23 +245,19 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
   const int64_t length = call.rows.length(row);
   const Id* ids = call.input_ids + begin;
   Id* out = call.output_ids + begin;
-  int64_t slot_of_tile = first_slot;
-  for (int64_t first = 0; first < length; first += group.size()) {
-    const int64_t i = first + group.rank();
-    const uint32_t taken = i < length && chosen[i];
-    uint32_t total;
-    const int64_t slot = slot_of_tile + group.exclusive_sum(taken, &total);
-    if (taken && slot < call.slots) {
-      call.positions[slot] = begin + i;
-      call.labels[slot] = ids[i];
-    }
-    if (i < length) out[i] = ids[i];
-    slot_of_tile += total;
-  }
+  for (int64_t i = group.rank(); i < length; i += group.size()) out[i] = ids[i];
+  const int64_t count = for_each_flagged(
+      group, length, [&](int64_t i) { return chosen[i]; },
+      [&](int64_t i, int64_t rank) {
+        const int64_t slot = first_slot + rank;
+        if (slot >= call.slots) return;
+        call.positions[slot] = begin + i;
+        call.labels[slot] = ids[i];
+      });
   group.sync();
 
   constexpr int kLanes = Group::kLanes;
-  const int64_t last_slot = slot_of_tile < call.slots ? slot_of_tile : call.slots;
+  const int64_t last_slot = first_slot + count < call.slots ? first_slot + count : call.slots;
   const uint64_t seed = static_cast<uint64_t>(*call.seed);
   const uint64_t sample = call.rows.sample(row);
   for (int64_t slot = first_slot + int64_t{group.rank()} * kLanes; slot < last_slot;

@@ -14,6 +14,7 @@ constexpr int kBlocks = 4;
 
 class ThreadBlock {
  public:
+  static constexpr bool kAlone = false;
   static constexpr int kLanes = 1;
   __device__ explicit ThreadBlock(uint64_t* warp_values) : warp_values_(warp_values) {}
   __device__ int rank() const { return threadIdx.x; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,6 +53,7 @@ class Collator:
         "special_tokens_mask",
     )
     _epoch: int = field(default=0, init=False, repr=False)
+    _dropped: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _constants: dict[torch.device, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -81,6 +83,26 @@ class Collator:
             kept = self._constants[torch.device("cpu")]
             self._constants[device] = {name: value.to(device) for name, value in kept.items()}
         return self._constants[device]
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens found no room since the collator was made; reading it waits for a GPU.
+
+        A DataLoader's workers count in copies of their own; there, and on any CPU, a warning says
+        it the first time.
+        """
+        return sum(int(count) for count in self._dropped.values())
+
+    def count_dropped(self, dropped: Tensor, fix: str) -> None:
+        """Add what an op has dropped, a 0-d tensor: never silently, and without a wait on a GPU."""
+        before = self._dropped.get(dropped.device)
+        if dropped.device.type == "cpu" and dropped > 0 and not before:
+            warnings.warn(
+                f"{type(self).__name__}: {int(dropped)} tokens of this batch found no room and "
+                f"were dropped. {fix} `collator.dropped` counts them.",
+                stacklevel=3,
+            )
+        self._dropped[dropped.device] = dropped if before is None else before + dropped
 
     def content(self, input_ids: Any) -> Any:
         """The part of a sample's tokens that goes into the batch: all, unless a subclass cuts."""

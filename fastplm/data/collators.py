@@ -40,6 +40,9 @@ class DataCollatorForMaskedTokens(Collator):
 
     Raises:
         ArgumentValueError: a sample is longer than ``block_size``, or a setting is of no use.
+
+    Warns:
+        UserWarning: more tokens should have been chosen than ``max_predictions``; see ``dropped``.
     """
 
     mlm_probability: float = 0.15
@@ -87,6 +90,7 @@ class DataCollatorForMaskedTokens(Collator):
             seed=self.seed,
             step=self._epoch,
         )
+        self.count_dropped(masked.dropped, "Raise max_predictions.")
         batch["input_ids"] = masked.input_ids.view(input_ids.shape)
         batch["labels"] = scatter_labels(input_ids, masked.positions, masked.labels)
         batch["masked_positions"] = masked.positions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,8 +52,7 @@ class DataCollatorForDenoising(Collator):
         UnsupportedError: ``packed=True``.
 
     Warns:
-        UserWarning: tokens were cut, as inserted masks made a row longer than T; on the CPU alone,
-            as a GPU would have to be waited for.
+        UserWarning: tokens were cut, as inserted masks made a row longer than T; see ``dropped``.
 
     Source: Lewis et al. 2020 (arXiv 1910.13461), §2.2 and §5.1.
     """
@@ -138,12 +136,7 @@ class DataCollatorForDenoising(Collator):
             seed=self.seed,
             step=self._epoch,
         )
-        if text.device.type == "cpu" and noised.dropped > 0:
-            warnings.warn(
-                f"{type(self).__name__}: {int(noised.dropped)} noised tokens found no room in rows "
-                f"of {noised.input_ids.shape[1]} and were cut. Shorten the samples.",
-                stacklevel=2,
-            )
+        self.count_dropped(noised.dropped, "Shorten the samples.")
         column = torch.arange(noised.input_ids.shape[1], device=text.device)
         return batch | {
             "input_ids": noised.input_ids,

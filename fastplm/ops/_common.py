@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fastplm._checks import check, check_choice, check_same_device, check_tensor
@@ -10,6 +14,26 @@ from fastplm._checks import check, check_choice, check_same_device, check_tensor
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if its last stride is not 1: the one layout that kernels ask for."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of settings, which is called once for each: for checks and for what follows.
+
+    Between two steps of a training nothing else runs as cold as Python does, and settings hardly
+    ever change. What is compiled calls the function itself, as does a setting without a hash.
+    """
+    cached = functools.lru_cache(maxsize=256, typed=True)(function)
+
+    @functools.wraps(function)
+    def call(*settings: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*settings)
+        try:
+            return cached(*settings)
+        except TypeError:
+            return function(*settings)
+
+    return call
 
 
 def check_reduction(

@@ -16,6 +16,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op
+from fastplm.ops._common import remembered
 from fastplm.ops._rows import (
     check_cu_seqlens,
     check_int,
@@ -112,10 +113,7 @@ def corrupt_spans(
     check_tensor(_WHERE, "sentinel_ids", sentinel_ids, ndim=1)
     _check_rows(input_ids, lengths, cu_seqlens, max_seqlen)
     _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
-    _check_shares(_WHERE, noise_density, mean_span_length)
-    if eos_token_id is not None:
-        check_int(_WHERE, "eos_token_id", eos_token_id, 0, 2**31, "Pass tokenizer.eos_token_id.")
-    check_int(_WHERE, "pad_token_id", pad_token_id, 0, 2**31, "Pass tokenizer.pad_token_id.")
+    settings = _settings(noise_density, mean_span_length, eos_token_id, pad_token_id)
     check_step(_WHERE, step)
     check_seed(_WHERE, input_ids, seed)
     return CorruptedSpans(
@@ -128,9 +126,7 @@ def corrupt_spans(
             seed_tensor(seed, input_ids.device),
             step,
             input_ids.shape[1] if max_seqlen is None else max_seqlen,
-            *fixed_point_scales(noise_density, mean_span_length),
-            -1 if eos_token_id is None else eos_token_id,
-            pad_token_id,
+            *settings,
             OP.resolve(input_ids),
         )
     )
@@ -264,6 +260,19 @@ def _check_tensors(
         "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.",
     )
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+
+
+@remembered
+def _settings(
+    noise_density: float, mean_span_length: float, eos_token_id: int | None, pad_token_id: int
+) -> tuple[int, ...]:
+    """Checks them; the operator's arguments that follow, in their order."""
+    _check_shares(_WHERE, noise_density, mean_span_length)
+    if eos_token_id is not None:
+        check_int(_WHERE, "eos_token_id", eos_token_id, 0, 2**31, "Pass tokenizer.eos_token_id.")
+    check_int(_WHERE, "pad_token_id", pad_token_id, 0, 2**31, "Pass tokenizer.pad_token_id.")
+    scales = fixed_point_scales(noise_density, mean_span_length)
+    return (*scales, -1 if eos_token_id is None else eos_token_id, pad_token_id)
 
 
 def _check_shares(where: str, noise_density: float, mean_span_length: float) -> None:

@@ -18,6 +18,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op
+from fastplm.ops._common import remembered
 from fastplm.ops._rows import (
     check_cu_seqlens,
     check_int,
@@ -130,20 +131,23 @@ def mask_tokens(
     _check_tensors(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index)
     if cu_seqlens is not None:
         check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
-    _check_numbers(vocab_size, mask_token_id, max_predictions, special_ids, step)
-    _check_probabilities(mlm_probability, mask_replace_prob, random_replace_prob)
-    _check_unit(unit, word_ids, max_ngram)
-    check_choice(_WHERE, "sampling", sampling, _SAMPLINGS)
     check_seed(_WHERE, input_ids, seed)
-    plan = mask_plan(
+    check_step(_WHERE, step)
+    settings = _settings(
         input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         input_ids.shape[1] if cu_seqlens is None else None,
         input_ids.numel(),
-        mlm_probability=mlm_probability,
-        mask_replace_prob=mask_replace_prob,
-        random_replace_prob=random_replace_prob,
-        max_predictions=max_predictions,
-        sampling=sampling,
+        0 if special_ids is None else special_ids.shape[0],
+        word_ids is not None,
+        vocab_size,
+        mask_token_id,
+        mlm_probability,
+        mask_replace_prob,
+        random_replace_prob,
+        max_predictions,
+        sampling,
+        unit,
+        max_ngram,
     )
     return MaskedTokens(
         *torch.ops.fastplm.mask_tokens(
@@ -155,10 +159,7 @@ def mask_tokens(
             sample_index,
             seed_tensor(seed, input_ids.device),
             step,
-            *plan,
-            mask_token_id,
-            vocab_size,
-            UNITS.get(unit, max_ngram),
+            *settings,
             OP.resolve(input_ids),
         )
     )
@@ -190,13 +191,48 @@ def _check_tensors(
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
 
 
-def _check_unit(unit: str, word_ids: torch.Tensor | None, max_ngram: int) -> None:
+@remembered
+def _settings(
+    rows: int,
+    length: int | None,
+    tokens: int,
+    special_count: int,
+    has_words: bool,
+    vocab_size: int,
+    mask_token_id: int,
+    mlm_probability: float,
+    mask_replace_prob: float,
+    random_replace_prob: float,
+    max_predictions: int | None,
+    sampling: str,
+    unit: str,
+    max_ngram: int,
+) -> tuple[int, ...]:
+    """Checks what is no tensor; the operator's arguments that follow from it, in their order."""
+    _check_numbers(vocab_size, mask_token_id, max_predictions, special_count)
+    _check_probabilities(mlm_probability, mask_replace_prob, random_replace_prob)
+    _check_unit(unit, has_words, max_ngram)
+    check_choice(_WHERE, "sampling", sampling, _SAMPLINGS)
+    plan = mask_plan(
+        rows,
+        length,
+        tokens,
+        mlm_probability=mlm_probability,
+        mask_replace_prob=mask_replace_prob,
+        random_replace_prob=random_replace_prob,
+        max_predictions=max_predictions,
+        sampling=sampling,
+    )
+    return (*plan, mask_token_id, vocab_size, UNITS.get(unit, max_ngram))
+
+
+def _check_unit(unit: str, has_words: bool, max_ngram: int) -> None:
     check_choice(_WHERE, "unit", unit, _UNITS)
     check(
-        (word_ids is None) == (unit == "token"),
+        has_words == (unit != "token"),
         _WHERE,
         "word_ids",
-        "none" if word_ids is None else "a tensor",
+        "a tensor" if has_words else "none",
         f"{'none' if unit == 'token' else 'a tensor'} with unit={unit!r}",
         "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
     )
@@ -208,8 +244,7 @@ def _check_numbers(
     vocab_size: int,
     mask_token_id: int,
     max_predictions: int | None,
-    special_ids: torch.Tensor | None,
-    step: int,
+    special_count: int,
 ) -> None:
     check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, "Pass the length of the tokenizer.")
     check_int(
@@ -220,16 +255,14 @@ def _check_numbers(
         vocab_size,
         "Pass tokenizer.mask_token_id and its length.",
     )
-    if special_ids is not None:
-        check(
-            special_ids.shape[0] < vocab_size,
-            _WHERE,
-            "special_ids",
-            f"{special_ids.shape[0]} of {vocab_size} ids",
-            "fewer than the vocabulary has, or there is no random id to draw",
-            "Pass the ids of the special tokens alone.",
-        )
-    check_step(_WHERE, step)
+    check(
+        special_count < vocab_size,
+        _WHERE,
+        "special_ids",
+        f"{special_count} of {vocab_size} ids",
+        "fewer than the vocabulary has, or there is no random id to draw",
+        "Pass the ids of the special tokens alone.",
+    )
     if max_predictions is not None:
         check_int(
             _WHERE, "max_predictions", max_predictions, 1, 2**31, "Leave it out for the default."

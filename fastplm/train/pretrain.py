@@ -552,6 +552,10 @@ def _finish(
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,
         "train_seconds": trainer.train_seconds,
+        # Of the first process; workers keep their count to themselves, but for a warning.
+        "dropped_tokens": None
+        if args.workers > 0 and not corrupts_on_device()
+        else collator.dropped,
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),
     }

@@ -41,6 +41,7 @@ class Barrier {
 };
 
 struct Threads {
+  static constexpr bool kAlone = false;
   static constexpr int kLanes = 1;
   int rank_;
   int size_;

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -207,6 +209,20 @@ def test_an_epoch_has_masks_of_its_own(blocks, tokenizer):
     assert not torch.equal(collator(samples)["labels"], first["labels"])
     collator.set_epoch(0)
     assert_same_batch(collator(samples), first)
+
+
+def test_what_finds_no_room_is_counted_and_said_once(blocks, tokenizer):
+    samples = [blocks[i] for i in range(3)]
+    collator = DataCollatorForMaskedTokens(tokenizer, max_predictions=3)
+    free = DataCollatorForMaskedTokens(tokenizer)
+    wanted = int((free(samples)["labels"] != -100).sum())
+    with pytest.warns(UserWarning, match="max_predictions"):
+        collator(samples)
+    assert free.dropped == 0 and collator.dropped == wanted - 9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collator(samples)
+    assert collator.dropped == 2 * (wanted - 9)
 
 
 def test_special_tokens_mask(tokenizer):
