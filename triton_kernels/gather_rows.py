@@ -3,9 +3,12 @@
     out[p] = input[positions[p]]                   0 where the position is not in [0, N)
     grad_input[n] = sum of grad_out[p] over the slots p with positions[p] = n, in ascending p
 
-The backward turns the scatter into a gather: a stable sort of the positions puts the slots of each
-row side by side in ascending order, so that one program owns each tile of rows, adds up its slots
-and writes every row once. No atomics, no zero fill, and the bits repeat.
+The backward turns the scatter into a gather: a first kernel notes the first and the last slot of
+each row (a maximum of integers, so that the order of its atomics changes nothing), then one program
+owns each tile of rows, adds up the slots from the first to the last that are its row's, and writes
+every row once. Where positions ascend, as masked ones do, no other slot lies between; a row whose
+slots are far apart looks at all those in between. No sort, no zero fill of the gradient, and the
+bits repeat.
 
 Legend: N rows · P slots · E row width
 """
@@ -24,6 +27,8 @@ from fastplm.triton_kernels._launch import launch
 # Not measured on a device yet.
 _TILE = 4096
 _MAX_BLOCK_E = 256
+# Slots that a program looks at to find the ends of rows.
+_BLOCK_P = 512
 
 
 def _blocks(width: int) -> tuple[int, int]:
@@ -65,14 +70,36 @@ def _gather_rows_fwd_kernel(
 
 
 @triton.jit
+def _gather_rows_ends_kernel(
+    # pointers
+    positions_ptr,
+    ends_ptr,
+    # sizes
+    num_rows,
+    num_slots,
+    # constexprs
+    BLOCK_P: tl.constexpr,
+):
+    offs_p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    row = tl.load(positions_ptr + offs_p, mask=offs_p < num_slots, other=-1)  # [BLOCK_P] int64
+    used = (row >= 0) & (row < num_rows)
+    # Counted from the end, the first slot is a maximum too: one value means "none" for both.
+    slot = offs_p.to(ends_ptr.dtype.element_ty)
+    from_end = (num_slots - 1 - offs_p).to(ends_ptr.dtype.element_ty)
+    tl.atomic_max(ends_ptr + row, from_end, mask=used)
+    tl.atomic_max(ends_ptr + num_rows + row, slot, mask=used)
+
+
+@triton.jit
 def _gather_rows_bwd_kernel(
     # pointers
     dout_ptr,
-    order_ptr,
-    starts_ptr,
+    positions_ptr,
+    ends_ptr,
     dinput_ptr,
     # sizes
     num_rows,
+    num_slots,
     # strides
     stride_dop,
     # constexprs
@@ -87,13 +114,16 @@ def _gather_rows_bwd_kernel(
     mask_n = offs_n < num_rows
     mask_e = offs_e < WIDTH
 
-    # Row n owns the sorted slots starts[n] … starts[n + 1] - 1.
-    start = tl.load(starts_ptr + offs_n, mask=mask_n, other=0)  # [BLOCK_N]
-    end = tl.load(starts_ptr + offs_n + 1, mask=mask_n, other=0)
+    # A row with no slot has its last one, -1, before its first one.
+    from_end = tl.load(ends_ptr + offs_n, mask=mask_n, other=-1).to(tl.int64)  # [BLOCK_N]
+    first = num_slots - 1 - from_end
+    last = tl.load(ends_ptr + num_rows + offs_n, mask=mask_n, other=-1).to(tl.int64)
     acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    for i in range(0, tl.max(end - start, 0)):
-        owned = start + i < end
-        slot = tl.load(order_ptr + start + i, mask=owned, other=0)  # [BLOCK_N] int64
+    for i in range(0, tl.max(last - first + 1, 0)):
+        slot = first + i
+        between = (i > 0) & (slot < last)
+        row = tl.load(positions_ptr + slot, mask=between, other=-1)
+        owned = (slot <= last) & (~between | (row == offs_n))
         ptrs = dout_ptr + slot[:, None] * stride_dop + offs_e[None, :]
         g = tl.load(ptrs, mask=owned[:, None] & mask_e[None, :], other=0.0)  # [BLOCK_N, BLOCK_E]
         acc += g.to(tl.float32)
@@ -129,19 +159,31 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     """Launch the backward: [N, E] of ``rows`` rows."""
     width = grad_out.shape[1]
     grad_input = grad_out.new_empty(rows, width)
-    ascending, order = torch.sort(positions, stable=True)
-    bounds = torch.arange(rows + 1, device=positions.device)
-    starts = torch.searchsorted(ascending, bounds)
+    slots = positions.shape[0]
+    index = torch.int32 if slots < 2**31 else torch.int64
+    ends = torch.full((2, rows), -1, dtype=index, device=positions.device)
+    launch(
+        _gather_rows_ends_kernel,
+        (triton.cdiv(slots, _BLOCK_P),),
+        grad_out.device,
+        positions_ptr=positions,
+        ends_ptr=ends,
+        num_rows=rows,
+        num_slots=slots,
+        BLOCK_P=_BLOCK_P,
+        num_warps=4,
+    )
     block_n, block_e = _blocks(width)
     launch(
         _gather_rows_bwd_kernel,
         (triton.cdiv(rows, block_n) * triton.cdiv(width, block_e),),
         grad_out.device,
         dout_ptr=grad_out,
-        order_ptr=order,
-        starts_ptr=starts,
+        positions_ptr=positions,
+        ends_ptr=ends,
         dinput_ptr=grad_input,
         num_rows=rows,
+        num_slots=slots,
         stride_dop=grad_out.stride(0),
         WIDTH=width,
         BLOCK_N=block_n,

@@ -41,7 +41,12 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         is rounded once.
 
     Determinism:
-        Forward and backward repeat bit for bit on all backends but "eager"; no atomics.
+        Forward and backward repeat bit for bit on all backends but "eager". The only atomics are
+        maxima of integers, whose order does not matter.
+
+    Cost:
+        Made for positions that ascend, as masked ones do. On "triton" the gradient of a row that is
+        named by several slots looks at all slots between its first and its last.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or positions that do not fit.
