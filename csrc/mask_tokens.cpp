@@ -16,7 +16,7 @@ using Buffer = std::unique_ptr<T[]>;
 template <typename Id>
 struct Chosen {
   const MaskTokensCall<Id>& call;
-  Buffer<uint8_t> tokens;          // [tokens] 1 where chosen
+  Buffer<uint8_t> tokens;           // [tokens] 1 where chosen
   std::vector<int64_t> first_slot;  // [rows + 1]
   std::vector<int64_t> dropped;     // [rows]
 };
@@ -72,9 +72,9 @@ struct MaskTokensCpu {
         std::accumulate(chosen.dropped.begin(), chosen.dropped.end(), total - count);
     std::fill(call.positions + count, call.positions + call.slots, kUnusedPosition);
     std::fill(call.labels + count, call.labels + call.slots, kUnusedLabel);
-    // Packed rows may end before the tensor does.
-    const int64_t end = rows.count == 0 ? 0 : rows.begin(rows.count - 1) + rows.length(rows.count - 1);
-    std::copy(call.input_ids + end, call.input_ids + rows.tokens, call.output_ids + end);
+    if (rows.count == 0) {
+      std::copy(call.input_ids, call.input_ids + rows.tokens, call.output_ids);
+    }
   }
 };
 

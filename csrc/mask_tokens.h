@@ -102,7 +102,7 @@ FASTPLM_HD void find_candidates(Group& group, const MaskTokensCall<Id>& call, in
     chosen[i] = maskable == nullptr || maskable[i];
   }
   for (int64_t special = 0; special < call.special_count; ++special) {
-    const Id id = static_cast<Id>(call.special_ids[special]);
+    const int64_t id = call.special_ids[special];
     for (int64_t i = group.rank(); i < length; i += group.size()) chosen[i] &= ids[i] != id;
   }
 }
@@ -153,8 +153,7 @@ FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t
 }
 
 // Chooses units of a row in the order of their keys, each that still fits in the quota, and marks
-// their tokens in memory.chosen. Returns their number; *dropped says how many more the capacity
-// forbade.
+// their tokens in memory.chosen. Returns their number; *dropped says how many more were asked for.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTokensCall<Id>& call,
@@ -217,7 +216,8 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
     uint64_t first = kNone;
     for (int64_t i = group.rank(); i < length; i += group.size()) {
       const uint64_t order = order_of(keys[i], i);
-      if (sizes[i] != 0 && sizes[i] <= left && order < first) first = order;
+      const bool wanted_too = call.chosen_below < 0 || keys[i] < call.chosen_below;
+      if (wanted_too && sizes[i] != 0 && sizes[i] <= left && order < first) first = order;
     }
     first = group.minimum(first);
     if (first == kNone) break;
@@ -232,7 +232,24 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
     group.sync();
   }
   group.sync();
-  return quota - static_cast<int64_t>(left);
+  const int64_t count = quota - static_cast<int64_t>(left);
+  if (call.chosen_below >= 0) *dropped = wanted - count;
+  return count;
+}
+
+// The tokens before the first of the packed rows and behind the last are in none, and stay.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Id>
+FASTPLM_HD void copy_spare(Group& group, const MaskTokensCall<Id>& call, int64_t row) {
+  const int64_t first = row == 0 ? call.rows.begin(row) : 0;
+  for (int64_t i = group.rank(); i < first; i += group.size()) {
+    call.output_ids[i] = call.input_ids[i];
+  }
+  if (row != call.rows.count - 1) return;
+  const int64_t end = call.rows.begin(row) + call.rows.length(row);
+  for (int64_t i = end + group.rank(); i < call.rows.tokens; i += group.size()) {
+    call.output_ids[i] = call.input_ids[i];
+  }
 }
 
 // Writes what was chosen in a row: its positions and labels from slot `first_slot` on, and the
@@ -246,6 +263,7 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
   const Id* ids = call.input_ids + begin;
   Id* out = call.output_ids + begin;
   for (int64_t i = group.rank(); i < length; i += group.size()) out[i] = ids[i];
+  copy_spare(group, call, row);
   const int64_t count = for_each_flagged(
       group, length, [&](int64_t i) { return chosen[i]; },
       [&](int64_t i, int64_t rank) {
@@ -265,7 +283,9 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
     const int64_t lanes = last_slot - slot < kLanes ? last_slot - slot : kLanes;
     uint32_t places[kLanes] = {};
     for (int64_t lane = 0; lane < lanes; ++lane) {
-      places[lane] = static_cast<uint32_t>(call.positions[slot + lane] - begin);
+      // Where rows overlap, as boundaries that fall make them, another row may have written it.
+      const int64_t place = call.positions[slot + lane] - begin;
+      places[lane] = place < 0 || place >= length ? 0 : static_cast<uint32_t>(place);
     }
     const auto words =
         draw_lanes<kLanes>(seed, Stream::kMaskReplace, sample, places, call.step);

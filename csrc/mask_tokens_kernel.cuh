@@ -83,13 +83,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   write_row(block, call, row, static_cast<int64_t>(first_slot),
             memory.chosen + call.rows.begin(row));
-  if (row == call.rows.count - 1) {
-    // Packed rows may end before the tensor does.
-    for (int64_t i = call.rows.begin(row) + call.rows.length(row) + block.rank();
-         i < call.rows.tokens; i += block.size()) {
-      call.output_ids[i] = call.input_ids[i];
-    }
-  }
 }
 
 }  // namespace fastplm

@@ -76,7 +76,8 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     }
     group.sync();
     prefix = {prefix.bound << kDigitBits | scratch.digit, shift, scratch.below};
-  } while (prefix.weight < budget && scratch.bin >> 32 > 1);
+    // The last condition is for items that change meanwhile, as those of rows that overlap.
+  } while (prefix.weight < budget && scratch.bin >> 32 > 1 && prefix.shift > 0);
   return prefix;
 }
 

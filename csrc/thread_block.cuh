@@ -8,7 +8,7 @@ namespace fastplm {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-// Asking for no more than these blocks on a multiprocessor leaves 64 registers a thread; left to
+// So many blocks shall fit on a multiprocessor, which leaves each thread 64 registers; left to
 // itself, ptxas spills on sm_100.
 constexpr int kBlocks = 4;
 

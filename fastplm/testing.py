@@ -296,6 +296,19 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # --- memory ---------------------------------------------------------------------------------------
 
 
+def p_value(statistic: torch.Tensor, degrees: int) -> float:
+    """The probability of a chi-square this large or larger, by chance alone."""
+    half = torch.tensor(degrees / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half, statistic.double().cpu() / 2).item()
+
+
+def chi_square(observed: Any, probability: Any) -> float:
+    """The probability of counts [n] at least this far from their distribution [n], by chance."""
+    observed = torch.as_tensor(observed, dtype=torch.float64)
+    expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
+    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
+
+
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """The most memory that PyTorch holds at once for ``function``, beyond what it held before."""
     if device.type == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastplm._checks import (
@@ -14,16 +16,89 @@ from fastplm._checks import (
     message,
 )
 
+#: Counters of different draws of a row are at least so far apart.
+_MOST_TOKENS = 2**29
+
+
+def check_rows(
+    where: str,
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """The rows are padded ones, perhaps with lengths, or packed ones with all that these need."""
+    fix = "Pass it with `cu_seqlens` alone: it fixes the width of what comes out of packed rows."
+    if cu_seqlens is None:
+        check(max_seqlen is None, where, "max_seqlen", max_seqlen, "None for padded rows", fix)
+        if lengths is not None:
+            check_lengths(where, lengths, input_ids)
+        return
+    boundaries = "`cu_seqlens` says how long packed rows are."
+    check(lengths is None, where, "lengths", "a tensor", "None for packed rows", boundaries)
+    most: Any = max_seqlen
+    check_int(where, "max_seqlen", most, 0, _MOST_TOKENS, fix)
+    check_cu_seqlens(where, cu_seqlens, input_ids)
+    if has_values(cu_seqlens) and cu_seqlens.shape[0] > 1:
+        longest = int(cu_seqlens.diff().max())
+        expected = f"at least {longest}, the longest row of `cu_seqlens`"
+        check(longest <= most, where, "max_seqlen", most, expected, "Raise it, or cut the row.")
+
+
+def check_row_length(where: str, input_ids: torch.Tensor) -> None:
+    """Short enough for the counters of random draws."""
+    length = input_ids.shape[-1]
+    if length >= _MOST_TOKENS:  # spelled out only then: a size in words is no symbol any more
+        expected = f"fewer than {_MOST_TOKENS}"
+        check(False, where, "input_ids", f"rows of {length} tokens", expected, "Cut them.")
+
+
+def check_token_ids(
+    where: str,
+    argument: str,
+    ids: torch.Tensor | None,
+    input_ids: torch.Tensor,
+    vocab_size: int | None = None,
+) -> None:
+    """A set of token ids: its form, and on the CPU its values."""
+    if ids is None:
+        return
+    check_tensor(where, argument, ids, ndim=1)
+    check_dtype(where, argument, ids, (torch.int64,))
+    check_same_device(where, **{"input_ids": input_ids, argument: ids})
+    if not has_values(ids):
+        return
+    rises = bool((ids[1:] > ids[:-1]).all())
+    expected, fix = "each id once, ascending", "Pass torch.unique(ids)."
+    check(rises, where, argument, "ids that do not rise", expected, fix)
+    if vocab_size is None or ids.shape[0] == 0:
+        return
+    low, high = int(ids[0]), int(ids[-1])
+    expected = f"ids from 0 to {vocab_size - 1}"
+    fix = "Pass the length of the tokenizer as vocab_size."
+    check(low >= 0 and high < vocab_size, where, argument, low if low < 0 else high, expected, fix)
+
 
 def check_cu_seqlens(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tensor) -> None:
     """Boundaries of packed rows: their form, and on the CPU their values."""
+    check_boundaries(where, cu_seqlens, input_ids)
+    check_boundary_values(where, cu_seqlens, input_ids)
+
+
+def check_boundaries(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """The form of ``cu_seqlens``."""
     check_tensor(where, "cu_seqlens", cu_seqlens, ndim=1)
     check_dtype(where, "cu_seqlens", cu_seqlens, (torch.int32,), "Convert it with .int().")
     check_same_device(where, input_ids=input_ids, cu_seqlens=cu_seqlens)
     fix = "Pass the first places of all rows and the end of the last, [0, …]."
     check(cu_seqlens.shape[0] > 0, where, "cu_seqlens", "no element", "B + 1 of them", fix)
+
+
+def check_boundary_values(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """The values of ``cu_seqlens``, where looking at them is free."""
     if not has_values(cu_seqlens):
         return
+    fix = "Pass the first places of all rows and the end of the last, [0, …]."
     tokens = input_ids.shape[0]
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     expected = f"values that rise from 0 to at most the {tokens} tokens"

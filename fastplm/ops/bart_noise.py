@@ -8,22 +8,16 @@ import torch
 
 from fastplm import _extension
 from fastplm._backends import accepts_all, needs_cpu
-from fastplm._checks import (
-    INTEGER,
-    check,
-    check_dtype,
-    check_same_device,
-    check_tensor,
-)
+from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm._registry import Op
 from fastplm.ops._rows import (
-    check_cu_seqlens,
     check_int,
-    check_lengths,
+    check_row_length,
+    check_rows,
     check_sample_index,
     check_seed,
     check_step,
-    has_values,
+    check_token_ids,
     seed_tensor,
 )
 from fastplm.reference.bart_noise import (
@@ -134,12 +128,21 @@ def bart_noise(
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
     check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
-    _check_rows(input_ids, lengths, cu_seqlens, max_seqlen)
+    check_rows(_WHERE, input_ids, lengths, cu_seqlens, max_seqlen)
+    check_row_length(_WHERE, input_ids)
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
-    specials = _check_ids(input_ids, "special_ids", special_ids)
-    _check_ids(input_ids, "sentence_end_ids", sentence_end_ids)
     fix = "Pass the length of the tokenizer."
-    check_int(_WHERE, "vocab_size", vocab_size, specials + 1, 2**31, fix)
+    check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, fix)
+    check_token_ids(_WHERE, "special_ids", special_ids, input_ids, vocab_size)
+    check_token_ids(_WHERE, "sentence_end_ids", sentence_end_ids, input_ids)
+    check(
+        special_ids is None or special_ids.shape[0] < vocab_size,
+        _WHERE,
+        "special_ids",
+        f"all {vocab_size} ids",
+        "fewer than the vocabulary has, or there is no random id to draw",
+        "Pass the ids of the special tokens alone.",
+    )
     tokens = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
     if bos_token_id is not None:
         tokens["bos_token_id"] = bos_token_id
@@ -185,45 +188,6 @@ def bart_noise(
             OP.resolve(input_ids),
         )
     )
-
-
-def _check_rows(
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-) -> None:
-    """The rows are padded ones, perhaps with lengths, or packed ones with all that these need."""
-    if cu_seqlens is None:
-        fix = "It goes with cu_seqlens; padded rows have `lengths`."
-        check(max_seqlen is None, _WHERE, "max_seqlen", max_seqlen, "None for padded rows", fix)
-        if lengths is not None:
-            check_lengths(_WHERE, lengths, input_ids)
-        return
-    fix = "The boundaries say how long packed rows are."
-    check(lengths is None, _WHERE, "lengths", "a tensor", "None for packed rows", fix)
-    fix = "Pass the length of the longest row, as it fixes the width of the output."
-    most: Any = max_seqlen
-    check_int(_WHERE, "max_seqlen", most, 0, 2**31, fix)
-    check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
-    if has_values(cu_seqlens) and cu_seqlens.shape[0] > 1:
-        longest = int(cu_seqlens.diff().max())
-        expected = f"at least the {longest} tokens of the longest row"
-        check(longest <= most, _WHERE, "max_seqlen", most, expected, fix)
-
-
-def _check_ids(input_ids: torch.Tensor, argument: str, ids: torch.Tensor | None) -> int:
-    """Ascending token ids, if any are given; returns how many."""
-    if ids is None:
-        return 0
-    check_tensor(_WHERE, argument, ids, ndim=1)
-    check_dtype(_WHERE, argument, ids, (torch.int64,))
-    check_same_device(_WHERE, **{"input_ids": input_ids, argument: ids})
-    if has_values(ids):
-        rises = bool((ids[1:] > ids[:-1]).all())
-        fix = "Pass torch.unique(ids)."
-        check(rises, _WHERE, argument, "ids that do not rise", "each id once, ascending", fix)
-    return ids.shape[0]
 
 
 def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
@@ -279,8 +243,22 @@ def _with_plan(arguments: tuple[Any, ...]) -> tuple[Any, NoisePlan]:
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(input_ids, sentence_end_ids, special_ids, lengths, cu_seqlens, *others):
-    capacity = others[4]
+def _fake(
+    input_ids,
+    sentence_end_ids,
+    special_ids,
+    lengths,
+    cu_seqlens,
+    sample_index,
+    seed,
+    step,
+    longest,
+    capacity,
+    *_,
+):
+    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
+    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+    check_seed(_WHERE, input_ids, seed)
     rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
         input_ids.new_empty(rows, capacity),

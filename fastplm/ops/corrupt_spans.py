@@ -18,9 +18,9 @@ from fastplm._checks import (
 from fastplm._registry import Op
 from fastplm.ops._common import remembered
 from fastplm.ops._rows import (
-    check_cu_seqlens,
     check_int,
-    check_lengths,
+    check_row_length,
+    check_rows,
     check_sample_index,
     check_seed,
     check_step,
@@ -111,7 +111,8 @@ def corrupt_spans(
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
     check_tensor(_WHERE, "sentinel_ids", sentinel_ids, ndim=1)
-    _check_rows(input_ids, lengths, cu_seqlens, max_seqlen)
+    check_rows(_WHERE, input_ids, lengths, cu_seqlens, max_seqlen)
+    check_row_length(_WHERE, input_ids)
     _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
     settings = _settings(noise_density, mean_span_length, eos_token_id, pad_token_id)
     check_step(_WHERE, step)
@@ -198,48 +199,6 @@ def span_corruption_fit(
         else:
             end = middle
     return length, output_lengths(length, *scales, sentinels, eos)[1]
-
-
-def _check_rows(
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-) -> None:
-    check(
-        (cu_seqlens is None) == (max_seqlen is None),
-        _WHERE,
-        "max_seqlen",
-        max_seqlen,
-        "an int with `cu_seqlens`, and None without",
-        "Pass both, or neither: it fixes the width of what comes out of packed rows.",
-    )
-    if cu_seqlens is None:
-        if lengths is not None:
-            check_lengths(_WHERE, lengths, input_ids)
-        return
-    check(
-        lengths is None,
-        _WHERE,
-        "lengths",
-        "a tensor beside `cu_seqlens`",
-        "None, as packed rows have their lengths in `cu_seqlens`",
-        "Leave it out.",
-    )
-    check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
-    assert max_seqlen is not None
-    check_int(_WHERE, "max_seqlen", max_seqlen, 0, _LONGEST, "Pass the longest row's tokens.")
-    # Looking is free on the CPU; the values of a traced tensor are not known.
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        longest = int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
-        check(
-            longest <= max_seqlen,
-            _WHERE,
-            "max_seqlen",
-            max_seqlen,
-            f"at least {longest}, the longest row of `cu_seqlens`",
-            "Raise it, or cut the row.",
-        )
 
 
 def _check_tensors(

@@ -37,8 +37,8 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         passes no gradient, whatever its upstream gradient holds.
 
     Numerics:
-        The rows are exact. The gradient of a row adds up its slots in ascending order in fp32 and
-        is rounded once.
+        The rows are exact. The gradient of a row adds up its slots in ascending order in fp32 (of
+        fp64 rows in fp64) and is rounded once.
 
     Determinism:
         Forward and backward repeat bit for bit on all backends but "eager". The only atomics are

@@ -20,11 +20,14 @@ from fastplm._checks import (
 from fastplm._registry import Op
 from fastplm.ops._common import remembered
 from fastplm.ops._rows import (
-    check_cu_seqlens,
+    check_boundaries,
+    check_boundary_values,
     check_int,
+    check_row_length,
     check_sample_index,
     check_seed,
     check_step,
+    check_token_ids,
     seed_tensor,
 )
 from fastplm.reference.mask_tokens import (
@@ -70,11 +73,11 @@ def mask_tokens(
     stays. ``capacity = max_predictions``, or ``max(1, round(mlm_probability * T))``.
 
     With ``sampling="bernoulli"`` each token is chosen by itself with ``mlm_probability``, as the
-    collator of Transformers does it; the capacity is then six standard deviations above the
-    expected number. With ``unit="word"`` or ``"ngram"`` whole words, or runs of words, are chosen:
-    in random order each is taken if all of its tokens still fit in the k of the row, as BERT's and
-    ALBERT's authors do it. A row falls into runs of n words with ``p(n)`` proportional to
-    ``1 / n``; each token is corrupted by a draw of its own.
+    collator of Transformers does it; the capacity is then at least six standard deviations above
+    the expected number. With ``unit="word"`` or ``"ngram"`` whole words, or runs of words, are
+    chosen: in random order each is taken if all of its tokens still fit in the k of the row, as
+    BERT's and ALBERT's authors do it. A row falls into runs of n words with ``p(n)`` proportional
+    to ``1 / n``; each token is corrupted by a draw of its own.
 
     Args:
         input_ids: int64 or int32 [B, T], or [N] with ``cu_seqlens``; any strides.
@@ -102,15 +105,16 @@ def mask_tokens(
         step: gives the same sample a fresh choice, e.g. the epoch; 0 … 2^28 - 1.
 
     Returns:
-        MaskedTokens, with P fixed by the shapes (B * capacity; for packed rows
-        ``floor(mlm_probability * N) + B``, or ``B * max_predictions``):
+        MaskedTokens, with P fixed by the shapes: B * capacity, or for packed rows without
+        ``max_predictions`` what all of them can ask for, ``floor(mlm_probability * N) + B`` and
+        never more than N ("bernoulli": the capacity of a row of N tokens):
 
         - input_ids, shape and dtype of ``input_ids``: the corrupted tokens.
         - positions int64 [P]: places of the chosen tokens in the flattened ``input_ids``,
           ascending; the slots from ``count`` on are unused and hold -1.
         - labels int64 [P]: the tokens that stood there; -100 in unused slots.
         - count int64 []: how many were chosen.
-        - dropped int64 []: how many more would have been, had there been room.
+        - dropped int64 []: how many more the rows ask for than there is room.
 
     Determinism:
         A pure function of its arguments, the same bits on every backend and device, for padded and
@@ -128,16 +132,14 @@ def mask_tokens(
     Reference: ``fastplm.reference.mask_tokens.mask_tokens_ref``.
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    _check_tensors(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index)
-    if cu_seqlens is not None:
-        check_cu_seqlens(_WHERE, cu_seqlens, input_ids)
+    _check_tensors(input_ids, maskable, word_ids, cu_seqlens, sample_index)
     check_seed(_WHERE, input_ids, seed)
     check_step(_WHERE, step)
     settings = _settings(
         input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         input_ids.shape[1] if cu_seqlens is None else None,
         input_ids.numel(),
-        0 if special_ids is None else special_ids.shape[0],
+        _count(special_ids),
         word_ids is not None,
         vocab_size,
         mask_token_id,
@@ -149,6 +151,7 @@ def mask_tokens(
         unit,
         max_ngram,
     )
+    check_token_ids(_WHERE, "special_ids", special_ids, input_ids, vocab_size)
     return MaskedTokens(
         *torch.ops.fastplm.mask_tokens(
             input_ids,
@@ -168,7 +171,6 @@ def mask_tokens(
 def _check_tensors(
     input_ids: torch.Tensor,
     maskable: torch.Tensor | None,
-    special_ids: torch.Tensor | None,
     word_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     sample_index: torch.Tensor | None,
@@ -184,11 +186,17 @@ def _check_tensors(
             check_dtype(_WHERE, argument, tensor, (dtype,), fix)
             check_same_device(_WHERE, **{"input_ids": input_ids, argument: tensor})
             check_shape(_WHERE, argument, tensor, input_ids.shape, names)
-    if special_ids is not None:
-        check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
-        check_dtype(_WHERE, "special_ids", special_ids, (torch.int64,))
-        check_same_device(_WHERE, input_ids=input_ids, special_ids=special_ids)
+    if cu_seqlens is not None:
+        check_boundaries(_WHERE, cu_seqlens, input_ids)
+    check_row_length(_WHERE, input_ids)
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+
+
+def _count(special_ids: torch.Tensor | None) -> int:
+    if special_ids is None:
+        return 0
+    check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
+    return special_ids.shape[0]
 
 
 @remembered
@@ -320,7 +328,19 @@ def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    _check_values(*arguments)
     return torch.ops.fastplm_C.mask_tokens(*arguments)
+
+
+def _reference(*arguments: Any) -> MaskedTokens:
+    _check_values(*arguments)
+    return mask_tokens_by_plan(*arguments)
+
+
+def _check_values(input_ids, _maskable, _special_ids, _word_ids, cu_seqlens, *_) -> None:
+    """Here and not where the op is called: a compiled caller could not look at them."""
+    if cu_seqlens is not None:
+        check_boundary_values(_WHERE, cu_seqlens, input_ids)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -339,7 +359,7 @@ def _fake(
     slots,
     *_,
 ):
-    _check_tensors(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index)
+    _check_tensors(input_ids, maskable, word_ids, cu_seqlens, sample_index)
     check_seed(_WHERE, input_ids, seed)
     return (
         input_ids.new_empty(input_ids.shape),
@@ -358,7 +378,7 @@ def _smoke(device: torch.device) -> None:
 OP = Op("mask_tokens", reference=mask_tokens_ref, smoke=_smoke)
 # The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
 # integer arithmetic of Philox.
-OP.backend("eager", forward=mask_tokens_by_plan, rejects=accepts_all)
+OP.backend("eager", forward=_reference, rejects=accepts_all)
 OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
 OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
 OP.define(

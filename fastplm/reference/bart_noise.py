@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastplm.reference._ids import is_one_of, ordinary_id
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
 #: The counters of Stream INFILL: lengths of spans from 0, their layout, and which of them is last.
@@ -45,7 +46,7 @@ class NoisePlan(NamedTuple):
     random_below: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def noise_plan(
     mask_probability: float,
     delete_probability: float,
@@ -174,9 +175,7 @@ def bart_noise_by_plan(
     def replacement(kind: Tensor, word: Tensor) -> Tensor:
         """The mask, or a random id that is not special."""
         special = special_ids if special_ids is not None else n.new_empty(0)
-        random_id = choice(word, vocab_size - special.shape[0])
-        below = special - torch.arange(special.shape[0], device=device)
-        random_id = random_id + torch.searchsorted(below, random_id, right=True)
+        random_id = ordinary_id(choice(word, vocab_size - special.shape[0]), special)
         return torch.where(kind < plan.random_below, random_id, mask_token_id).to(tokens.dtype)
 
     # Noise of single tokens, then each to its place of the new order.
@@ -249,7 +248,7 @@ def _places(
     real = position < n
     ends = position == n - 1
     if sentence_end_ids is not None:
-        ends = ends | (real & torch.isin(tokens, sentence_end_ids))
+        ends = ends | (real & is_one_of(tokens, sentence_end_ids))
     sentence = exclusive_cumsum(ends.long()).clamp(max=length - 1)
     sentences = ends.sum(1, keepdim=True)
     size = torch.zeros_like(sentence).scatter_add(1, sentence, real.long())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm.reference._ids import is_one_of, ordinary_id
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
 #: ``max_ngram`` of the units that are no runs of words.
@@ -71,13 +72,16 @@ def mask_plan(
     """
     # Rounded up, or a float just below its decimal, as 0.15 is, would round its halves down.
     quota_scale = math.ceil(mlm_probability * 2**32)
+    if length is None and rows == 0:
+        tokens = 0  # those there are belong to no row
     bernoulli = sampling == "bernoulli"
     mask_below = fixed_point(mask_replace_prob)
     if max_predictions is not None:
         capacity, slots = max_predictions, rows * max_predictions
     elif length is None:
         # Each row rounds its share up by less than one, and is given one at least.
-        capacity, slots = tokens, min(tokens, (tokens * quota_scale >> 32) + rows)
+        capacity = tokens
+        slots = min(tokens, (tokens * quota_scale >> 32) + rows)
         if bernoulli:
             slots = _bernoulli_capacity(tokens, quota_scale)
     else:
@@ -175,7 +179,7 @@ def mask_tokens_by_plan(
         maskable = torch.ones_like(input_ids, dtype=torch.bool)
     if special_ids is None:
         special_ids = torch.empty(0, dtype=torch.int64, device=device)
-    maskable = maskable & ~torch.isin(input_ids, special_ids)
+    maskable = maskable & ~is_one_of(input_ids, special_ids)
     if word_ids is None:
         word_ids = torch.zeros_like(input_ids)
 
@@ -185,9 +189,9 @@ def mask_tokens_by_plan(
         place = torch.arange(batch * length, device=device).view(batch, length)
         inside = torch.ones_like(maskable)
     else:
-        begin = cu_seqlens[:-1].long()[:, None]
-        end = cu_seqlens[1:].long()[:, None]
-        batch, length = len(begin), int((end - begin).max()) if len(begin) else 0
+        boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])[:, None]
+        begin, end = boundary[:-1], boundary[1:]
+        batch, length = len(begin), max(0, int((end - begin).max())) if len(begin) else 0
         place = begin + torch.arange(length, device=device)
         inside = place < end
         place = place.where(inside, 0)
@@ -213,22 +217,24 @@ def mask_tokens_by_plan(
         wanted = torch.where(key_of_unit < chosen_below, sizes, 0).sum(-1, keepdim=True)
     quota = wanted.clamp(max=capacity)
 
+    if chosen_below >= 0:
+        sizes = sizes.where(key_of_unit < chosen_below, 0)
     by_key = key_of_unit.argsort(dim=-1, stable=True)
     taken = torch.zeros_like(candidate).scatter(
         -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=max_ngram == 0)
     )
     chosen = candidate & taken.gather(-1, unit)
+    # An exact share is asked for as far as there are words to fill it.
+    dropped = (wanted - (chosen.sum(-1, keepdim=True) if chosen_below >= 0 else quota)).sum()
     # Where the slots of all rows together run out, the last ones are dropped.
     slot = chosen.flatten().cumsum(0) - 1
-    dropped = (wanted - quota).sum() + (chosen.flatten() & (slot >= slots)).sum()
+    dropped = dropped + (chosen.flatten() & (slot >= slots)).sum()
     chosen = chosen & (slot < slots).view(chosen.shape)
 
     decision, word, _, _ = draw(
         seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
     )
-    random_ids = choice(word, vocab_size - len(special_ids))
-    for special in special_ids:
-        random_ids = random_ids + (special <= random_ids)
+    random_ids = ordinary_id(choice(word, vocab_size - len(special_ids)), special_ids)
     corrupted = torch.where(decision < random_below, random_ids, token)
     corrupted = corrupted.masked_fill(decision < mask_below, mask_token_id)
 
@@ -324,6 +330,9 @@ def _take(sizes: Tensor, quota: Tensor, *, one_by_one: bool) -> Tensor:
 
 
 def _bernoulli_capacity(tokens: int, scale: int) -> int:
-    """Six standard deviations above the expected number: more are asked once in 10^9 rows."""
-    variance = tokens * scale * (2**32 - scale) >> 64
-    return min(tokens, max(1, (tokens * scale >> 32) + 1 + 6 * (math.isqrt(variance) + 1)))
+    """At least six standard deviations above the expected number.
+
+    ``6 sqrt(v) <= 3 (v / 8 + 8)``, the means' inequality: a size without a value has no root.
+    """
+    variance = (tokens * scale * (2**32 - scale) >> 64) + 1
+    return min(tokens, (tokens * scale >> 32) + 1 + 3 * (variance // 8 + 1) + 24)

@@ -140,20 +140,20 @@ struct Masked {
 Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, int64_t capacity,
             int64_t slots) {
   const int64_t seed = 5;
-  const int64_t sample = 3;
   const int64_t special[] = {7, 11};
-  const auto maskable = std::make_unique<bool[]>(length);
-  std::vector<int64_t> input(length), words(length);
-  for (int64_t i = 0; i < length; ++i) {
+  const auto maskable = std::make_unique<bool[]>(2 * length);
+  // The second of two rows.
+  std::vector<int64_t> input(2 * length), words(2 * length);
+  for (int64_t i = 0; i < 2 * length; ++i) {
     input[i] = i % 13;
     // A word of seven tokens and four of one: what the long ones leave, the short ones fill.
     words[i] = i / 11 * 8 + (i % 11 < 7 ? 0 : i % 11);
     maskable[i] = i % 19 != 2;
   }
-  Masked result{std::vector<int64_t>(length, -7), std::vector<int64_t>(slots, kUnusedPosition),
+  Masked result{std::vector<int64_t>(2 * length, -7), std::vector<int64_t>(slots, kUnusedPosition),
                 std::vector<int64_t>(slots, kUnusedLabel), 0, 0};
   MaskTokensCall<int64_t> call{};
-  call.rows = {nullptr, nullptr, &sample, 1, length, length};
+  call.rows = {nullptr, nullptr, nullptr, 2, length, 2 * length};
   call.input_ids = input.data();
   call.maskable = maskable.get();
   call.special_ids = special;
@@ -178,9 +178,9 @@ Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, i
   std::vector<uint8_t> chosen(length);
   run_group(size, [&](auto& group) {
     int64_t dropped;
-    const int64_t count = choose_row(group, scratch, call, 0,
+    const int64_t count = choose_row(group, scratch, call, 1,
                                      {keys.data(), sizes.data(), chosen.data()}, &dropped);
-    write_row(group, call, 0, 0, chosen.data());
+    write_row(group, call, 1, 0, chosen.data());
     if (group.rank() == 0) {
       result.count = count;
       result.dropped = dropped;

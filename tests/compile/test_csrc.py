@@ -68,12 +68,15 @@ def test_a_group_of_threads_does_what_one_does(sanitizer, tmp_path):
     build += [str(source), "-o", str(program), "-pthread"]
     # Not every compiler ships the sanitizers, and not every kernel lets them map their memory.
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    sanitized = subprocess.run([*build, *flags], capture_output=True, text=True)
-    if sanitized.returncode != 0:
+    missing = subprocess.run([*build, *flags], capture_output=True, text=True).stderr
+    if missing:
         subprocess.run(build, check=True)
     # A missing barrier may also hang: the whole of it takes seconds.
     result = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    if "ThreadSanitizer: unexpected memory mapping" in result.stderr:
+    if "unexpected memory mapping" in result.stderr:
+        missing = result.stderr
         subprocess.run(build, check=True)
         result = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
+    if missing:
+        pytest.skip(f"right, but looked at without a sanitizer: {missing.splitlines()[0]}")

@@ -19,7 +19,7 @@ from fastplm._registry import OPS
 from fastplm.ops.bart_noise import bart_noise
 from fastplm.reference.bart_noise import bart_noise_ref, poisson_thresholds
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, poisoned_memory
+from fastplm.testing import LAYOUTS, chi_square, poisoned_memory
 
 VOCAB = 1000
 PAD, BOS, EOS, MASK = 0, 1, 2, 3
@@ -290,18 +290,6 @@ def test_thresholds_are_those_of_a_poisson_distribution():
             cumulated += probability
         assert poisson_thresholds(float(mean)) == tuple(wanted)
         assert len(wanted) <= 64  # what csrc/ has room for
-
-
-def p_value(statistic: torch.Tensor, degrees: int) -> float:
-    """Probability of a chi-square this large, by chance alone."""
-    half = torch.tensor(degrees / 2, dtype=torch.float64)
-    return torch.special.gammaincc(half, statistic.double() / 2).item()
-
-
-def chi_square(observed, probability) -> float:
-    observed = torch.as_tensor(observed, dtype=torch.float64)
-    expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
-    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
 
 
 def rows_of(tokens, rows: int, **options):
@@ -647,7 +635,7 @@ def _boundaries(*values):
         ({"special_ids": torch.tensor([2, 2])}, ArgumentValueError, "`special_ids` got ids that"),
         ({"sentence_end_ids": [3]}, ArgumentTypeError, "`sentence_end_ids` got a list"),
         ({"sentence_end_ids": torch.ones(2)}, ArgumentTypeError, "`sentence_end_ids` got torch.f"),
-        ({"vocab_size": 6}, ArgumentValueError, "`vocab_size` got 6"),
+        ({"vocab_size": 6}, ArgumentValueError, "`special_ids` got 999; expected ids from 0 to 5"),
         ({"vocab_size": 10.0}, ArgumentTypeError, "`vocab_size` got 10.0"),
         ({"mask_token_id": None}, ArgumentTypeError, "`mask_token_id` got None"),
         ({"pad_token_id": -1}, ArgumentValueError, "`pad_token_id` got -1"),
@@ -676,7 +664,7 @@ def test_wrong_arguments(change, error, words):
     ("change", "error", "words"),
     (
         ({"max_seqlen": None}, ArgumentTypeError, "`max_seqlen` got None"),
-        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4; expected at least the 5"),
+        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4; expected at least 5"),
         ({"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
         ({"cu_seqlens": _IDS}, ArgumentTypeError, "`cu_seqlens` got torch.int64"),
         ({"cu_seqlens": _boundaries()}, ArgumentValueError, "`cu_seqlens` got no element"),

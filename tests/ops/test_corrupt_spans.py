@@ -27,7 +27,7 @@ from fastplm.reference.corrupt_spans import (
     span_counts,
 )
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, poisoned_memory
+from fastplm.testing import LAYOUTS, chi_square, poisoned_memory
 
 TEXT = 1000  # the tokens are below, the sentinels above
 EOS, PAD = 1, 0
@@ -353,17 +353,6 @@ def test_too_few_sentinels_are_counted():
     assert (out.input_ids == int(sentinels(4)[-1])).sum() == 2
 
 
-def p_value(statistic: torch.Tensor, degrees: int) -> float:
-    """Probability of a chi-square this large, by chance alone."""
-    half = torch.tensor(degrees / 2, dtype=torch.float64)
-    return torch.special.gammaincc(half, statistic.double() / 2).item()
-
-
-def chi_square(observed: torch.Tensor, probability: torch.Tensor) -> float:
-    expected = observed.sum() * probability.double()
-    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
-
-
 def noise_of(length: int, rows: int, density: float, mean: float, seed: int) -> torch.Tensor:
     """bool [rows, length], which tokens of a row became noise; token t of a row is 2 + t."""
     out = corrupt_spans(
@@ -591,7 +580,7 @@ PACKED = {
         ({"lengths": torch.tensor([3])}, ArgumentValueError, "`lengths` got shape (1,)"),
         ({"lengths": torch.tensor([3, 4]).int()}, ArgumentTypeError, "`lengths` got torch.int32"),
         ({"max_seqlen": 9}, ArgumentValueError, "`max_seqlen` got 9"),
-        (PACKED | {"max_seqlen": None}, ArgumentValueError, "`max_seqlen` got None"),
+        (PACKED | {"max_seqlen": None}, ArgumentTypeError, "`max_seqlen` got None"),
         (PACKED | {"max_seqlen": 4}, ArgumentValueError, "at least 5, the longest row"),
         (PACKED | {"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
         (

@@ -32,6 +32,7 @@ from fastplm.testing import (
     BudgetExceeded,
     assert_repeatable,
     assert_within_budget,
+    p_value,
     peak_bytes,
     poisoned_memory,
 )
@@ -892,12 +893,6 @@ def identical_rows(device, kind: str, rows: int, width: int) -> dict:
     return inputs
 
 
-def p_value(statistic: torch.Tensor, bins: int) -> float:
-    """The chance of a larger chi-square with ``bins - 1`` degrees of freedom."""
-    half = torch.tensor((bins - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, statistic.cpu() / 2))
-
-
 def merged(expected: torch.Tensor, *counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Bins of at least 5 expected draws: the rarer tokens in one."""
     rare = expected < 5
@@ -910,7 +905,7 @@ def check_distribution(sample: torch.Tensor, logits: torch.Tensor, temperature: 
     probability = (logits / temperature).softmax(0)
     counts = sample.bincount(minlength=logits.shape[0])
     expected, counts = merged(probability * sample.shape[0], counts)
-    p = p_value(((counts - expected).square() / expected).sum(), counts.shape[0])
+    p = p_value(((counts - expected).square() / expected).sum(), counts.shape[0] - 1)
     assert p > LEAST_P_VALUE, f"the samples are not of the softmax: p = {p:.1e}"
 
 
@@ -957,7 +952,7 @@ def test_samples_follow_the_literal_gumbel_maximum(device, way, kind, narrow_chu
     _, ours, theirs = merged((ours + theirs) / 2, ours, theirs)
     total = ours + theirs
     statistic = ((ours - theirs).square() / total.clamp(min=1)).sum()
-    assert p_value(statistic, total.shape[0]) > LEAST_P_VALUE
+    assert p_value(statistic, total.shape[0] - 1) > LEAST_P_VALUE
 
 
 # --- planted bugs ---------------------------------------------------------------------------------

@@ -12,9 +12,14 @@ import fastplm
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
 from fastplm._registry import OPS
 from fastplm.ops.mask_tokens import mask_tokens
-from fastplm.reference.mask_tokens import mask_tokens_ref, unit_starts
+from fastplm.reference.mask_tokens import (
+    MaskedTokens,
+    mask_tokens_by_plan,
+    mask_tokens_ref,
+    unit_starts,
+)
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, poisoned_memory
+from fastplm.testing import LAYOUTS, chi_square, p_value, poisoned_memory
 
 VOCAB = 1000
 MASK = 3
@@ -186,6 +191,42 @@ def test_packed_rows(device, unit, sampling, spare):
     check(device, inputs | {"sampling": sampling})
 
 
+def test_tokens_without_rows(device):
+    ids = torch.randint(5, VOCAB, (100,))
+    empty = torch.zeros(1, dtype=torch.int32)
+    for sampling in ("exact", "bernoulli"):
+        inputs = make(1, 1) | {"sampling": sampling, "maskable": None, "sample_index": None}
+        inputs |= {"input_ids": ids, "cu_seqlens": empty}
+        check(device, inputs)
+        assert mask_tokens_ref(**inputs).positions.shape == (0,)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device, unit):
+    """On a GPU nobody has looked at them; here the operator behind the checks is called."""
+    run_compiled(device, make(1, 1))
+    operator = torch.ops.fastplm_C.mask_tokens
+    ids, words = torch.arange(5, 105), torch.arange(100) // 2
+    max_ngram = UNITS.index(unit)
+
+    def call(function, boundaries, where):
+        ends = torch.tensor(boundaries, dtype=torch.int32)
+        given = ids, None, torch.tensor([7]), words, ends, None, torch.tensor(5)
+        moved = [a.to(where) if isinstance(a, torch.Tensor) else a for a in given]
+        with poisoned_memory():
+            return MaskedTokens(
+                *function(*moved, 0, 100, 30, 2**30, -1, 2**31, 2**31 + 2**30, 3, 200, max_ngram)
+            )
+
+    for boundaries in ([20, 50, 90], [-7, 30, 10**6], [100, 100], [50, 2**31 - 1, 2**31 - 1]):
+        expected = call(mask_tokens_by_plan, boundaries, torch.device("cpu"))
+        assert_same(call(operator, boundaries, device), expected)
+    # Rows that overlap have no meaning, but an end, and they stay where they are.
+    for boundaries in ([0, 9, 3, 9], [100, 0, 100, 0, 100], [90, -5, 60, 2, 2**31 - 1]):
+        out = call(operator, boundaries, device)
+        assert (out.positions < 100).all() and out.input_ids.shape == (100,)
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_special_ids(device, unit):
     inputs = make(3, 200, unit=unit) | {"special_ids": torch.tensor([0, 3, 5, 7, 500, VOCAB - 1])}
@@ -288,17 +329,6 @@ def test_reference_against_the_definition(unit):
 def test_exact_quota(maskable, quota):
     inputs = make(2, 40) | {"maskable": torch.arange(40).expand(2, 40) < maskable}
     assert mask_tokens_ref(**inputs).count == 2 * quota
-
-
-def p_value(statistic: torch.Tensor, degrees: int) -> float:
-    """Probability of a chi-square this large, by chance alone."""
-    half = torch.tensor(degrees / 2, dtype=torch.float64)
-    return torch.special.gammaincc(half, statistic.double() / 2).item()
-
-
-def chi_square(observed: torch.Tensor, probability: torch.Tensor) -> float:
-    expected = observed.sum() * probability.double()
-    return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
 
 
 def test_every_position_is_equally_likely():
@@ -446,6 +476,16 @@ def test_what_the_capacity_forbids_is_counted(sampling, unit):
     assert (per_row <= 10).all()
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_capacity_only_takes_away_from_bernoulli(unit):
+    inputs = make(300, 40, unit=unit) | {"sampling": "bernoulli", "mlm_probability": 0.3}
+    free = mask_tokens(**inputs | {"max_predictions": 40})
+    few = mask_tokens(**inputs | {"max_predictions": 9})
+    chosen = set(free.positions[: free.count].tolist())
+    assert set(few.positions[: few.count].tolist()) < chosen
+    assert few.dropped == free.count - few.count > 0
+
+
 def test_packed_rows_are_chosen_as_padded_ones():
     lengths = torch.tensor([40, 0, 1, 33, 2])
     for unit in UNITS:
@@ -551,6 +591,30 @@ def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
     assert count.frame_count == 2
 
 
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+@pytest.mark.parametrize("sampling", ("exact", "bernoulli"))
+@pytest.mark.parametrize("packed_rows", (False, True))
+def test_compiles_with_sizes_that_change(device, backend, sampling, packed_rows):
+    torch.compiler.reset()
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mask_tokens, fullgraph=True, backend=count)
+    with fastplm.use_backend(backend):
+        for length in (20, 30, 40, 50):
+            inputs = make(3, length) | {"sampling": sampling}
+            if packed_rows:
+                inputs = pack(inputs, torch.tensor([length, 2, length - 5]))
+            assert_same(to_cpu(compiled(**to(device, inputs))), mask_tokens_ref(**inputs))
+    assert count.frame_count <= 3
+
+
+def test_boundaries_are_looked_at_in_a_compiled_function_too():
+    compiled = torch.compile(mask_tokens, fullgraph=True, backend="aot_eager")
+    inputs = pack(make(2, 20), torch.tensor([20, 20])) | {"sample_index": None}
+    inputs["cu_seqlens"][-1] = 41
+    with pytest.raises(ArgumentValueError, match="41 at its end"):
+        compiled(**inputs)
+
+
 def to_cpu(out):
     return type(out)(*(tensor.cpu() for tensor in out))
 
@@ -630,6 +694,8 @@ def packed(ends: list[int], dtype=torch.int32) -> dict:
         ({"sampling": "some"}, ArgumentValueError, "`sampling` got 'some'"),
         ({"special_ids": [1, 2]}, ArgumentTypeError, "`special_ids` got a list"),
         ({"special_ids": torch.arange(VOCAB)}, ArgumentValueError, "no random id"),
+        ({"special_ids": torch.tensor([5, 0])}, ArgumentValueError, "ids that do not rise"),
+        ({"special_ids": torch.tensor([5, 2**32])}, ArgumentValueError, "got 4294967296"),
         ({"cu_seqlens": torch.tensor([0, 9])}, ArgumentValueError, "1 dimensions"),
         (packed([0, 9], torch.int64), ArgumentTypeError, "`cu_seqlens` got torch.int64"),
         (packed([]), ArgumentValueError, "`cu_seqlens` got no element"),
