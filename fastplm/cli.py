@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     from fastplm.models import _electra_options
     from fastplm.train.objectives import FAMILIES, OBJECTIVES, UNITS
     from fastplm.train.presets import OPTIMIZERS, PRESETS
+    from fastplm.train.pretrain import PRECISIONS
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -191,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--precision",
-        choices=["auto", "fp32", "bf16"],
+        choices=PRECISIONS,
         default="auto",
         help="auto: bf16 where the hardware multiplies it",
     )

@@ -15,6 +15,7 @@ from fastplm.train.losses import (
     counts_all_batches,
     outputs_with_loss,
     summed,
+    tokens_and_sequences,
 )
 from fastplm.train.trainer import DETECTION_COUNTS, detection
 
@@ -37,7 +38,8 @@ def evaluate(
         token_loss: the name of the loss over tokens.
 
     Returns:
-        The loss over tokens (nats a label; not of a unigram generator) and the number of samples;
+        The loss over tokens (nats a label; not of a unigram generator) and the number of samples,
+        of packed rows the sequences in them; a loss that nothing has a label for is left out;
         for ELECTRA also ``rtd_loss`` and ``detection``'s values, and under "words" those of
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
@@ -54,7 +56,10 @@ def evaluate(
         sums[name] = sums.get(name, 0.0) + float(value)
 
     for batch in DataLoader(dataset, batch_size=batch_size, collate_fn=collator):
-        batch = {name: value.to(device) for name, value in batch.items()}
+        batch = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
         pair_labels = {name: batch.pop(name) for name in PAIR_LABELS if name in batch}
         # Divided by 1, the means are sums.
         if not counts_all_batches(model):
@@ -64,12 +69,13 @@ def evaluate(
             outputs = model(**batch, **ones, output_replaced_ids=True)
         else:
             outputs = model(**batch, num_items_in_batch=1)
-        add("samples", len(batch["input_ids"]))
+        tokens, sequences = tokens_and_sequences(batch)
+        add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
         if not _is_joint(model):
             add(token_loss, outputs["loss"])
         else:
-            add("tokens", batch["attention_mask"].sum())
+            add("tokens", tokens)
         for name in ("mlm_loss", "rtd_loss", "discriminator_mlm_loss", *DETECTION_COUNTS):
             if name in outputs:
                 add(name, outputs[name])
@@ -81,26 +87,31 @@ def evaluate(
             replaced_words.append((replaced_ids.cpu() != _originals(batch).cpu())[words])
         for label, values in pair_labels.items():
             name, answer = PAIR_LABELS[label]
+            if answer not in outputs:
+                continue  # the model has no head for pairs
             add(f"{name}_loss", summed(outputs[answer], values))
             add(f"{name}_accuracy", (outputs[answer].argmax(-1) == values).sum())
     model.train(was_training)
 
     result: dict[str, Any] = {"samples": int(sums["samples"])}
-    if token_loss in sums:
-        result[token_loss] = sums[token_loss] / sums["labels"]
+
+    def add_mean(name: str, count: str) -> None:
+        if name in sums and sums[count] > 0:
+            result[name] = sums[name] / sums[count]
+
+    add_mean(token_loss, "labels")
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
-        result["discriminator_mlm_loss"] = sums["discriminator_mlm_loss"] / sums[predicted]
-    if "rtd_loss" in sums:
-        result["rtd_loss"] = sums["rtd_loss"] / sums["total"]
+        add_mean("discriminator_mlm_loss", predicted)
+    if sums.get("total", 0) > 0:
+        add_mean("rtd_loss", "total")
         result.update(detection(sums))
         result["words"] = detection_at_base_rate(
             torch.cat(word_scores).float(), torch.cat(replaced_words)
         )
     for pair, _ in PAIR_LABELS.values():
         for name in (f"{pair}_loss", f"{pair}_accuracy"):
-            if name in sums:
-                result[name] = sums[name] / sums["samples"]
+            add_mean(name, "samples")
     return result
 
 

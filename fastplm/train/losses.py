@@ -9,7 +9,7 @@ of few labels would weigh as much as those of many. So their losses are made of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,45 @@ PAIR_LABELS = {
     "sentence_order_label": ("sentence_order", "sop_logits"),
 }
 
+# Where the sequences of a packed row lie; Transformers' classes have no parameters of these names.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Counted among the causal models by Transformers, but their labels are where the answers are.
+_NOT_SHIFTED = {"XLMWithLMHeadModel", "XLNetLMHeadModel"}
+
 
 def counts_all_batches(model: nn.Module) -> bool:
     """Whether a model divides its own loss by ``num_items_in_batch``, as those of fastplm do."""
     return "num_items_in_batch" in inspect.signature(type(model).forward).parameters
 
 
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the labels of a model are its tokens, each predicted from those before it.
+
+    Not every class that does so says it by ``loss_type``: GPT-2's has none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(model, "loss_type", None) == "ForCausalLM":
+        return True
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - _NOT_SHIFTED
+    return any(base.__name__ in names for base in type(model).__mro__)
+
+
 def counted_labels(model: Any, labels: Tensor) -> Tensor:
     """The labels that count: all, or all but the first column where the model shifts them."""
-    return labels[..., 1:] if _shifts_labels(model) else labels
+    return labels[..., 1:] if shifts_labels(model) else labels
+
+
+def tokens_and_sequences(batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+    """How many tokens a batch has, padding left out, and how many sequences, packed or in rows."""
+    ends = batch.get("cu_seq_lens_q")
+    if ends is not None:
+        return ends[-1].long(), len(ends) - 1
+    mask = batch.get("attention_mask")
+    tokens = torch.ones_like(batch["input_ids"]) if mask is None else mask
+    return tokens.sum(), len(batch["input_ids"])
 
 
 def outputs_with_loss(
@@ -40,7 +70,6 @@ def outputs_with_loss(
     labels: Tensor,
     num_items_in_batch: int | Tensor = 1,
     num_sequences_in_batch: int | Tensor = 1,
-    sentence_order_label: Tensor | None = None,
     **inputs: Any,
 ) -> dict[str, Any]:
     """A model's outputs and its share of the loss of a step.
@@ -51,33 +80,34 @@ def outputs_with_loss(
         labels: int64 [B, T], -100 = none.
         num_items_in_batch: labels of the step, over all its batches and processes.
         num_sequences_in_batch: rows of it.
-        sentence_order_label: int64 [B].
-        inputs: what else the batch has; what the model does not take is left out.
+        inputs: what else the batch has, the labels of pairs among it; what the model does not take
+            is left out.
 
     Returns:
         The outputs and ``loss``; with pairs also its parts ``mlm_loss`` and
-        ``sentence_order_loss``.
+        ``next_sentence_loss`` or ``sentence_order_loss``.
     """
-    taken = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
+    taken = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        taken.update(_PACKED)  # they are handed down to the attention
     inputs = {name: value for name, value in inputs.items() if name in taken}
+    pair_labels = {name: inputs.pop(name) for name in PAIR_LABELS if name in inputs}
     if "use_cache" in taken:
         inputs["use_cache"] = False
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
     outputs = dict(call(**inputs))
     logits = outputs["logits"] if "logits" in outputs else outputs["prediction_logits"]
-    if _shifts_labels(model):
+    if shifts_labels(model):
         logits = logits[:, :-1]
-    token_loss = summed(logits, counted_labels(model, labels)) / num_items_in_batch
-    if sentence_order_label is None:
-        return {**outputs, "loss": token_loss}
-    pair_loss = summed(outputs["sop_logits"], sentence_order_label) / num_sequences_in_batch
-    return {
-        **outputs,
-        "loss": token_loss + pair_loss,
-        "mlm_loss": token_loss,
-        "sentence_order_loss": pair_loss,
-    }
+    loss = summed(logits, counted_labels(model, labels)) / num_items_in_batch
+    parts = {"mlm_loss": loss} if pair_labels else {}
+    for label, values in pair_labels.items():
+        name, answer = PAIR_LABELS[label]
+        parts[f"{name}_loss"] = summed(outputs[answer], values) / num_sequences_in_batch
+        loss = loss + parts[f"{name}_loss"]
+    return {**outputs, **parts, "loss": loss}
 
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -85,7 +115,3 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits.reshape(-1, logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, labels.reshape(-1), reduction="sum")
-
-
-def _shifts_labels(model: Any) -> bool:
-    return getattr(model, "loss_type", None) == "ForCausalLM"

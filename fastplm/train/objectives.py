@@ -7,6 +7,7 @@ learn which of them.
 
 from __future__ import annotations
 
+import bisect
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.data.denoising import DataCollatorForDenoising
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
-from fastplm.ops.corrupt_spans import span_corruption_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,28 +40,48 @@ if TYPE_CHECKING:
 UNITS = ("token", "word", "ngram")
 
 
-class TextBlocks(Dataset):
-    """The corpus cut every ``size`` tokens, with nothing put around; its rest is left out.
+class EndedDocuments(Dataset):
+    """Blocks of one size of the documents one after the other, each followed by its end.
 
-    Item i is ``{"input_ids": int64 [size]}``.
+    Only the last, partial block of the whole corpus is left out. Item i is
+    ``{"input_ids": int64 [block_size]}``.
+
+    Args:
+        store: the tokens.
+        block_size: tokens a block, the ends included.
+        eos_token_id: the id that ends a document.
 
     Raises:
         DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
     """
 
-    def __init__(self, store: TokenStore, size: int) -> None:
-        self.store, self.size = store, size
-        check_enough_tokens("TextBlocks", store, size)
+    def __init__(self, store: TokenStore, block_size: int, eos_token_id: int) -> None:
+        self.store, self.block_size, self.eos_token_id = store, block_size, eos_token_id
+        check_enough_tokens("EndedDocuments", store, block_size)
         store.validate()
 
     def __len__(self) -> int:
-        return len(self.store) // self.size
+        return (len(self.store) + len(self.store.documents) - 1) // self.block_size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        block = self.store.tokens[index * self.size : (index + 1) * self.size]
-        return {"input_ids": torch.from_numpy(block.astype(np.int64))}
+        first, last = index * self.block_size, (index + 1) * self.block_size
+        documents = range(len(self.store.documents) - 1)
+        # The documents that end before the block, and those that end before the next one.
+        before, within = (
+            bisect.bisect_left(documents, place, key=self._place_of_end) for place in (first, last)
+        )
+        text = self.store.tokens[first - before : last - within].astype(np.int64)
+        ends = [self._place_of_end(document) - first for document in documents[before:within]]
+        # An end goes before the token that has its place, not counting the other ends.
+        block = np.insert(text, np.array(ends, np.int64) - np.arange(len(ends)), self.eos_token_id)
+        return {"input_ids": torch.from_numpy(block)}
+
+    def _place_of_end(self, document: int) -> int:
+        """Where the end of a document is in the text with all ends."""
+        store = self.store
+        return int(store.sentences[store.documents[document + 1]]) + document
 
 
 @dataclass(frozen=True)
@@ -72,23 +92,21 @@ class Objective:
         token_loss: the name of the loss over tokens, beside that over pairs if there is one.
         needs: what a tokenizer must have, see ``load_tokenizer``.
         masks: tokens are chosen by ``--unit``.
-        documents: the fewest that a corpus must have.
     """
 
     token_loss: str
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
     masks: bool = False
-    documents: int = 1
-
-    def raw_size(self, args: PretrainArguments) -> int:
-        """Tokens of text that become one sample."""
-        return args.block_size
 
     def source(
         self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
     ) -> Dataset:
-        """The pieces of the corpus that a training stream shuffles: blocks of text alone."""
-        return TextBlocks(store, self.raw_size(args))
+        """The pieces of the corpus that a training stream shuffles.
+
+        Raises:
+            DataError: the corpus is too small for one of them.
+        """
+        raise NotImplementedError
 
     def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """The stream itself, or what is made of each of its elements."""
@@ -140,10 +158,15 @@ class MaskedTokens(Objective):
 
 @dataclass(frozen=True)
 class CausalTokens(Objective):
-    """Each token from those before it."""
+    """Each token from those before it, the end of each document among them."""
 
     token_loss: str = "clm_loss"
     needs: tuple[str, ...] = ("eos",)
+
+    def source(
+        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    ) -> Dataset:
+        return EndedDocuments(store, args.block_size, tokenizer.eos_token_id)
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForCausalTokens(tokenizer, block_size=args.block_size)
@@ -159,8 +182,11 @@ class Spans(Objective):
     token_loss: str = "spans_loss"
     needs: tuple[str, ...] = ("pad", "eos", "<extra_id_0>")
 
-    def raw_size(self, args: PretrainArguments) -> int:
-        return span_corruption_fit(args.block_size)[0]
+    def source(
+        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    ) -> Dataset:
+        # It depends on the number of sentinels, which the collator has looked up.
+        return BlockDataset(store, self.collator(args, tokenizer)._raw_size)
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForSpanCorruption(tokenizer, seed=args.seed, block_size=args.block_size)
@@ -176,8 +202,10 @@ class Denoising(Objective):
     token_loss: str = "denoise_loss"
     needs: tuple[str, ...] = ("pad", "mask", "bos", "eos")
 
-    def raw_size(self, args: PretrainArguments) -> int:
-        return args.block_size - 2
+    def source(
+        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    ) -> Dataset:
+        return BlockDataset(store, args.block_size - 2)
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForDenoising(tokenizer, seed=args.seed, block_size=args.block_size)
@@ -185,7 +213,7 @@ class Denoising(Objective):
 
 OBJECTIVES: Mapping[str, Objective] = {
     "mlm": MaskedTokens(),
-    "mlm+nsp": MaskedTokens(pairs=NextSentencePairs, documents=2),
+    "mlm+nsp": MaskedTokens(pairs=NextSentencePairs),
     "mlm+sop": MaskedTokens(pairs=SentenceOrderPairs),
     "rtd": MaskedTokens(always_mask=True),
     "clm": CausalTokens(),
@@ -284,12 +312,7 @@ def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:
     model_class = getattr(importlib.import_module(module), name)
     if module == "fastplm.models":
         return model_class(config)
-    model = model_class._from_config(config, attn_implementation=fastplm.hf.NAME)
-    if objective == "clm":
-        # Transformers knows no loss by the name of GPT-2's class, and would count the labels of
-        # a step without knowing that the model shifts them.
-        model.loss_type = "ForCausalLM"
-    return model
+    return model_class._from_config(config, attn_implementation=fastplm.hf.NAME)
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

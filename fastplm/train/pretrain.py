@@ -243,11 +243,11 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         documents = open_corpus(args.corpus)
         tokenizer = _tokenizer(args, out, documents)
         store = tokenize(documents, tokenizer, args.cache)
-    train_store, held_out = hold_out(args, store)
-    samples = args.steps * args.gradient_accumulation * args.batch_size
-    train_dataset = make_dataset(
-        args, train_store, tokenizer, length=samples * training_arguments.world_size
-    )
+        train_store, held_out = hold_out(args, store, tokenizer)
+        samples = args.steps * args.gradient_accumulation * args.batch_size
+        train_dataset = make_dataset(
+            args, train_store, tokenizer, length=samples * training_arguments.world_size
+        )
     set_seed(args.seed)
     model = make_model(args, tokenizer)
     if args.electra_generator == "unigram":
@@ -311,14 +311,16 @@ def make_dataset(
     return objective.samples(stream, tokenizer)
 
 
-def hold_out(args: PretrainArguments, store: TokenStore) -> tuple[TokenStore, TokenStore | None]:
-    """The tokens to train on, and a tail held out of them where both can be trained on."""
-    objective, parts = _objective(args), store.split(_HELD_OUT)
-    for part in parts:
-        documents = len(part.documents) - 1
-        if len(part) < objective.raw_size(args) or documents < objective.documents:
-            return store, None
-    return parts
+def hold_out(
+    args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenStore, Dataset | None]:
+    """The tokens to train on, and samples of a tail held out where both parts are large enough."""
+    rest, tail = store.split(_HELD_OUT)
+    try:
+        make_dataset(args, rest, tokenizer)
+        return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
+    except DataError:
+        return store, None
 
 
 def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -522,7 +524,7 @@ def _finish(
     trainer: Any,
     tokenizer: PreTrainedTokenizerBase,
     collator: Any,
-    held_out: TokenStore | None,
+    held_out: Dataset | None,
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
     from fastplm.train.report import curve, plot_losses, versions, write_json
@@ -552,7 +554,8 @@ def _finish(
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,
         "train_seconds": trainer.train_seconds,
-        # Of the first process; workers keep their count to themselves, but for a warning.
+        # Of the first process since it was started, by --resume perhaps; workers keep their count
+        # to themselves, but for a warning.
         "dropped_tokens": None
         if args.workers > 0 and not corrupts_on_device()
         else collator.dropped,
@@ -560,9 +563,8 @@ def _finish(
         "picture": str(out / "loss.png"),
     }
     if held_out is not None:
-        dataset = make_dataset(args, held_out, tokenizer, at_most=HELD_OUT_SAMPLES)
         metrics["held_out"] = evaluate(
-            model, dataset, collator, args.batch_size, _objective(args).token_loss
+            model, held_out, collator, args.batch_size, _objective(args).token_loss
         )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)

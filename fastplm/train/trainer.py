@@ -19,7 +19,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from fastplm.train.losses import PAIR_LABELS, counts_all_batches, outputs_with_loss, summed
+from fastplm.train.losses import (
+    PAIR_LABELS,
+    counts_all_batches,
+    outputs_with_loss,
+    shifts_labels,
+    summed,
+    tokens_and_sequences,
+)
 
 #: What ELECTRA's joint model counts, see ``ElectraJointOutput``.
 DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "correct", "total")
@@ -42,7 +49,9 @@ class PretrainingTrainer(Trainer):
       over pairs of segments, tokens for replaced-token detection. So two processes, or two
       accumulated batches, give the loss and gradient of one batch of twice the size, also with
       classes of Transformers that divide by their own batch (see ``outputs_with_loss``).
-    - The parts of the loss and the tokens a second are logged beside the loss.
+    - The parts of the loss and the tokens a second are logged beside the loss. An ``eval_dataset``
+      is corrupted as the training's batches are and leaves no trace among them; its ``eval_loss``
+      is Transformers' mean over batches (``fastplm.train.evaluate`` takes that over all labels).
     - A checkpoint is written under another name and renamed when all processes are done, so that
       one killed in the middle of writing leaves the last checkpoint as it was.
 
@@ -70,6 +79,11 @@ class PretrainingTrainer(Trainer):
         if self._makes_loss:
             # The labels of a step are to be counted, and the loss is divided by them here.
             self.model_accepts_loss_kwargs = True
+        if shifts_labels(self.model):
+            # GPT-2's class does not say so, and Transformers, which asks once, before this line,
+            # would count the first label of each row, too.
+            self.model.loss_type = "ForCausalLM"
+            self._loss_shifts_labels = True
         self._in_step: dict[str, Tensor] = {}
         self._in_window: dict[str, Tensor] = {}
         self._in_run_tokens = self._in_run_seconds = 0.0
@@ -96,17 +110,36 @@ class PretrainingTrainer(Trainer):
             # Here and not just before the forward, as the labels of all batches are counted first.
             epoch_iterator = map(self._corrupted, epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        tokens, sequences, targets = torch.zeros(3, dtype=torch.int64, device=device)
+        self._add("tokens", self._count(batches))
+        return batches, num_items
+
+    def _count(self, batches: list[dict[str, Any]]) -> Tensor:
+        """What losses are divided by; returns the tokens, an encoder-decoder's of both sides."""
+        counts = torch.zeros(3, dtype=torch.int64, device=self.args.device)
         for batch in batches:
-            tokens += batch["attention_mask"].sum().to(device)
-            sequences += len(batch["input_ids"])
-            if self.model.config.is_encoder_decoder:
-                targets += batch["labels"].ne(-100).sum().to(device)
-        counts = torch.stack((tokens, sequences, tokens + targets))
+            tokens, sequences = tokens_and_sequences(batch)
+            counts[0] += tokens.to(counts.device)
+            counts[1] += sequences
+            if self.model.config.is_encoder_decoder and "labels" in batch:
+                counts[2] += batch["labels"].ne(-100).sum().to(counts.device)
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._in_step = {"num_tokens_in_batch": counts[0], "num_sequences_in_batch": counts[1]}
-        self._add("tokens", counts[2])
-        return batches, num_items
+        return counts[0] + counts[2]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self._corrupt is not None:
+            inputs = self._corrupted(inputs)
+        self._count([inputs])
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        if self._window_began:
+            self._window_began += time.perf_counter() - began
+        return metrics
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self._corrupt is not None
@@ -130,11 +163,12 @@ class PretrainingTrainer(Trainer):
         loss, outputs = super().compute_loss(
             call, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        for name, value in self._parts(loss.detach(), inputs, outputs).items():
-            self._add(name, value)
-        for name in DETECTION_COUNTS:
-            if name in outputs:
-                self._add(name, outputs[name])
+        if self.model.training:
+            for name, value in self._parts(loss.detach(), inputs, outputs).items():
+                self._add(name, value)
+            for name in DETECTION_COUNTS:
+                if name in outputs:
+                    self._add(name, outputs[name])
         return (loss, outputs) if return_outputs else loss
 
     def _parts(
@@ -146,8 +180,8 @@ class PretrainingTrainer(Trainer):
             for name, value in outputs.items()
             if name.endswith("_loss") and value is not None
         }
-        if "next_sentence_label" in inputs:
-            name, answer = PAIR_LABELS["next_sentence_label"]
+        name, answer = PAIR_LABELS["next_sentence_label"]
+        if not self._makes_loss and "next_sentence_label" in inputs and answer in outputs:
             total = summed(outputs[answer].detach(), inputs["next_sentence_label"])
             parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]
             # The Trainer scales the loss up because gradients are averaged over processes.

@@ -83,6 +83,21 @@ def run(arguments):
 
 
 @pytest.fixture(scope="session")
+def word_tokenizer():
+    """Makes a tokenizer of words with spaces between them; the options name special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def build(words: list[str], **special: str) -> PreTrainedTokenizerFast:
+        vocabulary = {word: index for index, word in enumerate(words)}
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def command():
     """The command line as a process, one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+import transformers
 
-from fastplm.train.evaluate import detection_at_base_rate
+from fastplm.train.evaluate import detection_at_base_rate, evaluate
 
 SHARE = 0.2
 REPLACED = torch.rand(50_000, generator=torch.Generator().manual_seed(0)) < SHARE
@@ -48,3 +49,11 @@ def test_a_perfect_detector():
 def test_nothing_replaced_is_no_division_by_zero():
     result = detection_at_base_rate(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
     assert result["recall"] == 0.0 and result["loss_of_best_constant"] == 0.0
+
+
+def test_a_loss_of_no_labels_is_left_out():
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=9, intermediate_size=8, **sizes)
+    row = {"input_ids": torch.zeros(4).long(), "labels": torch.full((4,), -100)}
+    model = transformers.BertForMaskedLM(config)
+    assert evaluate(model, [row] * 3, torch.utils.data.default_collate, 2) == {"samples": 3}

@@ -47,3 +47,10 @@ def test_families_learn_and_load_in_transformers(text, optimizer, tmp_path, monk
     shown = capsys.readouterr().out
     for family in ("t5", "bart", "albert"):
         assert f"{family}-tiny: " in shown
+
+
+def test_one_logged_loss_says_nothing():
+    learned = runpy.run_path(str(EXAMPLE), run_name="example")["learned"]
+    assert learned({"history": [{"loss": 2.0}]}) == (2.0, 2.0)
+    with pytest.raises(AssertionError, match="does not fall"):
+        learned({"history": [{"loss": 2.0}] * 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -11,9 +12,17 @@ import torch
 import transformers
 
 from fastplm.cli import main
+from fastplm.data import TokenStore
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import pretrain as module
-from fastplm.train.objectives import FAMILIES, OBJECTIVES, choose_objective, choose_unit
+from fastplm.train.evaluate import evaluate
+from fastplm.train.objectives import (
+    FAMILIES,
+    OBJECTIVES,
+    EndedDocuments,
+    choose_objective,
+    choose_unit,
+)
 from fastplm.train.presets import PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -88,7 +97,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
     assert recorded["objective"] == metrics["arguments"]["objective"]
     objective = OBJECTIVES[recorded["objective"]]
     held_out = metrics["held_out"]
-    assert 0 < held_out[objective.token_loss] < 2 * history[0]["loss"]
+    check_held_out_loss(metrics, objective.token_loss, kind)
     if recorded["objective"] == "mlm+sop":
         assert 0 <= held_out["sentence_order_accuracy"] <= 1
         for entry in history:
@@ -99,6 +108,32 @@ def test_run(short_run, tmp_path, arch, options, kind):
     assert config["architectures"] == [kind]
 
 
+def check_held_out_loss(metrics, token_loss, kind):
+    """It is that of Transformers' own class on all held-out samples, and was more at first."""
+    args = module.PretrainArguments(**metrics["arguments"])
+    path = metrics["models"]["model"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    _, dataset = module.hold_out(args, store, tokenizer)
+    collator = module.make_collator(args, tokenizer)
+    batch = collator([dataset[i] for i in range(len(dataset))])
+    batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
+    plain = getattr(transformers, kind)
+    eager, sdpa, exact = (
+        plain.from_pretrained(path, attn_implementation=attention).eval()
+        for attention in ("eager", "sdpa", "eager")
+    )
+    with torch.no_grad():
+        gold, *bases = (model(**batch).loss for model in (exact.double(), eager, sdpa))
+    held_out = metrics["held_out"]
+    assert held_out["samples"] == len(dataset)
+    loss = held_out[token_loss] + held_out.get("sentence_order_loss", 0.0)
+    check_error("held-out loss", torch.tensor(loss), gold, bases, FORWARD_FACTOR)
+    transformers.set_seed(args.seed)
+    untrained = evaluate(module.make_model(args, tokenizer), dataset, collator, 64, token_loss)
+    assert held_out[token_loss] < untrained[token_loss]
+
+
 def test_held_out_loss_by_the_definition(short_run, tmp_path):
     """Of a GPT-2, from the saved model's log-probabilities of each token but the first."""
     metrics = short_run(tmp_path / "out", "gpt2-tiny", steps=2)
@@ -107,9 +142,9 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
-    _, held_out = store.split(0.05)
-    blocks = torch.tensor(held_out.tokens.astype("int64"))
+    blocks = torch.tensor(with_ends(store.split(0.05)[1], tokenizer.eos_token_id))
     blocks = blocks[: len(blocks) // 32 * 32].view(-1, 32)
+    assert (blocks == tokenizer.eos_token_id).sum() > 3
     with torch.no_grad():
         logits = model(blocks).logits[:, :-1]
         exact = copy.deepcopy(model).double()(blocks).logits[:, :-1]
@@ -118,6 +153,89 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     base = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
     loss = torch.tensor(metrics["held_out"]["clm_loss"])
     check_error("clm_loss", loss, expected, [base], FORWARD_FACTOR)
+
+
+def with_ends(store, eos_token_id):
+    """All documents of a store, each followed by its end."""
+    ids = []
+    for first, last in zip(store.documents[:-1], store.documents[1:], strict=True):
+        ids += store.tokens[store.sentences[first] : store.sentences[last]].tolist()
+        ids.append(eos_token_id)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def words(corpus, word_tokenizer):
+    """A tokenizer of the corpus' words with so many sentinels."""
+    found = sorted(set(corpus.read_text().replace(".", " . ").split()))
+
+    def words(sentinels):
+        special = ["<unk>", "<pad>", "</s>", *(f"<extra_id_{i}>" for i in range(sentinels))]
+        return word_tokenizer(special + found, pad_token="<pad>", eos_token="</s>")
+
+    return words
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 7, 64])
+def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
+    """Documents of one token, of several sentences and longer than a block; whole and split."""
+    text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
+    tokenizer = words(1)
+    store = module.tokenize(text, tokenizer, tmp_path)
+    for part in (store, *store.split(0.3)):
+        expected = with_ends(part, 2)
+        blocks = EndedDocuments(part, block_size, tokenizer.eos_token_id)
+        ids = [block["input_ids"].tolist() for block in (blocks[i] for i in range(len(blocks)))]
+        assert len(ids) == len(expected) // block_size
+        assert sum(ids, []) == expected[: len(ids) * block_size]
+        assert blocks[len(ids) - 1]["input_ids"].tolist() == ids[-1]
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+
+
+@pytest.mark.parametrize(("sentinels", "block_size"), [(20, 512), (200, 2048)])
+@pytest.mark.filterwarnings("ignore:.*sentinels")  # more spans than twenty
+def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
+    words, corpus, tmp_path, sentinels, block_size
+):
+    args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
+    tokenizer = words(sentinels)
+    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
+    dataset = module.make_dataset(args, store, tokenizer)
+    batch = module.make_collator(args, tokenizer)([dataset[0], dataset[1]])
+    assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
+
+
+def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, monkeypatch):
+    """And before the training, that of the evaluation too."""
+    inside, prepared = False, []
+
+    @contextlib.contextmanager
+    def first(self, *args, **kwargs):
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    derive = TokenStore._derive
+
+    def recorded(self, name, build):
+        prepared.append((name.split("-")[0], inside))
+        return derive(self, name, build)
+
+    monkeypatch.setattr(transformers.TrainingArguments, "main_process_first", first)
+    monkeypatch.setattr(TokenStore, "_derive", recorded)
+    assert "held_out" in run(tmp_path / "out", steps=1)
+    assert ("chunks", True) in prepared and all(in_context for _, in_context in prepared)
+
+
+def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
+    """Of documents of one token no pairs can be made: that must not fail after the training."""
+    path = tmp_path / "corpus.txt"
+    stories = corpus.read_text().split("\n\n")[:100]
+    path.write_text("\n\n".join(stories + ["a"] * 600))
+    metrics = run(tmp_path / "out", arch="albert-tiny", corpus=path, steps=1)
+    assert "held_out" not in metrics
 
 
 # --- reproducibility ------------------------------------------------------------------------------
