@@ -1,5 +1,6 @@
 """Text to token ids to training batches."""
 
+from fastplm.data._collate import Collator
 from fastplm.data.blocks import BlockDataset, TokenStore, tokenize
 from fastplm.data.collators import DataCollatorForCausalTokens, DataCollatorForMaskedTokens
 from fastplm.data.corpus import TextFiles, embedded_corpus, read_documents
@@ -13,6 +14,7 @@ from fastplm.data.words import word_ids, word_starts
 
 __all__ = [
     "BlockDataset",
+    "Collator",
     "DataCollatorForCausalTokens",
     "DataCollatorForDenoising",
     "DataCollatorForMaskedTokens",

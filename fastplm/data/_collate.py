@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError, check
+from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
 from fastplm.data.packing import sequence_index
 
 if TYPE_CHECKING:
@@ -19,18 +20,28 @@ if TYPE_CHECKING:
 
 # Fields of a sample that are one number, and go into the batch as they are.
 _LABELS_OF_A_SAMPLE = ("next_sentence_label", "sentence_order_label")
+# What says where a sample stands, and what it is made of.
+_OF_THE_STREAM = ("sample_index", "sequence_lengths")
+_MOST_SAMPLES = 1 << 43  # that ``sequence_index`` has room for
 
 
-@dataclass
+@dataclass(eq=False)
 class Collator:
     """Base of the collators: ``collator(samples) = collator.corrupt(collator.pad(samples))``.
 
     ``pad`` makes tensors of the samples and is what a DataLoader's worker has to do; ``corrupt`` is
-    the objective's noise, and runs wherever the tensors lie, with the same result. Samples are
-    dicts of ``input_ids`` and, where they have them, ``attention_mask``, ``token_type_ids``,
-    ``special_tokens_mask``, ``next_sentence_label``, ``sentence_order_label``, ``sample_index`` and
-    ``sequence_lengths`` (of packed samples). Without a ``sample_index`` one is drawn from torch's
-    global generator, as the collators of Transformers draw their masks.
+    the objective's noise, and runs wherever the tensors lie, with the same result.
+
+    Samples are dicts, as a tokenizer returns them for one text, with ``input_ids`` and any of
+    ``attention_mask``, ``token_type_ids``, ``special_tokens_mask``, ``next_sentence_label``,
+    ``sentence_order_label``, ``sample_index`` and ``sequence_lengths`` (of packed samples); a key
+    is in all samples of a batch or in none. Other keys, ``labels`` among them, are left out.
+
+    Without a ``sample_index`` one is drawn from torch's global generator, as the collators of
+    Transformers draw their masks. Where a choice was asked for, by a seed or an epoch that is not
+    0, a warning says so. The Trainer of Transformers takes the keys away that no model has: give it
+    ``remove_unused_columns=False``, or ``sample_index``, ``special_tokens_mask`` and
+    ``sequence_lengths`` never arrive.
 
     Args:
         tokenizer: gives the ids of special tokens and the vocabulary's size.
@@ -38,13 +49,18 @@ class Collator:
         block_size: rows are padded to this length; by default to the longest of the batch. Packed
             batches are filled up to as many tokens a sample.
         packed: the sequences of a batch one after the other in one row, with no padding between
-            them; see ``pad``.
+            them; see ``pad``. The model needs an attention that reads ``cu_seq_lens_q``, such as
+            ``attn_implementation="fastplm"`` or FlashAttention; with any other the sequences attend
+            to each other.
+        position_offset: the first of the ``position_ids`` of a packed sequence. RoBERTa and its kin
+            begin at ``pad_token_id + 1``.
     """
 
     tokenizer: PreTrainedTokenizerBase
     seed: int = 0
     block_size: int | None = None
     packed: bool = False
+    position_offset: int = 0
 
     #: What else of a sample has a value a token; a collator that shortens samples takes none of it.
     token_fields: ClassVar[tuple[str, ...]] = (
@@ -52,11 +68,21 @@ class Collator:
         "token_type_ids",
         "special_tokens_mask",
     )
+    #: Whether anything is drawn.
+    random: ClassVar[bool] = True
     _epoch: int = field(default=0, init=False, repr=False)
+    _warned: bool = field(default=False, init=False, repr=False)
     _dropped: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _constants: dict[torch.device, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        where, size, offset = type(self).__name__, self.block_size, self.position_offset
+        fits = size is None or size >= 1
+        check(fits, where, "block_size", size, "1 or more, or None", "Leave it out, or raise it.")
+        fix = "RoBERTa's is tokenizer.pad_token_id + 1, most others' is 0."
+        check(offset >= 0, where, "position_offset", offset, "0 or more", fix)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.corrupt(self.pad(samples))
@@ -104,44 +130,60 @@ class Collator:
             )
         self._dropped[dropped.device] = dropped if before is None else before + dropped
 
-    def content(self, input_ids: Any) -> Any:
-        """The part of a sample's tokens that goes into the batch: all, unless a subclass cuts."""
-        return input_ids
+    def content(self, sample: dict[str, Any]) -> Any:
+        """The tokens of a sample that go into the batch: all, unless a subclass cuts."""
+        return sample["input_ids"]
 
     def pad(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The tensors of a batch before any noise.
 
         Args:
-            samples: as above; ids are lists, arrays or tensors on any one device.
+            samples: as above; ids are whole numbers in lists, arrays or tensors on any one device.
 
         Returns:
             A dict of int64 tensors: ``input_ids`` and ``attention_mask`` [B, T], ``sample_index``
-            [B], and what else the samples have. Packed: ``input_ids`` and ``position_ids`` [1, N],
-            ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 [S + 1], ``max_length_q`` and
-            ``max_length_k`` as ints, and ``sample_index`` [S] of the S sequences.
+            [B] and, where the samples have them, ``token_type_ids`` and ``special_tokens_mask``
+            [B, T], ``next_sentence_label`` and ``sentence_order_label`` [B]. Padding inside of a
+            sample (0 in its ``attention_mask``) is marked in ``special_tokens_mask``.
+
+            Packed: ``input_ids``, ``position_ids``, ``token_type_ids`` and ``special_tokens_mask``
+            [1, N], ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 [S + 1], ``max_length_q`` and
+            ``max_length_k`` as ints, and ``sample_index`` [S] of the S sequences; the others as
+            above. Samples must have no padding inside. On a GPU, where looking would wait, that is
+            not checked: such tokens are marked in ``special_tokens_mask``, and are attended to.
 
         Raises:
-            DataError: no samples, or one of them lacks ``input_ids``.
-            ArgumentValueError: a sample is longer than ``block_size``.
+            DataError: no samples; one of them lacks a key that others have; a value is of the wrong
+                shape or type.
+            ArgumentValueError: a sample is longer than ``block_size``, or of the other kind than
+                ``packed``.
+
+        Warns:
+            UserWarning: a seed or an epoch was given, and the samples have no ``sample_index``.
         """
-        where = type(self).__name__
-        check(len(samples) > 0, where, "samples", "none", "one or more", "Pass a batch.", DataError)
-        first = samples[0]
-        fix = "Collators take dicts as a tokenizer returns them."
-        has_ids = isinstance(first, dict) or hasattr(first, "keys")
-        has_ids = has_ids and "input_ids" in first
-        check(has_ids, where, "samples", type(first).__name__, "input_ids in each", fix, DataError)
-        ids, lengths = _concatenate([self.content(sample["input_ids"]) for sample in samples])
-        batch = (
-            self._pack(samples, ids, lengths) if self.packed else self._pad(samples, ids, lengths)
-        )
+        self._check_keys(samples)
+        self._check_rows("input_ids", [sample["input_ids"] for sample in samples])
+        rows = [self.content(sample) for sample in samples]
+        lengths = [len(row) for row in rows]
+        ids = self._concatenate("input_ids", rows)
+        fields = {
+            key: self._field(key, samples, lengths).to(ids.device)
+            for key in self.token_fields
+            if key in samples[0]
+        }
+        arrange = self._pack if self.packed else self._pad
+        batch = arrange(samples, ids, lengths, fields)
         for key in _LABELS_OF_A_SAMPLE:
-            if key in first:
+            if key in samples[0]:
                 batch[key] = torch.tensor([int(s[key]) for s in samples], device=ids.device)
         return batch
 
     def _pad(
-        self, samples: Sequence[dict[str, Any]], ids: Tensor, lengths: list[int]
+        self,
+        samples: Sequence[dict[str, Any]],
+        ids: Tensor,
+        lengths: list[int],
+        fields: dict[str, Tensor],
     ) -> dict[str, Any]:
         width = self._room(max(lengths))
         per_row = torch.tensor(lengths, device=ids.device)
@@ -150,64 +192,61 @@ class Collator:
             "input_ids": _fill(ids, inside, self._pad_token_id()),
             "attention_mask": inside.long(),
         }
-        for key in self.token_fields:
-            if key in samples[0]:
-                values, others = _concatenate([sample[key] for sample in samples])
-                check(
-                    others == lengths,
-                    type(self).__name__,
-                    key,
-                    f"{others} values",
-                    f"as many as input_ids, {lengths}",
-                    "Make both by one call of the tokenizer.",
-                )
-                batch[key] = _fill(values, inside, 0)
-        if "attention_mask" in samples[0] and self.token_fields:  # padding inside of a sample
-            hidden = (batch["attention_mask"] == 0) & inside
-            batch["special_tokens_mask"] = batch.get("special_tokens_mask", 0) | hidden.long()
+        batch |= {key: _fill(values, inside, 0) for key, values in fields.items()}
+        if "attention_mask" in fields:
+            _hide(batch, batch["attention_mask"])
         batch["sample_index"] = self._sample_index(samples).to(ids.device)
         return batch
 
     def _pack(
-        self, samples: Sequence[dict[str, Any]], ids: Tensor, lengths: list[int]
+        self,
+        samples: Sequence[dict[str, Any]],
+        ids: Tensor,
+        lengths: list[int],
+        fields: dict[str, Tensor],
     ) -> dict[str, Any]:
-        check(
-            all(np.asarray(sample.get("attention_mask", 1)).all() for sample in samples),
-            type(self).__name__,
-            "attention_mask",
-            "padding inside of a sample",
-            "none in a packed batch",
-            "Tokenize with padding=False.",
-        )
-        size = self._room(max(lengths)) * len(samples) if self.block_size else len(ids)
-        inner = [
-            sample.get("sequence_lengths", [length])
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
-        sequences = torch.tensor([length for lengths in inner for length in lengths])
+        room = self._room(max(lengths))
+        size = len(ids) if self.block_size is None else room * len(samples)
+        inner = self._sequence_lengths(samples, lengths)
+        longest = max((length for row in inner for length in row), default=0)
+        sequences = torch.tensor([length for row in inner for length in row], dtype=torch.int64)
         index = self._sample_index(samples)
         if "sequence_lengths" in samples[0]:
-            places = torch.cat([torch.arange(len(lengths)) for lengths in inner])
-            counts = torch.tensor([len(lengths) for lengths in inner])
-            index = sequence_index(index.repeat_interleave(counts), places)  # type: ignore[assignment]
+            index = self._sequence_index(index, [len(row) for row in inner])
         ends = torch.nn.functional.pad(sequences.cumsum(0), (1, 0))
-        # What fills the batch up is a sequence of its own to the attention, and to nobody else.
-        positions = torch.arange(size) - torch.repeat_interleave(
-            torch.cat([ends[:-1], ends[-1:]]),
-            torch.cat([sequences, torch.tensor([size - len(ids)])]),
-        )
-        filler = ids.new_full((size - len(ids),), self._pad_token_id())
+        # What fills the batch up has positions that every model knows, however much it is.
+        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], sequences)
+        positions = positions.to(ids.device) + self.position_offset
+
+        def row(values: Tensor, filler: int) -> Tensor:
+            return torch.nn.functional.pad(values, (0, size - len(values)), value=filler)[None]
+
         boundaries = ends.int().to(ids.device)
-        longest = int(sequences.max())
-        return {
-            "input_ids": torch.cat([ids, filler])[None],
-            "position_ids": positions.to(ids.device)[None],
+        batch = {
+            "input_ids": row(ids, self._pad_token_id()),
+            "position_ids": row(positions, self.position_offset),
             "cu_seq_lens_q": boundaries,
             "cu_seq_lens_k": boundaries,
             "max_length_q": longest,
             "max_length_k": longest,
             "sample_index": index.to(ids.device),
         }
+        mask = fields.pop("attention_mask", None)
+        batch |= {key: row(values, 0) for key, values in fields.items()}
+        if mask is None:
+            return batch
+        if mask.device.type == "cpu":
+            self._check_each(
+                "attention_mask",
+                [bool(part.all()) for part in mask.split(lengths)],
+                lambda _: "padding inside",
+                "none in a packed batch",
+                "Tokenize with padding=False.",
+                ArgumentValueError,
+            )
+        else:
+            _hide(batch, row(mask, 0))
+        return batch
 
     def _room(self, longest: int) -> int:
         if self.block_size is None:
@@ -229,7 +268,162 @@ class Collator:
     def _sample_index(self, samples: Sequence[dict[str, Any]]) -> Tensor:
         if "sample_index" in samples[0]:
             return torch.tensor([int(sample["sample_index"]) for sample in samples])
+        if self.random and (self.seed != 0 or self._epoch != 0) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__}: the samples have no sample_index, so their places are "
+                "drawn from torch's global generator, and seed and epoch alone do not decide what "
+                "is chosen. Give each sample a sample_index (PretrainingStream does), and the "
+                "Trainer of Transformers remove_unused_columns=False.",
+                stacklevel=5,
+            )
         return torch.randint(1 << 42, (len(samples),))
+
+    def _sequence_lengths(
+        self, samples: Sequence[dict[str, Any]], lengths: list[int]
+    ) -> list[list[int]]:
+        """The lengths of the sequences of each sample."""
+        if "sequence_lengths" not in samples[0]:
+            return [[length] for length in lengths]
+        inner = [[int(length) for length in sample["sequence_lengths"]] for sample in samples]
+        self._check_each(
+            "sequence_lengths",
+            [
+                sum(row) == length and min(row, default=0) >= 0
+                for row, length in zip(inner, lengths, strict=True)
+            ],
+            lambda number: f"{inner[number]} for {lengths[number]} tokens",
+            "lengths that add up to the tokens",
+            "Cut or join both alike.",
+        )
+        return inner
+
+    def _sequence_index(self, index: Tensor, counts: list[int]) -> Tensor:
+        """The sample index of each sequence, from that of each sample."""
+        self._check_each(
+            "sample_index",
+            [0 <= number < _MOST_SAMPLES for number in index.tolist()],
+            lambda number: int(index[number]),
+            f"0 to {_MOST_SAMPLES - 1} beside sequence_lengths",
+            "Count the samples from 0.",
+        )
+        places = torch.cat([torch.arange(count) for count in counts])
+        return sequence_index(index.repeat_interleave(torch.tensor(counts)), places)  # type: ignore[return-value]
+
+    # --- checks: a few looks at a sample, none at a token -----------------------------------------
+
+    def _check_each(
+        self,
+        key: str,
+        fine: list[bool],
+        got: Callable[[int], object],
+        expected: str,
+        fix: str,
+        error: type[FastplmError] = DataError,
+    ) -> None:
+        """Raise for the first sample that is not fine."""
+        if not all(fine):
+            number = fine.index(False)
+            found = f"{got(number)} in sample {number}"
+            raise error(message(type(self).__name__, key, found, expected, fix))
+
+    def _check_keys(self, samples: Sequence[dict[str, Any]]) -> None:
+        """All samples are dicts with ids, and with the same keys of those that are read."""
+        where = type(self).__name__
+        check(len(samples) > 0, where, "samples", "none", "one or more", "Pass a batch.", DataError)
+        self._check_each(
+            "samples",
+            [hasattr(sample, "keys") and "input_ids" in sample for sample in samples],
+            lambda number: type(samples[number]).__name__,
+            "a dict with input_ids in each",
+            "Collators take dicts as a tokenizer returns them.",
+        )
+        first = samples[0].keys()
+        others = [sample for sample in samples if sample.keys() != first]
+        for key in (*self.token_fields, *_LABELS_OF_A_SAMPLE, *_OF_THE_STREAM) if others else ():
+            there = key in first
+            self._check_each(
+                key,
+                [(key in sample) == there for sample in samples],
+                (lambda _: "nothing") if there else (lambda _: "a value"),
+                f"{'a value' if there else 'nothing'}, as in sample 0",
+                "Give it to all samples or to none.",
+            )
+        check(
+            self.packed or "sequence_lengths" not in first,
+            where,
+            "sequence_lengths",
+            "lengths of several sequences in a sample",
+            "none with packed=False",
+            "Pass packed=True, or each sequence as a sample of its own.",
+        )
+
+    def _check_rows(self, key: str, rows: list[Any]) -> None:
+        self._check_each(
+            key,
+            [_dimensions(row) == 1 for row in rows],
+            lambda number: f"shape {tuple(np.shape(rows[number]))}",
+            "one row of tokens, [T]",
+            "Tokenize text by text with return_tensors=None, or squeeze it.",
+        )
+
+    def _field(self, key: str, samples: Sequence[dict[str, Any]], lengths: list[int]) -> Tensor:
+        """What a sample has beside each of its tokens: the values of all, one after the other."""
+        rows = [sample[key] for sample in samples]
+        self._check_rows(key, rows)
+        self._check_each(
+            key,
+            [len(row) == length for row, length in zip(rows, lengths, strict=True)],
+            lambda number: f"{len(rows[number])} values",
+            "as many as input_ids",
+            "Make both by one call of the tokenizer.",
+            ArgumentValueError,
+        )
+        return self._concatenate(key, rows)
+
+    def _concatenate(self, key: str, rows: list[Any]) -> Tensor:
+        """int64 rows one after the other."""
+        parts = [_whole_numbers(row) for row in rows]
+        self._check_each(
+            key,
+            [part is not None for part in parts],
+            lambda number: f"a {getattr(rows[number], 'dtype', 'list')}",
+            "whole numbers of at most 64 bits",
+            "Convert them with .long(), or make them with a tokenizer.",
+        )
+        if isinstance(rows[0], Tensor):
+            return torch.cat([*map(torch.as_tensor, parts)])
+        return torch.from_numpy(np.concatenate(parts))
+
+
+def text_of(
+    sample: dict[str, Any], pad: int | None, bos: int | None, eos: int | None, where: str
+) -> Any:
+    """The tokens of a sample that are text: without padding, and one BOS and one EOS at the ends.
+
+    Padding is what its attention mask hides or, without one, the padding tokens at its end. For a
+    sample on a GPU this waits, once for its tokens and once for its mask.
+    """
+    ids = sample["input_ids"]
+    tokens = _on_cpu(ids)
+    begin, end = 0, len(tokens)
+    if "attention_mask" in sample:
+        seen = np.flatnonzero(_on_cpu(sample["attention_mask"]))
+        count = len(sample["attention_mask"])
+        got, fix = f"{count} values", "Make both by one call of the tokenizer."
+        expected = f"{end}, as many as input_ids"
+        check(count == end, where, "attention_mask", got, expected, fix)
+        begin, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+        expected, fix = "one run of ones", "Cut out what is no text."
+        check(end - begin == len(seen), where, "attention_mask", "gaps", expected, fix, DataError)
+    else:
+        while end > 0 and tokens[end - 1] == pad:
+            end -= 1
+    if end > begin and eos is not None and tokens[end - 1] == eos:
+        end -= 1
+    if end > begin and bos is not None and tokens[begin] == bos:
+        begin += 1
+    return ids[begin:end]
 
 
 def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
@@ -239,13 +433,37 @@ def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tens
     return flat[:-1].view(input_ids.shape)
 
 
-def _concatenate(rows: list[Any]) -> tuple[Tensor, list[int]]:
-    """int64 rows one after the other, and their lengths."""
-    lengths = [len(row) for row in rows]
-    if isinstance(rows[0], Tensor):
-        return torch.cat([row.long() for row in rows]), lengths
-    # NumPy reads lists of numbers several times as fast as torch.
-    return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows])), lengths
+def _hide(batch: dict[str, Any], attention_mask: Tensor) -> None:
+    """Mark what the mask leaves out as tokens that are not to be chosen."""
+    hidden = (attention_mask == 0).long()
+    batch["special_tokens_mask"] = batch.get("special_tokens_mask", 0) | hidden
+
+
+def _on_cpu(row: Any) -> Any:
+    return row.numpy(force=True) if isinstance(row, Tensor) else row
+
+
+def _dimensions(row: Any) -> int:
+    if not isinstance(row, (list, tuple)):
+        return getattr(row, "ndim", 0)
+    # Asking NumPy about an int takes longer than all other checks of a sample.
+    return 1 if not row or isinstance(row[0], int) else 1 + np.ndim(row[0])
+
+
+def _whole_numbers(row: Any) -> Any:
+    """A row as an int64 tensor or array, or None if it holds anything else."""
+    if isinstance(row, Tensor):
+        if row.dtype is torch.int64:
+            return row
+        whole = not (row.is_floating_point() or row.is_complex())
+        return row.long() if whole or len(row) == 0 else None
+    if isinstance(row, np.ndarray):
+        whole = row.dtype.kind in "biu"
+        return row.astype(np.int64, copy=False) if whole or len(row) == 0 else None
+    try:
+        return np.asarray(array("q", row))  # as fast as NumPy reads a list, and cuts no fractions
+    except (TypeError, OverflowError):
+        return None
 
 
 def _fill(values: Tensor, inside: Tensor, filler: int) -> Tensor:

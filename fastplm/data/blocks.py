@@ -171,39 +171,52 @@ def tokenize(
 
 
 class BlockDataset(Dataset):
-    """Blocks ``[CLS] … [SEP]`` of one size: the corpus cut every ``block_size - 2`` tokens.
+    """Blocks of one size, ``[CLS] … [SEP]``: the corpus cut every ``block_size - 2`` tokens.
 
     Only the last, partial block of the whole corpus is left out. Item i is
     ``{"input_ids": int64 [block_size]}``.
 
     Args:
         store: the tokens.
-        block_size: tokens a block, the two special ones included.
-        cls_token_id, sep_token_id: the ids put around each block.
+        block_size: tokens a block, the special ones included.
+        cls_token_id, sep_token_id: the ids put before and after each block; none by default, and
+            the text has their place.
 
     Raises:
+        ArgumentValueError: a block has no room for text.
         DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
     """
 
     def __init__(
-        self, store: TokenStore, block_size: int, *, cls_token_id: int, sep_token_id: int
+        self,
+        store: TokenStore,
+        block_size: int,
+        *,
+        cls_token_id: int | None = None,
+        sep_token_id: int | None = None,
     ) -> None:
-        check(block_size >= 3, "BlockDataset", "block_size", block_size, "3 or more", "Raise it.")
         self.store, self.block_size = store, block_size
         self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
-        check_enough_tokens("BlockDataset", store, block_size - 2)
+        self._begin = int(cls_token_id is not None)
+        self._text = block_size - self._begin - (sep_token_id is not None)
+        expected = f"{block_size - self._text + 1} or more"
+        check(self._text > 0, "BlockDataset", "block_size", block_size, expected, "Raise it.")
+        check_enough_tokens("BlockDataset", store, self._text)
         store.validate()
 
     def __len__(self) -> int:
-        return len(self.store) // (self.block_size - 2)
+        return len(self.store) // self._text
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        size = self.block_size - 2
         block = np.empty(self.block_size, dtype=np.int64)
-        block[0], block[-1] = self.cls_token_id, self.sep_token_id
-        block[1:-1] = self.store.tokens[index * size : (index + 1) * size]
+        if self.cls_token_id is not None:
+            block[0] = self.cls_token_id
+        if self.sep_token_id is not None:
+            block[-1] = self.sep_token_id
+        text = self.store.tokens[index * self._text : (index + 1) * self._text]
+        block[self._begin : self._begin + self._text] = text
         return {"input_ids": torch.from_numpy(block)}
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm._checks import check_choice
+from fastplm._checks import DataError, FastplmError, check
 from fastplm.data._collate import Collator, scatter_labels
 from fastplm.data.words import word_ids, word_starts
+from fastplm.ops.mask_tokens import mask_settings as check_settings
 
 
-@dataclass
+@dataclass(eq=False)
 class DataCollatorForMaskedTokens(Collator):
     """Batches for masked language modelling, next-sentence and sentence-order prediction, ELECTRA.
 
-    The drop-in for ``transformers.DataCollatorForLanguageModeling`` whose masks are a pure function
-    of (seed, epoch, sample index): the same at any batch size, worker count and world size, on the
-    CPU and on a GPU, padded and packed.
+    Does the work of ``transformers.DataCollatorForLanguageModeling``, for samples that are dicts,
+    with masks that are a pure function of (seed, epoch, sample index): the same at any batch size,
+    worker count and world size, on the CPU and on a GPU, padded and packed.
 
     Args:
-        tokenizer, seed, block_size, packed: see ``Collator``.
+        tokenizer, seed, block_size, packed, position_offset: see ``Collator``.
         mlm_probability: share of the maskable tokens that is chosen.
         mask_replace_prob: share of the chosen tokens that becomes ``[MASK]``.
         random_replace_prob: share of the chosen tokens that becomes a random token.
@@ -35,14 +36,16 @@ class DataCollatorForMaskedTokens(Collator):
     Returns:
         What ``Collator.pad`` returns, with ``input_ids`` corrupted and, beside them, ``labels``
         (int64, the shape of ``input_ids``, -100 where nothing was chosen) and ``masked_positions``
-        (int64 [P], flat, -1 in unused slots). Special tokens, and those of a
-        ``special_tokens_mask``, are never chosen.
+        (int64 [P], flat, -1 in unused slots), without ``special_tokens_mask``. Special tokens,
+        those of a ``special_tokens_mask`` and padding are never chosen.
 
     Raises:
         ArgumentValueError: a sample is longer than ``block_size``, or a setting is of no use.
+        DataError: the tokenizer has no mask token, or see ``Collator.pad``.
 
     Warns:
-        UserWarning: more tokens should have been chosen than ``max_predictions``; see ``dropped``.
+        UserWarning: more tokens should have been chosen than ``max_predictions``, see ``dropped``;
+            or see ``Collator.pad``.
     """
 
     mlm_probability: float = 0.15
@@ -54,18 +57,21 @@ class DataCollatorForMaskedTokens(Collator):
     sampling: str = "exact"
 
     def __post_init__(self) -> None:
-        check_choice(type(self).__name__, "unit", self.unit, ("token", "word", "ngram"))
+        super().__post_init__()
         # Looked up once: the properties of a tokenizer are slow.
-        words = {} if self.unit == "token" else {"words": word_starts(self.tokenizer)}
-        self.keep(special_ids=special_ids(self.tokenizer), **words)
+        special = special_ids(self.tokenizer)
         self._vocab_size = len(self.tokenizer)
-        self._mask_token_id = self.tokenizer.mask_token_id
+        self._mask_token_id = mask_token_id(type(self).__name__, self.tokenizer)
+        self._padding_is_special = self._pad_token_id() in special
+        self._check_settings(len(special))
+        words = {} if self.unit == "token" else {"words": word_starts(self.tokenizer)}
+        self.keep(special_ids=special, **words)
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Choose and corrupt the tokens to predict."""
         batch = dict(batch)
         input_ids: Tensor = batch["input_ids"]
-        special = batch.pop("special_tokens_mask", None)
+        maskable = self._maskable(batch, batch.pop("special_tokens_mask", None))
         constants = self.constants(input_ids.device)
         words = None
         if self.unit != "token":
@@ -75,7 +81,7 @@ class DataCollatorForMaskedTokens(Collator):
             input_ids[row],
             vocab_size=self._vocab_size,
             mask_token_id=self._mask_token_id,
-            maskable=None if special is None else special[row] == 0,
+            maskable=None if maskable is None else maskable[row],
             special_ids=constants["special_ids"],
             mlm_probability=self.mlm_probability,
             mask_replace_prob=self.mask_replace_prob,
@@ -96,22 +102,59 @@ class DataCollatorForMaskedTokens(Collator):
         batch["masked_positions"] = masked.positions
         return batch
 
+    def _maskable(self, batch: dict[str, Any], special: Tensor | None) -> Tensor | None:
+        """Which tokens may be chosen; None where their ids alone say so, which is fastest."""
+        maskable = None if special is None else special == 0
+        if self.packed or self._padding_is_special:  # what fills a packed row is in no sequence
+            return maskable
+        inside = batch["attention_mask"] != 0
+        return inside if maskable is None else maskable & inside
 
-@dataclass
+    def _check_settings(self, special_count: int) -> None:
+        """What the op would refuse in the first batch, in the name of the collator."""
+        try:
+            check_settings(
+                1,
+                1,
+                1,
+                special_count,
+                self.unit != "token",
+                self._vocab_size,
+                self._mask_token_id,
+                self.mlm_probability,
+                self.mask_replace_prob,
+                self.random_replace_prob,
+                self.max_predictions,
+                self.sampling,
+                self.unit,
+                self.max_ngram,
+            )
+        except FastplmError as error:
+            text = str(error).replace("mask_tokens", type(self).__name__, 1)
+            raise type(error)(text) from None
+
+
+@dataclass(eq=False)
 class DataCollatorForCausalTokens(Collator):
     """Batches for causal language modelling: the labels are the tokens themselves.
 
     Args:
-        tokenizer, seed, block_size, packed: see ``Collator``; nothing is random here.
+        tokenizer, seed, block_size, packed, position_offset: see ``Collator``; nothing is random
+            here.
 
     Returns:
-        What ``Collator.pad`` returns and ``labels`` (int64, the shape of ``input_ids``): -100 for
-        padding and, in a packed row, for the first token of each sequence, which the one before it
-        shall not predict. The models of Transformers shift them.
+        What ``Collator.pad`` returns, without ``special_tokens_mask``, and ``labels`` (int64, the
+        shape of ``input_ids``): -100 for padding and, in a packed row, for the first token of each
+        sequence, which the one before it shall not predict. The models of Transformers shift them.
+        Of packed ``position_ids`` a model with ``use_cache=False`` makes a mask [N, N], which is
+        slow; an ``attention_mask`` of ones beside them forestalls it.
 
     Raises:
         ArgumentValueError: a sample is longer than ``block_size``.
+        DataError: see ``Collator.pad``.
     """
+
+    random: ClassVar[bool] = False
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add the labels; nothing is corrupted."""
@@ -119,13 +162,30 @@ class DataCollatorForCausalTokens(Collator):
         input_ids: Tensor = batch["input_ids"]
         if self.packed:
             tokens = torch.arange(input_ids.shape[1], device=input_ids.device)
-            no_label = (batch["position_ids"] == 0) | (tokens >= batch["cu_seq_lens_q"][-1])
+            first = batch["position_ids"] == self.position_offset
+            no_label = first | (tokens >= batch["cu_seq_lens_q"][-1])
         else:
             no_label = batch["attention_mask"] == 0
         return batch | {"labels": input_ids.masked_fill(no_label, -100)}
 
 
 def special_ids(tokenizer: Any) -> Tensor:
-    """The ids of a tokenizer's special tokens: int64, ascending, each once."""
+    """The ids of a tokenizer's special tokens, added ones too: int64, ascending, each once."""
     ids = {i for i in tokenizer.all_special_ids if i is not None}
+    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return torch.tensor(sorted(ids), dtype=torch.int64)
+
+
+def mask_token_id(where: str, tokenizer: Any) -> int:
+    """The id of a tokenizer's mask token, which it must have."""
+    mask = tokenizer.mask_token_id
+    check(
+        mask is not None,
+        where,
+        "tokenizer",
+        "one without a mask token",
+        "a mask token",
+        "Add it with tokenizer.add_special_tokens({'mask_token': '<mask>'}).",
+        DataError,
+    )
+    return mask

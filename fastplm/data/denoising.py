@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError, UnsupportedError, check
-from fastplm.data._collate import Collator
-from fastplm.data.collators import special_ids
+from fastplm._checks import UnsupportedError, check
+from fastplm.data._collate import Collator, text_of
+from fastplm.data.collators import mask_token_id, special_ids
 from fastplm.ops.bart_noise import bart_noise
 
 if TYPE_CHECKING:
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 _END_OF_SENTENCE = (".", "!", "?")
 
 
-@dataclass
+@dataclass(eq=False)
 class DataCollatorForDenoising(Collator):
     """Batches for BART's denoising, as ``BartForConditionalGeneration`` takes them.
 
     The noise is a pure function of (seed, epoch, sample index): the same at any batch size, worker
     count and world size, on the CPU and on a GPU. BOS and EOS (where the tokenizer has none, CLS
-    and SEP) stand around inputs and labels, whether the samples have them or not. Padding at the
-    end of a sample is not text and is taken off.
+    and SEP) stand around inputs and labels, whether the samples have them or not. Padding is not
+    text and is taken off: what the ``attention_mask`` of a sample hides at either end or, without
+    one, the padding tokens at its end.
 
     Args:
         tokenizer, seed: see ``Collator``.
         block_size: inputs and labels are padded to this length, BOS and EOS included; by default to
             that of the longest sample.
-        packed: must be False.
+        packed: must be False; ``position_offset`` has no use then.
         infill_probability, poisson_lambda, permute_sentences, mask_probability,
         delete_probability, rotate_probability, random_replace_prob: see ``ops.bart_noise``. The
             defaults are BART's recipe: infilling of 30 % of the tokens, permutation of all
@@ -44,15 +45,17 @@ class DataCollatorForDenoising(Collator):
     Returns:
         A dict with ``input_ids`` (int64 [B, T], noised), ``attention_mask`` (int64 [B, T]),
         ``labels`` (int64 [B, T], the text, -100 for padding), ``sample_index`` (int64 [B]) and,
-        where the samples have them, labels of a sample.
+        where the samples have them, ``next_sentence_label`` and ``sentence_order_label``.
 
     Raises:
         ArgumentValueError: a sample does not fit ``block_size``, or a setting is out of its range.
-        DataError: the tokenizer has no mask token.
+        DataError: the tokenizer has no mask token, an ``attention_mask`` has gaps, or see
+            ``Collator.pad``.
         UnsupportedError: ``packed=True``.
 
     Warns:
-        UserWarning: tokens were cut, as inserted masks made a row longer than T; see ``dropped``.
+        UserWarning: tokens were cut, as inserted masks made a row longer than T, see ``dropped``;
+            or see ``Collator.pad``.
 
     Source: Lewis et al. 2020 (arXiv 1910.13461), §2.2 and §5.1.
     """
@@ -69,6 +72,7 @@ class DataCollatorForDenoising(Collator):
     token_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         where = type(self).__name__
         check(
             not self.packed,
@@ -81,16 +85,7 @@ class DataCollatorForDenoising(Collator):
         )
         # Looked up once: the properties of a tokenizer are slow.
         tokenizer = self.tokenizer
-        self._mask = tokenizer.mask_token_id
-        check(
-            self._mask is not None,
-            where,
-            "tokenizer",
-            "one without a mask token",
-            "a mask token",
-            "Add it with tokenizer.add_special_tokens({'mask_token': '<mask>'}).",
-            DataError,
-        )
+        self._mask = mask_token_id(where, tokenizer)
         self._pad_id = self._pad_token_id()
         self._bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
@@ -100,15 +95,9 @@ class DataCollatorForDenoising(Collator):
         given = sentence_ends(tokenizer) if ends is None else torch.tensor(list(ends)).long()
         self.keep(special_ids=special_ids(tokenizer), sentence_end_ids=given.unique())
 
-    def content(self, input_ids: Any) -> Any:
-        """The text of a sample, without BOS, EOS and the padding at its end."""
-        end = len(input_ids)
-        while end > 0 and input_ids[end - 1] == self._pad_id:
-            end -= 1
-        if end > 0 and self._eos is not None and input_ids[end - 1] == self._eos:
-            end -= 1
-        begin = int(end > 0 and self._bos is not None and input_ids[0] == self._bos)
-        return input_ids[begin:end]
+    def content(self, sample: dict[str, Any]) -> Any:
+        """The text of a sample, without padding, BOS and EOS."""
+        return text_of(sample, self._pad_id, self._bos, self._eos, type(self).__name__)
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Noise the text, and make labels of it."""
@@ -174,7 +163,7 @@ class DataCollatorForDenoising(Collator):
 
 def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """The ids of tokens that end a sentence, by their last character: int64, ascending."""
-    special = set(tokenizer.all_special_ids)
+    special = set(special_ids(tokenizer).tolist())
     ids = [
         token_id
         for token, token_id in tokenizer.get_vocab().items()

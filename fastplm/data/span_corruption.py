@@ -9,42 +9,45 @@ from typing import Any, ClassVar
 import torch
 
 from fastplm._checks import DataError, UnsupportedError, check
-from fastplm.data._collate import Collator
+from fastplm.data._collate import Collator, text_of
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit
 from fastplm.reference.corrupt_spans import fixed_point_scales, span_counts
 
 
-@dataclass
+@dataclass(eq=False)
 class DataCollatorForSpanCorruption(Collator):
     """Batches for T5's span corruption, as ``T5ForConditionalGeneration`` takes them.
 
     The spans are a pure function of (seed, epoch, sample index): the same at any batch size, worker
     count and world size, on the CPU and on a GPU. The sentinels are the tokenizer's
     ``<extra_id_0>``, ``<extra_id_1>``, …; the end of sequence follows inputs and labels, whether
-    the samples have one or not. Padding at the end of a sample is not text and is taken off.
+    the samples have one or not. Padding is not text and is taken off: what the ``attention_mask``
+    of a sample hides at either end or, without one, the padding tokens at its end.
 
     Args:
         tokenizer, seed: see ``Collator``.
         block_size: the most tokens of ``input_ids``, to which rows are padded; by default those of
             the longest row. Samples of ``span_corruption_fit(block_size)[0]`` tokens, 568 for
             T5's 512, fill it.
-        packed: must be False.
+        packed: must be False; ``position_offset`` has no use then.
         noise_density: share of the tokens that leaves the input.
         mean_span_length: noise tokens a span.
 
     Returns:
         A dict with ``input_ids`` (int64 [B, Ti], corrupted), ``attention_mask`` (int64 [B, Ti]),
         ``labels`` (int64 [B, To], -100 where the label is padding), ``sample_index`` (int64 [B])
-        and, where the samples have them, labels of a sample. Ti and To depend on ``block_size``
-        alone or, without it, on the longest sample.
+        and, where the samples have them, ``next_sentence_label`` and ``sentence_order_label``. Ti
+        and To depend on ``block_size`` alone or, without it, on the longest sample.
 
     Raises:
         ArgumentValueError: a sample does not fit ``block_size``, or a setting is out of its range.
-        DataError: the tokenizer has no ``<extra_id_0>``.
+        DataError: the tokenizer has no ``<extra_id_0>``, an ``attention_mask`` has gaps, or see
+            ``Collator.pad``.
         UnsupportedError: ``packed=True``.
 
     Warns:
-        UserWarning: a sample has more spans than there are sentinels; the last ones are merged.
+        UserWarning: a sample has more spans than there are sentinels, and gets fewer, longer ones;
+            or see ``Collator.pad``.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), §3.1.4.
     """
@@ -55,6 +58,7 @@ class DataCollatorForSpanCorruption(Collator):
     token_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         where = type(self).__name__
         check(
             not self.packed,
@@ -93,14 +97,9 @@ class DataCollatorForSpanCorruption(Collator):
                 eos=self._eos is not None,
             )
 
-    def content(self, input_ids: Any) -> Any:
-        """The text of a sample, without the padding and the EOS at its end."""
-        end = len(input_ids)
-        while end > 0 and input_ids[end - 1] == self._padding:
-            end -= 1
-        if end > 0 and input_ids[end - 1] == self._eos:
-            end -= 1
-        return input_ids[:end]
+    def content(self, sample: dict[str, Any]) -> Any:
+        """The text of a sample, without padding and the EOS at its end."""
+        return text_of(sample, self._padding, None, self._eos, type(self).__name__)
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Replace the spans by sentinels, and make labels of them."""

@@ -135,7 +135,7 @@ def mask_tokens(
     _check_tensors(input_ids, maskable, word_ids, cu_seqlens, sample_index)
     check_seed(_WHERE, input_ids, seed)
     check_step(_WHERE, step)
-    settings = _settings(
+    settings = mask_settings(
         input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         input_ids.shape[1] if cu_seqlens is None else None,
         input_ids.numel(),
@@ -200,7 +200,7 @@ def _count(special_ids: torch.Tensor | None) -> int:
 
 
 @remembered
-def _settings(
+def mask_settings(
     rows: int,
     length: int | None,
     tokens: int,

@@ -36,23 +36,32 @@ def test_sentences_joined_are_the_document(text):
     assert "".join(split_sentences(text)) == text
 
 
-@pytest.mark.parametrize("block_size", [3, 16, 67])
-def test_blocks_cover_the_tokens(store, block_size):
-    blocks = BlockDataset(store, block_size, **SPECIAL)
+@pytest.mark.parametrize("special", [SPECIAL, {}, {"cls_token_id": 2}, {"sep_token_id": 3}])
+@pytest.mark.parametrize("room", [1, 14, 65])
+def test_blocks_cover_the_tokens(store, room, special):
+    blocks = BlockDataset(store, room + len(special), **special)
     rows = np.stack([blocks[i]["input_ids"].numpy() for i in range(len(blocks))])
-    assert rows.shape[1] == block_size
-    assert (rows[:, 0] == 2).all() and (rows[:, -1] == 3).all()
-    covered = rows[:, 1:-1].reshape(-1)
-    assert 0 <= len(store) - len(covered) < block_size - 2
+    assert rows.shape[1] == room + len(special) and rows.dtype == np.int64
+    if "cls_token_id" in special:
+        assert (rows[:, 0] == 2).all()
+        rows = rows[:, 1:]
+    if "sep_token_id" in special:
+        assert (rows[:, -1] == 3).all()
+        rows = rows[:, :-1]
+    covered = rows.reshape(-1)
+    assert 0 <= len(store) - len(covered) < room
     assert (covered == store.tokens[: len(covered)]).all()
     with pytest.raises(IndexError):
         blocks[len(blocks)]
 
 
-def test_one_block_at_least(store):
-    assert len(BlockDataset(store, len(store) + 2, **SPECIAL)) == 1
+@pytest.mark.parametrize("special", [SPECIAL, {}])
+def test_one_block_at_least(store, special):
+    assert len(BlockDataset(store, len(store) + len(special), **special)) == 1
     with pytest.raises(DataError, match=f"{len(store)} tokens"):
-        BlockDataset(store, len(store) + 3, **SPECIAL)
+        BlockDataset(store, len(store) + len(special) + 1, **special)
+    with pytest.raises(ArgumentValueError, match=f"expected {len(special) + 1} or more"):
+        BlockDataset(store, len(special), **special)
 
 
 def test_no_tokens(tokenizer, tmp_path):

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 
-from fastplm._checks import ArgumentValueError, DataError
+from fastplm import ops
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.data import (
     BlockDataset,
+    Collator,
     DataCollatorForCausalTokens,
     DataCollatorForMaskedTokens,
     NextSentencePairs,
@@ -181,7 +187,8 @@ def test_device_tensors_give_the_same_batch(pairs, tokenizer, unit, packed):
 def test_lists_arrays_and_tensors_are_one(blocks, tokenizer):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2)
     samples = [blocks[i] for i in range(3)]
-    for convert in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.int):
+    bytes_ = (torch.Tensor.byte, lambda ids: ids.numpy().astype(np.uint8), tuple)
+    for convert in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.int, *bytes_):
         others = [sample | {"input_ids": convert(sample["input_ids"])} for sample in samples]
         assert_same_batch(collator(others), collator(samples))
 
@@ -251,8 +258,9 @@ def test_packed_sequences_are_masked_as_padded_ones(pairs, tokenizer):
         ends = packed["cu_seq_lens_q"]
         assert ends.dtype == torch.int32 and torch.equal(ends.diff(), lengths.int())
         assert packed["max_length_q"] == packed["max_length_k"] == int(lengths.max())
-        positions = torch.cat([torch.arange(length) for length in [*lengths, 6 * 48 - tokens]])
-        assert torch.equal(packed["position_ids"][0], positions[: packed["input_ids"].shape[1]])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        assert torch.equal(packed["position_ids"][0, :tokens], positions)
+        assert (packed["position_ids"][0, tokens:] == 0).all(), "no position a model may not have"
         assert torch.equal(packed["next_sentence_label"], padded["next_sentence_label"])
 
 
@@ -277,14 +285,13 @@ def test_packed_documents_have_choices_of_their_own(store, tokenizer):
             place += 1
 
 
-def test_packed_batches_train_like_padded_ones(pairs, tokenizer):
-    """In a plain Transformers model: same loss, same gradient, no padding."""
-    from transformers import BertConfig, BertForMaskedLM
+def plain_model(family, tokenizer):
+    """A small model of Transformers with dropout off."""
+    import transformers
 
     import fastplm.hf  # noqa: F401 (registers the attention)
 
-    samples = [{"input_ids": pairs[i]["input_ids"], "sample_index": i} for i in range(5)]
-    config = BertConfig(
+    sizes = dict(
         vocab_size=len(tokenizer),
         hidden_size=32,
         num_hidden_layers=2,
@@ -292,23 +299,51 @@ def test_packed_batches_train_like_padded_ones(pairs, tokenizer):
         intermediate_size=64,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    model = BertForMaskedLM._from_config(config, attn_implementation="fastplm")
+    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model_class, config = {
+        "bert": lambda: (transformers.BertForMaskedLM, transformers.BertConfig(**sizes)),
+        "roberta": lambda: (transformers.RobertaForMaskedLM, transformers.RobertaConfig(**sizes)),
+        "albert": lambda: (transformers.AlbertForMaskedLM, transformers.AlbertConfig(**sizes)),
+        "gpt2": lambda: (
+            transformers.GPT2LMHeadModel,
+            transformers.GPT2Config(
+                vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, use_cache=False, **off
+            ),
+        ),
+    }[family]()
+    torch.manual_seed(0)
+    return model_class._from_config(config, attn_implementation="fastplm")
+
+
+@pytest.mark.parametrize("block_size", (None, 48))
+@pytest.mark.parametrize("family", ("bert", "roberta", "albert", "gpt2"))
+def test_packed_batches_train_like_padded_ones(pairs, tokenizer, family, block_size):
+    """In a plain Transformers model, with the whole batch: same loss, same gradient."""
+    keys = ("input_ids", "sample_index") if family == "gpt2" else (*pairs[0],)
+    keys = [key for key in keys if key != "next_sentence_label"]
+    samples = [{key: pairs[i][key] for key in keys} for i in range(5)]
+    offset = tokenizer.pad_token_id + 1 if family == "roberta" else 0
+    if family == "roberta":
+        samples = [s | {"token_type_ids": s["token_type_ids"] * 0} for s in samples]
+    model = plain_model(family, tokenizer)
 
     def gradients(packed, dtype):
-        collator = DataCollatorForMaskedTokens(tokenizer, max_predictions=20, packed=packed)
-        batch = collator(samples)
-        for key in ("masked_positions", "sample_index"):
-            del batch[key]
+        settings = dict(packed=packed, block_size=block_size, position_offset=offset)
+        if family == "gpt2":
+            collator = DataCollatorForCausalTokens(tokenizer, **settings)
+        else:
+            collator = DataCollatorForMaskedTokens(tokenizer, max_predictions=20, **settings)
         model.to(dtype).zero_grad()
-        model(**batch).loss.backward()
+        model(**collator(samples)).loss.backward()
         named = model.named_parameters()
         return {name: p.grad.double() for name, p in named if p.grad is not None}
 
     gold, base = gradients(False, torch.float64), gradients(False, torch.float32)
     out = gradients(True, torch.float32)
     largest = max(grad.abs().max() for grad in gold.values())
-    assert len(out) == len(gold) > 30
+    assert len(out) == len(gold) > 20
     for name in gold:
         allowed = 3 * (base[name] - gold[name]).abs().max()
         allowed += torch.finfo(torch.float32).eps * largest
@@ -327,13 +362,179 @@ def test_causal_labels(tokenizer, packed):
         assert batch["labels"].tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
 
 
+def test_packed_causal_labels_with_other_positions(tokenizer):
+    collator = DataCollatorForCausalTokens(tokenizer, packed=True, position_offset=2)
+    batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+
+
+# --- what is never chosen -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A tokenizer of words that has [MASK] as its one special token, and nothing to pad with."""
+    words = [*(f"w{i}" for i in range(40)), "[MASK]"]
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    return PreTrainedTokenizerFast(tokenizer_object=model, mask_token="[MASK]")
+
+
+@pytest.mark.parametrize("field", (None, "special_tokens_mask", "attention_mask"))
+def test_padding_is_not_chosen_without_a_pad_token(plain, field):
+    assert plain.pad_token_id is None and plain.all_special_ids == [40]
+    lengths = (3, 12, 7)
+    samples = [{"input_ids": [*range(n)], "sample_index": n} for n in lengths]
+    if field is not None:
+        value = int(field == "attention_mask")
+        samples = [s | {field: [1 - value, *[value] * (len(s["input_ids"]) - 1)]} for s in samples]
+    collator = DataCollatorForMaskedTokens(plain, mlm_probability=1.0, max_predictions=12)
+    batch = collator(samples)
+    chosen = batch["labels"] != -100
+    assert chosen.sum(1).tolist() == [n - (field is not None) for n in lengths]
+    padding = torch.arange(12) >= torch.tensor(lengths)[:, None]
+    assert not chosen[padding].any() and (batch["input_ids"][padding] == 0).all()
+
+
+def test_ids_alone_say_what_is_chosen_where_they_can(blocks, tokenizer, plain, monkeypatch):
+    given, mask_tokens = [], ops.mask_tokens
+
+    def spy(input_ids, **settings):
+        given.append(settings["maskable"])
+        return mask_tokens(input_ids, **settings)
+
+    monkeypatch.setattr(ops, "mask_tokens", spy)
+    samples = [blocks[0], {"input_ids": [5, 6, 7], "sample_index": 1}]
+    DataCollatorForMaskedTokens(tokenizer)(samples)
+    DataCollatorForMaskedTokens(tokenizer, packed=True, block_size=48)(samples)
+    DataCollatorForMaskedTokens(plain)([{"input_ids": [1, 2]}])
+    assert [maskable is None for maskable in given] == [True, True, False]
+
+
+def test_added_special_tokens_are_special(plain):
+    tokenizer = pickle.loads(pickle.dumps(plain))
+    tokenizer.add_tokens(["<added>", "<plain>"])
+    tokenizer.add_tokens(["<marker>"], special_tokens=True)
+    added, marker = tokenizer.convert_tokens_to_ids(["<added>", "<marker>"])
+    assert marker not in tokenizer.all_special_ids
+    collator = DataCollatorForMaskedTokens(tokenizer, mlm_probability=1.0)
+    batch = collator([{"input_ids": [3, added, marker, 4]}])
+    assert batch["labels"].tolist() == [[3, added, -100, 4]]
+
+
+# --- packed ---------------------------------------------------------------------------------------
+
+
+def test_packed_batches_have_all_that_tokens_have(pairs, tokenizer):
+    samples = [
+        pairs[i] | {"special_tokens_mask": (pairs[i]["input_ids"] % 2).tolist()} for i in range(5)
+    ]
+    settings = dict(seed=2, mlm_probability=0.5, max_predictions=24, block_size=48)
+    padded = DataCollatorForMaskedTokens(tokenizer, **settings)(samples)
+    packed = DataCollatorForMaskedTokens(tokenizer, packed=True, **settings)(samples)
+    inside = padded["attention_mask"].bool()
+    tokens = int(inside.sum())
+    for key in ("input_ids", "labels", "token_type_ids"):
+        assert packed[key].shape == (1, 5 * 48)
+        assert torch.equal(packed[key][0, :tokens], padded[key][inside]), key
+    assert (packed["token_type_ids"][0, tokens:] == 0).all()
+    assert (packed["labels"][packed["labels"] != -100] % 2 == 0).all()
+    assert "special_tokens_mask" not in packed and "attention_mask" not in packed
+
+
+@pytest.mark.gpu
+def test_padding_inside_of_a_packed_sample_on_a_gpu_is_not_chosen(tokenizer):
+    ids, mask = torch.arange(10, 20).cuda(), (torch.arange(10) < 7).cuda()
+    collator = DataCollatorForMaskedTokens(
+        tokenizer, mlm_probability=1.0, packed=True, max_predictions=10
+    )
+    batch = collator([{"input_ids": ids, "attention_mask": mask}])
+    assert torch.equal(batch["labels"][0] != -100, mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    (
+        ({"sequence_lengths": [2, 2]}, "`sequence_lengths` got [2, 2] for 3 tokens in sample 1"),
+        ({"sequence_lengths": [4, -1]}, "got [4, -1] for 3 tokens in sample 1"),
+        ({"sample_index": -1}, "`sample_index` got -1 in sample 1"),
+        ({"sample_index": 2**43}, f"`sample_index` got {2**43} in sample 1"),
+    ),
+)
+def test_wrong_packed_samples(tokenizer, changes, words):
+    good = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2], "sample_index": 2**43 - 1}
+    collator = DataCollatorForMaskedTokens(tokenizer, packed=True)
+    assert collator([good, good])["cu_seq_lens_q"].tolist() == [0, 1, 3, 4, 6]
+    with pytest.raises(DataError) as raised:
+        collator([good, good | changes])
+    assert words in str(raised.value)
+
+
+def test_packed_samples_in_a_padded_batch(tokenizer):
+    sample = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2]}
+    with pytest.raises(ArgumentValueError, match="`sequence_lengths`.*packed=True"):
+        DataCollatorForMaskedTokens(tokenizer)([sample])
+
+
+def test_padding_inside_a_packed_sample(tokenizer):
+    good = {"input_ids": [5, 6], "attention_mask": torch.ones(2)}
+    bad = {"input_ids": [5, 0], "attention_mask": [1, 0]}
+    for samples in ([bad], [{k: torch.tensor(v) for k, v in bad.items()}]):
+        with pytest.raises(ArgumentValueError, match="padding inside in sample 0"):
+            DataCollatorForMaskedTokens(tokenizer, packed=True)(samples)
+    with pytest.raises(DataError, match="`attention_mask` got a torch.float32"):
+        DataCollatorForMaskedTokens(tokenizer, packed=True)([good])
+
+
+# --- samples and settings that cannot be ----------------------------------------------------------
+
+
+def test_choices_that_were_asked_for_and_cannot_be_had_are_said_once(tokenizer, blocks):
+    known, unknown = [blocks[0]], [{"input_ids": [5, 6, 7, 8]}]
+
+    def silent(collator, samples):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collator(samples)
+
+    silent(DataCollatorForMaskedTokens(tokenizer), unknown)
+    silent(DataCollatorForMaskedTokens(tokenizer, packed=True), unknown)
+    silent(DataCollatorForMaskedTokens(tokenizer, seed=1), known)
+    silent(DataCollatorForCausalTokens(tokenizer, seed=1), unknown)
+    later = DataCollatorForMaskedTokens(tokenizer)
+    later.set_epoch(1)
+    for collator in (DataCollatorForMaskedTokens(tokenizer, seed=1), later):
+        with pytest.warns(UserWarning, match="no sample_index.*remove_unused_columns"):
+            collator(unknown)
+        silent(collator, unknown)
+
+
+IDS = {"input_ids": [5, 6]}
+
+
 @pytest.mark.parametrize(
     ("samples", "error", "words"),
     (
         ([], DataError, "`samples` got none"),
-        ([{"tokens": [1]}], DataError, "expected input_ids"),
-        ([[1, 2]], DataError, "`samples` got list"),
-        ([{"input_ids": [1, 2], "token_type_ids": [0]}], ArgumentValueError, "`token_type_ids`"),
+        ([{"tokens": [1]}], DataError, "expected a dict with input_ids"),
+        ([[1, 2]], DataError, "`samples` got list in sample 0"),
+        ([IDS, [1, 2]], DataError, "`samples` got list in sample 1"),
+        ([IDS, {"labels": [1, 2]}], DataError, "`samples` got dict in sample 1"),
+        ([IDS | {"token_type_ids": [0]}], ArgumentValueError, "`token_type_ids` got 1 values"),
+        ([IDS | {"sample_index": 3}, IDS], DataError, "`sample_index` got nothing in sample 1"),
+        ([IDS, IDS | {"sample_index": 3}], DataError, "`sample_index` got a value in sample 1"),
+        ([IDS | {"next_sentence_label": 0}, IDS], DataError, "`next_sentence_label` got nothing"),
+        ([IDS, IDS | {"token_type_ids": [0, 0]}], DataError, "`token_type_ids` got a value"),
+        ([IDS | {"special_tokens_mask": [0, 0]}, IDS], DataError, "`special_tokens_mask` got no"),
+        ([{"input_ids": [[5, 6]]}], DataError, "`input_ids` got shape (1, 2) in sample 0"),
+        ([IDS, {"input_ids": torch.ones(1, 2).long()}], DataError, "got shape (1, 2) in sample 1"),
+        ([{"input_ids": 5}], DataError, "got shape () in sample 0"),
+        ([{"input_ids": np.array([[5, 6]])}], DataError, "return_tensors=None, or squeeze"),
+        ([IDS | {"attention_mask": [[1, 1]]}], DataError, "`attention_mask` got shape (1, 2)"),
+        ([IDS, {"input_ids": [5, 6.5]}], DataError, "`input_ids` got a list in sample 1"),
+        ([{"input_ids": torch.ones(2)}], DataError, "`input_ids` got a torch.float32 in sample 0"),
+        ([{"input_ids": np.ones(2)}], DataError, "`input_ids` got a float64 in sample 0"),
+        ([{"input_ids": [2**63]}], DataError, "at most 64 bits"),
     ),
 )
 def test_wrong_samples(tokenizer, samples, error, words):
@@ -342,7 +543,44 @@ def test_wrong_samples(tokenizer, samples, error, words):
     assert words in str(raised.value)
 
 
-def test_padding_inside_a_packed_sample(tokenizer):
-    samples = [{"input_ids": [5, 0], "attention_mask": [1, 0]}]
-    with pytest.raises(ArgumentValueError, match="padding inside"):
-        DataCollatorForMaskedTokens(tokenizer, packed=True)(samples)
+def test_keys_that_no_collator_reads_may_differ(tokenizer):
+    samples = [IDS | {"labels": [1, 2]}, IDS | {"text": "a"}, {"input_ids": []}]
+    batch = DataCollatorForCausalTokens(tokenizer)(samples)
+    assert batch["labels"].tolist() == [[5, 6], [5, 6], [-100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    (
+        ({"mlm_probability": 0.0}, ArgumentValueError, "`mlm_probability` got 0.0"),
+        ({"mlm_probability": 15}, ArgumentValueError, "`mlm_probability` got 15"),
+        ({"random_replace_prob": 0.5}, ArgumentValueError, "`random_replace_prob` got 0.5"),
+        ({"sampling": "all"}, ArgumentValueError, "`sampling` got 'all'"),
+        ({"unit": "line"}, ArgumentValueError, "`unit` got 'line'"),
+        ({"unit": "ngram", "max_ngram": 1}, ArgumentValueError, "`max_ngram` got 1"),
+        ({"max_predictions": 0}, ArgumentValueError, "`max_predictions` got 0"),
+        ({"max_predictions": 1.5}, ArgumentTypeError, "`max_predictions`"),
+        ({"block_size": 0}, ArgumentValueError, "`block_size` got 0"),
+        ({"block_size": 0, "packed": True}, ArgumentValueError, "`block_size` got 0"),
+        ({"position_offset": -1}, ArgumentValueError, "`position_offset` got -1"),
+    ),
+)
+def test_wrong_settings(tokenizer, settings, error, words):
+    with pytest.raises(error) as raised:
+        DataCollatorForMaskedTokens(tokenizer, **settings)
+    assert str(raised.value).startswith("DataCollatorForMaskedTokens: ")
+    assert words in str(raised.value)
+
+
+def test_a_tokenizer_without_a_mask_token(plain):
+    without = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer)
+    with pytest.raises(DataError, match="DataCollatorForMaskedTokens: `tokenizer` got one without"):
+        DataCollatorForMaskedTokens(without)
+
+
+def test_collators_are_things_of_their_own(tokenizer):
+    one, other = (DataCollatorForMaskedTokens(tokenizer) for _ in range(2))
+    assert isinstance(one, Collator)
+    assert one == one and one != other and len({one, other}) == 2
+    samples = [{"input_ids": [5, 6, 7, 8], "sample_index": 3}]
+    assert_same_batch(pickle.loads(pickle.dumps(one))(samples), one(samples))

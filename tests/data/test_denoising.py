@@ -116,6 +116,31 @@ def test_padding_edges_and_containers_change_nothing(tokenizer, samples):
         assert same(collator(changed), plain)
 
 
+def test_the_attention_mask_says_what_is_text(tokenizer, samples):
+    collator = DataCollatorForDenoising(tokenizer, block_size=70)
+    plain = collator(samples[:8])
+    for before, behind in ((3, 0), (0, 2), (2, 1)):
+        for convert in (list, torch.tensor):
+            changed = []
+            for sample in samples[:8]:
+                ids = [1] * before + sample["input_ids"] + [7] * behind
+                seen = [0] * before + [1] * len(sample["input_ids"]) + [0] * behind
+                new = {"input_ids": convert(ids), "attention_mask": convert(seen)}
+                changed.append(sample | new)
+            assert same(collator(changed), plain)
+
+
+def test_added_special_tokens_end_no_sentence(documents):
+    vocabulary = {"<mask>": 0, "<pad>": 1, "a": 2, "b.": 3}
+    model = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, mask_token="<mask>", pad_token="<pad>"
+    )
+    tokenizer.add_tokens(["really?"])
+    tokenizer.add_tokens(["<stop>."], special_tokens=True)
+    assert sentence_ends(tokenizer).tolist() == [3, 4]
+
+
 def test_short_samples(tokenizer):
     plain = dict(permute_sentences=1.0, infill_probability=0.0)
     batch = DataCollatorForDenoising(tokenizer, **plain)(

@@ -89,6 +89,42 @@ def test_padding_eos_and_containers_change_nothing(tokenizer, samples):
             assert torch.equal(value, plain[key]), key
 
 
+def test_the_attention_mask_says_what_is_text(tokenizer, samples):
+    collator = DataCollatorForSpanCorruption(tokenizer, block_size=40)
+    plain = collator(samples[:8])
+    for before, behind in ((3, 0), (0, 2), (2, 1)):
+        for convert in (list, torch.tensor):
+            changed = [
+                sample
+                | {
+                    "input_ids": convert([0] * before + sample["input_ids"] + [7] * behind),
+                    "attention_mask": convert(
+                        [0] * before + [1] * len(sample["input_ids"]) + [0] * behind
+                    ),
+                }
+                for sample in samples[:8]
+            ]
+            for key, value in collator(changed).items():
+                assert torch.equal(value, plain[key]), key
+    nothing = collator([{"input_ids": [5, 6], "attention_mask": [0, 0], "sample_index": 0}])
+    assert nothing["input_ids"][0].tolist() == [1] + [0] * 39
+
+
+def test_wrong_samples(tokenizer):
+    collator = DataCollatorForSpanCorruption(tokenizer)
+    for sample, error, words in (
+        ({"attention_mask": [1, 0, 1]}, DataError, "`attention_mask` got gaps"),
+        ({"attention_mask": [1, 1]}, ArgumentValueError, "`attention_mask` got 2 values"),
+        ({"sequence_lengths": [1, 2]}, ArgumentValueError, "a sample of its own"),
+        ({"input_ids": [[5, 6, 7]]}, DataError, "got shape \\(1, 3\\) in sample 0"),
+        ({"input_ids": [5, 6.5, 7]}, DataError, "expected whole numbers"),
+    ):
+        with pytest.raises(error, match=words):
+            collator([{"input_ids": [5, 6, 7]} | sample])
+    with pytest.warns(UserWarning, match="no sample_index"):
+        DataCollatorForSpanCorruption(tokenizer, seed=1)([{"input_ids": [5, 6, 7]}])
+
+
 def test_block_size_fixes_the_shapes(tokenizer, samples):
     raw, labels = span_corruption_fit(40, sentinels=20)
     assert span_corruption_lengths(raw, sentinels=20) == (40, labels)
@@ -181,5 +217,5 @@ def test_wrong_settings(tokenizer):
         DataCollatorForSpanCorruption(tokenizer, packed=True)
     with pytest.raises(ArgumentValueError, match="`noise_density` got 15"):
         DataCollatorForSpanCorruption(tokenizer, noise_density=15)([{"input_ids": [5, 6]}])
-    with pytest.raises(ArgumentValueError, match="got 0"):
+    with pytest.raises(ArgumentValueError, match="ForSpanCorruption: `block_size` got 0"):
         DataCollatorForSpanCorruption(tokenizer, block_size=0)
