@@ -1,0 +1,513 @@
+// The CUDA kernels of csrc/, grids, blocks, shared memory and all, on the CPU: they must write what
+// the CPU path writes, whatever the order of their threads and blocks. Every array is an allocation
+// of exactly its size, so that AddressSanitizer sees a stray access. Built and run by
+// test_kernels_on_threads.py.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "cuda_on_threads.h"
+
+// AddressSanitizer guards the static variables of a function template, which stand for shared
+// memory, only where other files cannot have them too. What csrc/ includes is included above.
+namespace {
+#include "bart_noise_kernel.cuh"
+#include "corrupt_spans_kernel.cuh"
+#include "mask_tokens_kernel.cuh"
+}  // namespace
+
+namespace {
+
+using namespace fastplm;
+using cuda_on_threads::launch;
+
+constexpr int64_t kOne = int64_t{1} << 32;  // a probability of 1
+constexpr int kPoison = -7;                 // in every output; no kernel writes it
+
+int failures = 0;
+
+// A vector may own more than its size, or nothing at all, and arithmetic on no array is undefined.
+template <typename T>
+struct Array {
+  explicit Array(int64_t length, T value = static_cast<T>(kPoison))
+      : size(length), values(new T[length]) {
+    std::fill_n(values.get(), size, value);
+  }
+  explicit Array(const std::vector<T>& given)
+      : size(static_cast<int64_t>(given.size())), values(new T[given.size()]) {
+    std::copy(given.begin(), given.end(), values.get());
+  }
+  T* data() const { return values.get(); }
+  T& operator[](int64_t i) const { return values[i]; }
+
+  int64_t size;
+  std::unique_ptr<T[]> values;
+};
+
+// Rows of a batch: padded ones, with lengths if there are any, or packed ones.
+struct Shape {
+  const char* name;
+  int64_t count;
+  int64_t stride;
+  int64_t tokens;
+  std::vector<int32_t> boundaries;
+  std::vector<int64_t> lengths;
+  bool overlap = false;  // what a row writes, another may write too
+};
+
+Shape padded(const char* name, int64_t count, int64_t length,
+             const std::vector<int64_t>& lengths = {}) {
+  return {name, count, length, count * length, {}, lengths};
+}
+
+Shape packed(const char* name, const std::vector<int32_t>& boundaries, int64_t tokens,
+             bool overlap = false) {
+  return {name, static_cast<int64_t>(boundaries.size()) - 1, 0, tokens, boundaries, {}, overlap};
+}
+
+struct Batch {
+  explicit Batch(const Shape& shape)
+      : boundaries(shape.boundaries),
+        lengths(shape.lengths),
+        sample_index(shape.count),
+        rows{boundaries.size > 0 ? boundaries.data() : nullptr,
+             lengths.size > 0 ? lengths.data() : nullptr,
+             sample_index.data(),
+             shape.count,
+             shape.stride,
+             shape.tokens} {
+    for (int64_t row = 0; row < shape.count; ++row) sample_index[row] = (row + 1) << 31;
+    for (int64_t row = 0; row < shape.count; ++row) longest = std::max(longest, rows.length(row));
+  }
+  Array<int32_t> boundaries;
+  Array<int64_t> lengths;
+  Array<int64_t> sample_index;
+  Rows rows;
+  int64_t longest = 0;
+};
+
+template <typename Id>
+Array<Id> tokens_of(const Shape& shape) {
+  Array<Id> ids(shape.tokens);
+  for (int64_t i = 0; i < shape.tokens; ++i) ids[i] = static_cast<Id>(3 + i * i % 10);
+  return ids;
+}
+
+template <typename T>
+void expect_same(const std::string& what, const char* output, const Array<T>& got,
+                 const Array<T>& wanted) {
+  for (int64_t i = 0; i < got.size; ++i) {
+    if (got[i] == wanted[i] && got[i] != static_cast<T>(kPoison)) continue;
+    ++failures;
+    std::printf("%s: %s[%lld] is %lld, not %lld\n", what.c_str(), output,
+                static_cast<long long>(i), static_cast<long long>(got[i]),
+                static_cast<long long>(wanted[i]));
+    return;
+  }
+}
+
+// Who runs a call: the CPU path, or the kernels in either order.
+enum class By { kCpu, kBlocks, kBlocksBackwards };
+
+// A stray access is one in any order.
+const std::vector<By> kRuns = kBlocksTogether
+                                  ? std::vector<By>{By::kBlocks, By::kBlocksBackwards}
+                                  : std::vector<By>{By::kBlocks};
+
+// ---- the group
+
+// Twice each: what the second call writes must not reach who still reads of the first.
+__global__ void group_kernel(uint64_t* output) {
+  __shared__ uint64_t warp_values[kWarps];
+  const ThreadBlock block(warp_values);
+  const int64_t rank = block.rank();
+  uint64_t* const mine = output + 6 * rank;
+  int64_t total;
+  uint32_t short_total;
+  mine[0] = block.minimum(1000 - rank);
+  mine[1] = block.minimum(rank + 3);
+  mine[2] = block.exclusive_sum(rank, &total);
+  mine[3] = total;
+  mine[4] = block.exclusive_sum(uint32_t{1} << 31, &short_total);
+  mine[5] = short_total;
+}
+
+void check_group() {
+  for (const bool backwards : {false, true}) {
+    Array<uint64_t> got(6 * kThreads), wanted(6 * kThreads);
+    launch(backwards, group_kernel, 1, got.data());
+    for (uint64_t rank = 0; rank < kThreads; ++rank) {
+      const uint64_t right[] = {745, 3, rank * (rank - 1) / 2, 32640, rank % 2 << 31, 0};
+      std::copy(std::begin(right), std::end(right), wanted.data() + 6 * rank);
+    }
+    expect_same("ThreadBlock", "sums and minima", got, wanted);
+  }
+}
+
+// ---- mask_tokens
+
+struct MaskSettings {
+  int64_t max_ngram;
+  int64_t chosen_below;
+  int64_t capacity;
+  int64_t slots;
+};
+
+template <typename Id>
+struct Masked {
+  Array<Id> output_ids;
+  Array<int64_t> positions, labels, count, dropped;
+};
+
+template <typename Id>
+void mask_by_rows(const MaskTokensCall<Id>& call, int64_t longest) {
+  OneThread group;
+  SelectScratch scratch{};
+  const Rows& rows = call.rows;
+  Array<uint32_t> keys(longest + 3), sizes(longest);
+  Array<uint8_t> chosen(rows.tokens);
+  int64_t dropped = 0;
+  std::vector<int64_t> first_slot(rows.count + 1);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const MaskRow memory{keys.data(), sizes.data(), chosen.data() + rows.begin(row)};
+    int64_t of_row;
+    first_slot[row + 1] = first_slot[row] + choose_row(group, scratch, call, row, memory, &of_row);
+    dropped += of_row;
+  }
+  for (int64_t row = 0; row < rows.count; ++row) {
+    write_row(group, call, row, first_slot[row], chosen.data() + rows.begin(row));
+  }
+  const int64_t total = first_slot[rows.count];
+  *call.count = std::min(total, call.slots);
+  *call.dropped = dropped + total - *call.count;
+  std::fill(call.positions + *call.count, call.positions + call.slots, kUnusedPosition);
+  std::fill(call.labels + *call.count, call.labels + call.slots, kUnusedLabel);
+}
+
+template <typename Id>
+void mask_by_blocks(const MaskTokensCall<Id>& call, bool backwards) {
+  const int64_t count = call.rows.count;
+  const int64_t tokens = call.rows.tokens;
+  // As csrc/mask_tokens_cuda.cu has it.
+  const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
+  Array<uint32_t> keys(all_short ? 0 : tokens + 4 * count), sizes(all_short ? 0 : tokens);
+  Array<uint8_t> chosen(tokens);
+  Array<int64_t> counts(count), dropped(count);
+  const MaskScratch memory{keys.data(), sizes.data(), chosen.data(), counts.data(),
+                           dropped.data()};
+  launch(backwards, mask_tokens_choose_kernel<Id>, count, call, memory);
+  launch(backwards, mask_tokens_write_kernel<Id>, count, call, memory);
+}
+
+template <typename Id>
+Masked<Id> mask(const Shape& shape, const MaskSettings& settings, By by) {
+  const Batch batch(shape);
+  const Array<Id> ids = tokens_of<Id>(shape);
+  Array<bool> maskable(shape.tokens);
+  Array<int64_t> words(shape.tokens);
+  for (int64_t i = 0; i < shape.tokens; ++i) {
+    // A word of seven tokens and four of one: what the long ones leave, the short ones fill.
+    words[i] = i / 11 * 8 + (i % 11 < 7 ? 0 : i % 11);
+    maskable[i] = i % 19 != 2;
+  }
+  const Array<int64_t> special(std::vector<int64_t>{7, 11});
+  const Array<int64_t> seed(1, 5);
+  Masked<Id> result{Array<Id>(shape.tokens), Array<int64_t>(settings.slots),
+                    Array<int64_t>(settings.slots), Array<int64_t>(1), Array<int64_t>(1)};
+  MaskTokensCall<Id> call{};
+  call.rows = batch.rows;
+  call.input_ids = ids.data();
+  call.maskable = maskable.data();
+  call.special_ids = special.data();
+  call.special_count = special.size;
+  call.word_ids = words.data();
+  call.seed = seed.data();
+  call.output_ids = result.output_ids.data();
+  call.positions = result.positions.data();
+  call.labels = result.labels.data();
+  call.count = result.count.data();
+  call.dropped = result.dropped.data();
+  call.slots = settings.slots;
+  call.capacity = settings.capacity;
+  call.quota_scale = kOne / 4;
+  call.chosen_below = settings.chosen_below;
+  call.mask_below = kOne / 2;
+  call.random_below = kOne / 4 * 3;
+  call.mask_token_id = 1;
+  call.vocab_size = 13;
+  call.max_ngram = settings.max_ngram;
+  call.step = 2;
+  if (by == By::kCpu) {
+    mask_by_rows(call, batch.longest);
+  } else {
+    mask_by_blocks(call, by == By::kBlocksBackwards);
+  }
+  return result;
+}
+
+template <typename Id>
+void check_mask(const Shape& shape, const MaskSettings& settings) {
+  for (const By by : kRuns) {
+    const Masked<Id> got = mask<Id>(shape, settings, by);
+    if (shape.overlap) continue;
+    const Masked<Id> wanted = mask<Id>(shape, settings, By::kCpu);
+    const std::string what = std::string("mask_tokens, ") + shape.name + ", max_ngram " +
+                             std::to_string(settings.max_ngram) +
+                             (settings.chosen_below < 0 ? ", exact" : ", bernoulli");
+    expect_same(what, "output_ids", got.output_ids, wanted.output_ids);
+    expect_same(what, "positions", got.positions, wanted.positions);
+    expect_same(what, "labels", got.labels, wanted.labels);
+    expect_same(what, "count", got.count, wanted.count);
+    expect_same(what, "dropped", got.dropped, wanted.dropped);
+  }
+}
+
+// ---- corrupt_spans
+
+struct SpanSettings {
+  int64_t max_length;
+  int64_t sentinels;
+  bool has_eos;
+};
+
+template <typename Id>
+struct Corrupted {
+  Array<Id> output_ids;
+  Array<int64_t> labels, input_lengths, label_lengths, dropped;
+};
+
+template <typename Id>
+Corrupted<Id> corrupt(const Shape& shape, const SpanSettings& settings, By by) {
+  const Batch batch(shape);
+  const Array<Id> ids = tokens_of<Id>(shape);
+  Array<int64_t> sentinels(settings.sentinels);
+  for (int64_t i = 0; i < sentinels.size; ++i) sentinels[i] = 100 + i;
+  const Array<int64_t> seed(1, 5);
+  const SpanPlan plan{settings.max_length, sentinels.size, kOne / 4, kOne / 3 + 1,
+                      settings.has_eos};
+  Corrupted<Id> result{Array<Id>(shape.count * plan.input_width()),
+                       Array<int64_t>(shape.count * plan.label_width()),
+                       Array<int64_t>(shape.count), Array<int64_t>(shape.count),
+                       Array<int64_t>(1)};
+  CorruptSpansCall<Id> call{};
+  call.rows = batch.rows;
+  call.plan = plan;
+  call.input_ids = ids.data();
+  call.sentinel_ids = sentinels.data();
+  call.seed = seed.data();
+  call.output_ids = result.output_ids.data();
+  call.labels = result.labels.data();
+  call.input_lengths = result.input_lengths.data();
+  call.label_lengths = result.label_lengths.data();
+  call.dropped = result.dropped.data();
+  call.eos_token_id = 1;
+  call.pad_token_id = 0;
+  call.step = 2;
+  const int64_t rows = by == By::kCpu ? 1 : shape.count;
+  Array<uint32_t> keys(rows * plan.keys_size()), bounds(rows * 2 * plan.bounds_size());
+  if (by == By::kCpu) {
+    OneThread group;
+    SelectScratch scratch{};
+    *call.dropped = count_dropped(group, call);
+    for (int64_t row = 0; row < shape.count; ++row) {
+      corrupt_row(group, scratch, call, row, keys.data(),
+                  {bounds.data(), bounds.data() + plan.bounds_size()});
+    }
+  } else {
+    launch(by == By::kBlocksBackwards, corrupt_spans_kernel<Id>, shape.count, call, keys.data(),
+           bounds.data());
+  }
+  return result;
+}
+
+template <typename Id>
+void check_corrupt(const Shape& shape, const SpanSettings& settings) {
+  for (const By by : kRuns) {
+    const Corrupted<Id> got = corrupt<Id>(shape, settings, by);
+    const Corrupted<Id> wanted = corrupt<Id>(shape, settings, By::kCpu);
+    const std::string what = std::string("corrupt_spans, ") + shape.name + ", max_length " +
+                             std::to_string(settings.max_length);
+    expect_same(what, "input_ids", got.output_ids, wanted.output_ids);
+    expect_same(what, "labels", got.labels, wanted.labels);
+    expect_same(what, "input_lengths", got.input_lengths, wanted.input_lengths);
+    expect_same(what, "label_lengths", got.label_lengths, wanted.label_lengths);
+    expect_same(what, "dropped", got.dropped, wanted.dropped);
+  }
+}
+
+// ---- bart_noise
+
+struct NoiseSettings {
+  int64_t longest;
+  int64_t capacity;
+  int64_t infill_scale;
+  int64_t permute_scale;
+  int64_t noise_below;
+};
+
+template <typename Id>
+struct Noised {
+  Array<Id> output_ids;
+  Array<int64_t> lengths, dropped;
+};
+
+template <typename Id>
+Noised<Id> noise(const Shape& shape, const NoiseSettings& settings, By by) {
+  const Batch batch(shape);
+  const Array<Id> ids = tokens_of<Id>(shape);
+  const Array<int64_t> ends(std::vector<int64_t>{4, 9});
+  const Array<int64_t> special(1, 2);
+  const Array<int64_t> seed(1, 5);
+  Noised<Id> result{Array<Id>(shape.count * settings.capacity), Array<int64_t>(shape.count),
+                    Array<int64_t>(1, 0)};
+  BartNoiseCall<Id> call{};
+  call.rows = batch.rows;
+  call.input_ids = ids.data();
+  call.sentence_end_ids = ends.data();
+  call.sentence_end_count = ends.size;
+  call.special_ids = special.data();
+  call.special_count = special.size;
+  call.seed = seed.data();
+  call.output_ids = result.output_ids.data();
+  call.lengths = result.lengths.data();
+  call.dropped = result.dropped.data();
+  call.longest = settings.longest;
+  call.capacity = settings.capacity;
+  call.mask_token_id = 2;
+  call.pad_token_id = 14;
+  call.bos_token_id = 0;
+  call.eos_token_id = 1;
+  call.vocab_size = 13;
+  call.infill_scale = settings.infill_scale;
+  call.permute_scale = settings.permute_scale;
+  call.rotate_below = kOne / 2;
+  call.delete_below = settings.noise_below / 2;
+  call.noise_below = settings.noise_below;
+  call.random_below = kOne / 2;
+  call.step = 2;
+  call.span_thresholds = 6;
+  for (int64_t n = 0; n < 6; ++n) call.span_below[n] = static_cast<uint32_t>((n + 1) << 29);
+
+  const int64_t row_bytes = NoiseRow<Id>{}.lay_out(call, nullptr);
+  if (by == By::kCpu) {
+    Array<uint8_t> table(call.vocab_size, 0);
+    for (int64_t i = 0; i < ends.size; ++i) table[ends[i]] = 1;
+    call.sentence_end_table = table.data();
+    OneThread group;
+    SelectScratch scratch{};
+    Array<uint8_t> arrays(row_bytes);
+    NoiseRow<Id> memory;
+    memory.lay_out(call, arrays.data());
+    for (int64_t row = 0; row < shape.count; ++row) {
+      *call.dropped += noise_row(group, scratch, call, row, memory);
+    }
+  } else {
+    Array<uint8_t> memory(shape.count * row_bytes);
+    launch(by == By::kBlocksBackwards, bart_noise_kernel<Id>, shape.count, call, memory.data(),
+           row_bytes);
+  }
+  return result;
+}
+
+template <typename Id>
+void check_noise(const Shape& shape, const NoiseSettings& settings) {
+  for (const By by : kRuns) {
+    const Noised<Id> got = noise<Id>(shape, settings, by);
+    const Noised<Id> wanted = noise<Id>(shape, settings, By::kCpu);
+    const std::string what = std::string("bart_noise, ") + shape.name + ", capacity " +
+                             std::to_string(settings.capacity);
+    expect_same(what, "output_ids", got.output_ids, wanted.output_ids);
+    expect_same(what, "lengths", got.lengths, wanted.lengths);
+    expect_same(what, "dropped", got.dropped, wanted.dropped);
+  }
+}
+
+// ----
+
+// Calls function(Id{}).
+template <typename Function>
+void with_either_id(bool wide, const Function& function) {
+  if (wide) {
+    function(int64_t{});
+  } else {
+    function(int32_t{});
+  }
+}
+
+void check_all() {
+  constexpr int32_t kLeast = std::numeric_limits<int32_t>::min();
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  const std::vector<Shape> small = {
+      padded("one token a row", 3, 1),
+      padded("33 tokens a row", 3, 33),
+      padded("300 tokens a row", 3, 300),
+      padded("one row", 1, 300),
+      packed("packed rows, some empty, tokens before and behind", {5, 5, 38, 338, 338, 339, 339},
+             350),
+  };
+  const std::vector<Shape> large = {
+      padded("what just fits in shared memory", 1, kSharedTokens),
+      padded("one token more than fits in shared memory", 2, kSharedTokens + 1),
+      packed("packed rows of both memories", {3, 4109, 4200, 8302}, 8310),
+  };
+  // Rows that fall back, overlap and leave the tokens, and long ones of them.
+  const std::vector<Shape> hostile = {
+      packed("hostile boundaries", {7, 60, 20, 90, -5, 200, 30, 101, kMost, kLeast, 64, 50}, 100,
+             true),
+      packed("long rows that overlap", {kLeast, 4200, 50, 4300, 10, kMost}, 4301, true),
+  };
+
+  // Room for all or not, int32 or int64: each mode meets each of them with one shape or another.
+  int number = 0;
+  for (const auto* shapes : {&small, &large, &hostile}) {
+    for (const Shape& shape : *shapes) {
+      for (const int64_t max_ngram : {0, 1, 3}) {
+        for (const int64_t chosen_below : {int64_t{-1}, kOne / 2}) {
+          const int64_t capacity = number % 2 == 0 ? shape.tokens : shape.tokens / 9 + 1;
+          const int64_t slots = number % 2 == 0 ? shape.tokens + 300 : shape.tokens / 7 + 1;
+          with_either_id(number / 2 % 2 == 0, [&](auto id) {
+            check_mask<decltype(id)>(shape, {max_ngram, chosen_below, capacity, slots});
+          });
+          ++number;
+        }
+      }
+      ++number;
+    }
+  }
+
+  // What these two write of a row, no other row writes.
+  std::vector<Shape> others = small;
+  others.push_back(large.back());
+  others.push_back(hostile.front());
+  others.push_back(padded("lengths", 3, 33, {33, 0, 17}));
+  others.push_back(padded("hostile lengths", 3, 33, {-4, 34, int64_t{1} << 40}));
+  for (const Shape& shape : others) {
+    const int64_t longest = Batch(shape).longest;
+    for (const bool wide : {false, true}) {
+      with_either_id(wide, [&](auto id) {
+        using Id = decltype(id);
+        check_corrupt<Id>(shape, wide ? SpanSettings{longest, 100, true}
+                                      : SpanSettings{longest / 2 + 1, 3, false});
+        check_noise<Id>(shape, wide ? NoiseSettings{longest, longest + 2, kOne / 3, kOne, kOne / 4}
+                                    : NoiseSettings{longest, longest / 2 + 2, kOne / 3, 0, 0});
+        check_noise<Id>(shape, wide ? NoiseSettings{longest / 2 + 1, longest + 1, kOne, kOne / 2, 0}
+                                    : NoiseSettings{longest, longest + 9, 0, kOne / 2, kOne});
+      });
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::setvbuf(stdout, nullptr, _IONBF, 0);  // what was wrong before a crash
+  check_group();
+  check_all();
+  return failures == 0 ? 0 : 1;
+}
