@@ -47,7 +47,9 @@ FASTPLM_CLONES void write_rows(const Chosen<Id>& chosen, int64_t first_row, int6
 struct MaskTokensCpu {
   template <typename Id>
   static void run(const Tensor&, const MaskTokensCall<Id>& call) {
-    const Rows& rows = call.rows;
+    Rows rows = call.rows;
+    OneThread group;
+    if (!rows_are_apart(group, rows)) rows.count = 0;
     Chosen<Id> chosen{call, Buffer<uint8_t>(new uint8_t[rows.tokens]),
                       std::vector<int64_t>(rows.count + 1), std::vector<int64_t>(rows.count)};
     int64_t longest = 0;

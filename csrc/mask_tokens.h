@@ -237,6 +237,21 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
   return count;
 }
 
+// Whether the boundaries of packed rows rise. Rows that overlap would share what a group writes; on
+// the CPU they are refused, and on a GPU, where nobody has looked at them, nothing is chosen then.
+FASTPLM_GROUP_CODE
+template <typename Group>
+FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
+  if (rows.cu_seqlens == nullptr) return true;
+  uint32_t mine = 0;
+  uint32_t falls;
+  for (int64_t row = group.rank(); row < rows.count; row += group.size()) {
+    mine += rows.cu_seqlens[row] > rows.cu_seqlens[row + 1];
+  }
+  group.exclusive_sum(mine, &falls);
+  return falls == 0;
+}
+
 // The tokens before the first of the packed rows and behind the last are in none, and stay.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
@@ -283,9 +298,7 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
     const int64_t lanes = last_slot - slot < kLanes ? last_slot - slot : kLanes;
     uint32_t places[kLanes] = {};
     for (int64_t lane = 0; lane < lanes; ++lane) {
-      // Where rows overlap, as boundaries that fall make them, another row may have written it.
-      const int64_t place = call.positions[slot + lane] - begin;
-      places[lane] = place < 0 || place >= length ? 0 : static_cast<uint32_t>(place);
+      places[lane] = static_cast<uint32_t>(call.positions[slot + lane] - begin);
     }
     const auto words =
         draw_lanes<kLanes>(seed, Stream::kMaskReplace, sample, places, call.step);

@@ -35,10 +35,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const bool is_short = length <= kSharedTokens;
   MaskRow own{memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin};
   if (is_short) own = {keys, sizes, chosen};
-  int64_t dropped;
-  const int64_t count = choose_row(block, scratch, call, row, own, &dropped);
-  for (int64_t i = block.rank(); is_short && i < length; i += block.size()) {
-    memory.chosen[begin + i] = chosen[i];
+  int64_t count = 0;
+  int64_t dropped = 0;
+  if (rows_are_apart(block, call.rows)) {
+    count = choose_row(block, scratch, call, row, own, &dropped);
+    for (int64_t i = block.rank(); is_short && i < length; i += block.size()) {
+      memory.chosen[begin + i] = chosen[i];
+    }
   }
   if (block.rank() == 0) {
     memory.counts[row] = count;
@@ -80,6 +83,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
        slot += threads) {
     call.positions[slot] = kUnusedPosition;
     call.labels[slot] = kUnusedLabel;
+  }
+  if (!rows_are_apart(block, call.rows)) {
+    for (int64_t i = row * block.size() + block.rank(); i < call.rows.tokens; i += threads) {
+      call.output_ids[i] = call.input_ids[i];
+    }
+    return;
   }
   write_row(block, call, row, static_cast<int64_t>(first_slot),
             memory.chosen + call.rows.begin(row));

@@ -76,8 +76,7 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     }
     group.sync();
     prefix = {prefix.bound << kDigitBits | scratch.digit, shift, scratch.below};
-    // The last condition is for items that change meanwhile, as those of rows that overlap.
-  } while (prefix.weight < budget && scratch.bin >> 32 > 1 && prefix.shift > 0);
+  } while (prefix.weight < budget && scratch.bin >> 32 > 1);
   return prefix;
 }
 

@@ -97,7 +97,8 @@ def mask_tokens(
         max_ngram: most words in a run, 2 … 8.
         cu_seqlens: int32 [B + 1], ascending from 0: ``input_ids`` [N] holds B rows one after the
             other, row b from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Tokens past the last
-            one are spare capacity and stay as they are.
+            one are spare capacity and stay as they are. Boundaries that fall are an error on the
+            CPU; on CUDA, where finding them would wait for the device, nothing is chosen then.
         sample_index: int64 [B], the place of each row in the training stream; default 0 … B - 1.
             A row's choice depends on this alone, so neither the batch nor the padding changes it.
         seed: int, or 0-d int64 tensor on the device of ``input_ids`` (which a captured graph can

@@ -191,7 +191,8 @@ def mask_tokens_by_plan(
     else:
         boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])[:, None]
         begin, end = boundary[:-1], boundary[1:]
-        batch, length = len(begin), max(0, int((end - begin).max())) if len(begin) else 0
+        end = end.where((cu_seqlens[1:] >= cu_seqlens[:-1]).all(), begin)  # or rows would overlap
+        batch, length = len(begin), int((end - begin).max()) if len(begin) else 0
         place = begin + torch.arange(length, device=device)
         inside = place < end
         place = place.where(inside, 0)
