@@ -123,10 +123,13 @@ def check_same(where: str, **tensors: torch.Tensor | None) -> None:
 
 def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:
     """All tensors given lie on the device of the first one."""
-    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-    first_name, first = given[0]
-    for name, tensor in given[1:]:
-        if tensor.device != first.device:
+    first_name, first = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first_name, first = name, tensor
+        elif tensor.device != first.device:
             raise ArgumentValueError(
                 message(
                     where,

@@ -63,6 +63,25 @@ class Op:
     def define(self, schema: str, *, fake: Callable[..., Any]) -> None:
         """Register an op without gradient: ``fastplm::<op>`` + ``schema``."""
         self._define(self.name, schema, "forward", fake)
+        self._operator = getattr(torch.ops.fastplm, self.name).default
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the operator of an op without gradient; the last argument is the backend.
+
+        Where nobody traces the call it goes straight to the backend: the operator is Python too,
+        and in the middle of a training step, when the caches have forgotten it, it takes as long as
+        the work itself.
+        """
+        first = arguments[0]
+        is_traced = (
+            torch.compiler.is_compiling()
+            or type(first) is not torch.Tensor
+            or first.is_meta
+            or torch._C._len_torch_dispatch_stack() > 0
+        )
+        if is_traced:
+            return self._operator(*arguments)
+        return self.backends[arguments[-1]].forward(*arguments[:-1])  # type: ignore[misc]
 
     def define_differentiable(
         self,

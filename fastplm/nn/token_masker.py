@@ -56,8 +56,8 @@ class TokenMasker(nn.Module):
         self.unit = unit
         self.max_ngram = max_ngram
         self.seed = seed
-        self.special_ids: Tensor
-        ids = torch.tensor(sorted(set(special_ids)), dtype=torch.int64)
+        self.special_ids: Tensor | None
+        ids = torch.tensor(sorted(set(special_ids))) if special_ids else None
         self.register_buffer("special_ids", ids, persistent=False)
 
     def forward(

@@ -168,7 +168,7 @@ def bart_noise(
     check_seed(_WHERE, input_ids, seed)
     check_step(_WHERE, step)
     return NoisedText(
-        *torch.ops.fastplm.bart_noise(
+        *OP.call(
             input_ids,
             sentence_end_ids,
             special_ids,

@@ -118,7 +118,7 @@ def corrupt_spans(
     check_step(_WHERE, step)
     check_seed(_WHERE, input_ids, seed)
     return CorruptedSpans(
-        *torch.ops.fastplm.corrupt_spans(
+        *OP.call(
             input_ids,
             lengths,
             cu_seqlens,

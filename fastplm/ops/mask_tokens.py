@@ -154,7 +154,7 @@ def mask_tokens(
     )
     check_token_ids(_WHERE, "special_ids", special_ids, input_ids, vocab_size)
     return MaskedTokens(
-        *torch.ops.fastplm.mask_tokens(
+        *OP.call(
             input_ids,
             maskable,
             special_ids,
