@@ -8,12 +8,29 @@ from typing import Any
 
 import torch
 
+from fastplm import _extension
+from fastplm._backends import needs_cpu
 from fastplm._checks import check, check_choice, check_same_device, check_tensor
 
 
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if its last stride is not 1: the one layout that kernels ask for."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
+    """``rejects`` of "cpp" and "cuda": an operator of csrc/, which PyTorch dispatches by device."""
+    cpp_lacks, cuda_lacks = _extension.lacks(operator, "CPU"), _extension.lacks(operator, "CUDA")
+
+    def cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
+        return needs_cpu(input) or cpp_lacks
+
+    def cuda_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
+        if input.device.type != "cuda":
+            return f"it runs on CUDA tensors, not {input.device}"
+        return cuda_lacks
+
+    return {"cpp": cpp_rejects, "cuda": cuda_rejects}
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

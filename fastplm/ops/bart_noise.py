@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fastplm import _extension
-from fastplm._backends import accepts_all, needs_cpu
+from fastplm._backends import accepts_all
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm._registry import Op
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.ops._rows import (
     check_int,
     check_row_length,
@@ -210,19 +210,6 @@ def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
 
 # --- backends -------------------------------------------------------------------------------------
 
-_CPP_LACKS = _extension.lacks("bart_noise", "CPU")
-_CUDA_LACKS = _extension.lacks("bart_noise", "CUDA")
-
-
-def _cpp_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input_ids) or _CPP_LACKS
-
-
-def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input_ids.device.type != "cuda":
-        return f"it runs on CUDA tensors, not {input_ids.device}"
-    return _CUDA_LACKS
-
 
 def _eager(*arguments: Any) -> NoisedText:
     given, plan = _with_plan(arguments)
@@ -276,8 +263,8 @@ OP = Op("bart_noise", reference=bart_noise_ref, smoke=_smoke)
 # The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
 # integer arithmetic of Philox.
 OP.backend("eager", forward=_eager, rejects=accepts_all)
-OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
-OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
+for backend, rejects in rejects_of_csrc("bart_noise").items():
+    OP.backend(backend, forward=_compiled, rejects=rejects)
 OP.define(
     "(Tensor input_ids, Tensor? sentence_end_ids, Tensor? special_ids, Tensor? lengths, "
     "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt longest, "

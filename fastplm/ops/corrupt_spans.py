@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fastplm import _extension
-from fastplm._backends import accepts_all, needs_cpu
+from fastplm._backends import accepts_all
 from fastplm._checks import (
     INTEGER,
     check,
@@ -16,7 +15,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op
-from fastplm.ops._common import remembered
+from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
     check_int,
     check_row_length,
@@ -255,19 +254,6 @@ def _check_shares(where: str, noise_density: float, mean_span_length: float) -> 
 
 # --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
 
-_CPP_LACKS = _extension.lacks("corrupt_spans", "CPU")
-_CUDA_LACKS = _extension.lacks("corrupt_spans", "CUDA")
-
-
-def _cpp_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input_ids) or _CPP_LACKS
-
-
-def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input_ids.device.type != "cuda":
-        return f"it runs on CUDA tensors, not {input_ids.device}"
-    return _CUDA_LACKS
-
 
 def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return torch.ops.fastplm_C.corrupt_spans(*arguments)
@@ -314,8 +300,8 @@ OP = Op("corrupt_spans", reference=corrupt_spans_ref, smoke=_smoke)
 # The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
 # integer arithmetic of Philox.
 OP.backend("eager", forward=corrupt_spans_by_plan, rejects=accepts_all)
-OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
-OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
+for backend, rejects in rejects_of_csrc("corrupt_spans").items():
+    OP.backend(backend, forward=_compiled, rejects=rejects)
 OP.define(
     "(Tensor input_ids, Tensor? lengths, Tensor? cu_seqlens, Tensor sentinel_ids, "
     "Tensor? sample_index, Tensor seed, SymInt step, SymInt max_length, int noise_scale, "

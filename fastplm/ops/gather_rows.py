@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fastplm import _extension
 from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
@@ -18,6 +17,7 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.gather_rows import gather_rows_ref
 
 
@@ -102,12 +102,6 @@ def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 # --- backend "cpp": whole rows are copied ---------------------------------------------------------
-
-_CPP_LACKS = _extension.lacks("gather_rows", "CPU")
-
-
-def _cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input) or _CPP_LACKS
 
 
 def _cpp_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -202,7 +196,12 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("gather_rows", reference=gather_rows_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=rejects_of_csrc("gather_rows")["cpp"],
+)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fastplm import _extension
-from fastplm._backends import accepts_all, needs_cpu
+from fastplm._backends import accepts_all
 from fastplm._checks import (
     INTEGER,
     check,
@@ -18,7 +17,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op
-from fastplm.ops._common import remembered
+from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
     check_boundaries,
     check_boundary_values,
@@ -314,19 +313,6 @@ def _check_probabilities(
 
 # --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
 
-_CPP_LACKS = _extension.lacks("mask_tokens", "CPU")
-_CUDA_LACKS = _extension.lacks("mask_tokens", "CUDA")
-
-
-def _cpp_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input_ids) or _CPP_LACKS
-
-
-def _cuda_rejects(input_ids: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input_ids.device.type != "cuda":
-        return f"it runs on CUDA tensors, not {input_ids.device}"
-    return _CUDA_LACKS
-
 
 def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
     _check_values(*arguments)
@@ -380,8 +366,8 @@ OP = Op("mask_tokens", reference=mask_tokens_ref, smoke=_smoke)
 # The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
 # integer arithmetic of Philox.
 OP.backend("eager", forward=_reference, rejects=accepts_all)
-OP.backend("cpp", forward=_compiled, rejects=_cpp_rejects)
-OP.backend("cuda", forward=_compiled, rejects=_cuda_rejects)
+for backend, rejects in rejects_of_csrc("mask_tokens").items():
+    OP.backend(backend, forward=_compiled, rejects=rejects)
 OP.define(
     "(Tensor input_ids, Tensor? maskable, Tensor? special_ids, Tensor? word_ids, "
     "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt capacity, "
