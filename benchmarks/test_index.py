@@ -93,6 +93,8 @@ def wanted(request, tokens):
 
 
 SIZES = [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)]
+#: None for a report on a GPU: all of it runs on the CPU, on corpora that are made first.
+CASES: list[Case] = []
 
 
 @on_cpu
