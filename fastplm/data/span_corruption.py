@@ -33,6 +33,10 @@ class DataCollatorForSpanCorruption(Collator):
         noise_density: share of the tokens that leaves the input.
         mean_span_length: noise tokens a span.
 
+    Attributes:
+        raw_size: the most tokens of a sample, whose corrupted form fills ``block_size``; None
+            without it.
+
     Returns:
         A dict with ``input_ids`` (int64 [B, Ti], corrupted), ``attention_mask`` (int64 [B, Ti]),
         ``labels`` (int64 [B, To], -100 where the label is padding), ``sample_index`` (int64 [B])
@@ -87,9 +91,9 @@ class DataCollatorForSpanCorruption(Collator):
         self.keep(sentinel_ids=torch.tensor(sentinels))
         self._eos = self.tokenizer.eos_token_id
         self._padding = self.tokenizer.pad_token_id
-        self._raw_size: int | None = None
+        self.raw_size: int | None = None
         if self.block_size is not None:
-            self._raw_size, _ = span_corruption_fit(
+            self.raw_size, _ = span_corruption_fit(
                 self.block_size,
                 noise_density=self.noise_density,
                 mean_span_length=self.mean_span_length,
@@ -126,16 +130,16 @@ class DataCollatorForSpanCorruption(Collator):
     def _room(self, longest: int) -> int:
         """Tokens of a row before its corruption."""
         size = longest
-        if self._raw_size is not None:
+        if self.raw_size is not None:
             check(
-                longest <= self._raw_size,
+                longest <= self.raw_size,
                 type(self).__name__,
                 "input_ids",
                 f"a sample of {longest} tokens",
-                f"at most {self._raw_size}, of which {self.block_size} are left in the input",
+                f"at most {self.raw_size}, of which {self.block_size} are left in the input",
                 "Raise block_size or cut the samples.",
             )
-            size = self._raw_size
+            size = self.raw_size
         scales = fixed_point_scales(self.noise_density, self.mean_span_length)
         sentinels = self._sentinels
         _, spans, asked = span_counts(longest, *scales, sentinels)

@@ -186,7 +186,7 @@ class Spans(Objective):
         self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
     ) -> Dataset:
         # It depends on the number of sentinels, which the collator has looked up.
-        return BlockDataset(store, self.collator(args, tokenizer)._raw_size)
+        return BlockDataset(store, self.collator(args, tokenizer).raw_size)
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForSpanCorruption(tokenizer, seed=args.seed, block_size=args.block_size)
