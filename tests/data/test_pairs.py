@@ -76,23 +76,24 @@ def test_half_of_the_pairs_are_random(store):
     assert chi_square < 10.83  # one degree of freedom, p = 0.001
 
 
-def test_pairs_are_what_their_label_says(store):
-    pairs = pairs_of(store, 600)
-    chunks = pairs.stream.dataset
-    words = " ".join(map(str, store.tokens.tolist()))
+def test_pairs_are_what_their_label_says(numbered):
+    pairs = pairs_of(numbered, 2000)
+    chunks, ends = pairs.stream.dataset, numbered.sentences[numbered.documents]
+    seen = set()
     for item, source in zip(items_of(pairs), pairs.stream, strict=True):
-        chunk = source["chunk"]
-        first, second = segments(item)
-        assert first and second and len(first) + len(second) <= BLOCK - 3
-        begin, end = store.sentences[chunks.begin[chunk]], store.sentences[chunks.end[chunk]]
-        own = " ".join(map(str, store.tokens[begin:end].tolist()))
-        assert " ".join(map(str, first)) in own
-        joined = " ".join(map(str, second))
-        if item["next_sentence_label"] == 0:
-            assert joined in own
-            assert own.index(" ".join(map(str, first))) <= own.rindex(joined)
-        else:
-            assert joined in words
+        first, second = (np.array(segment) - 10 for segment in segments(item))
+        assert 0 < len(first) and 0 < len(second) and len(first) + len(second) <= BLOCK - 3
+        assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
+        chunk, label = source["chunk"], item["next_sentence_label"]
+        begin, end = (numbered.sentences[at[chunk]] for at in (chunks.begin, chunks.end))
+        assert begin <= first[0] and first[-1] < end
+        # Tokens are their places: where the second one lies says which document it is of.
+        document = np.searchsorted(ends, second[0], side="right") - 1
+        assert second[-1] < ends[document + 1]
+        assert (document == chunks.document[chunk]) == (label == 0)
+        assert label == 1 or first[-1] < second[0] <= second[-1] < end
+        seen.add(label)
+    assert seen == {0, 1}
 
 
 def test_the_random_segment_is_of_another_document(tokenizer, tmp_path):
