@@ -6,7 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastplm.models.bert import BertForMaskedLM, BertForPreTraining, BertModel
+    from fastplm.models.bert import (
+        BertForMaskedLM,
+        BertForMultipleChoice,
+        BertForNextSentencePrediction,
+        BertForPreTraining,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertLMHeadModel,
+        BertModel,
+    )
     from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
     from fastplm.models.electra_joint import (
         ElectraForJointPreTraining,
@@ -16,7 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
     "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertLMHeadModel",
     "BertModel",
     "ElectraForJointPreTraining",
     "ElectraForMaskedLM",
@@ -25,14 +41,28 @@ __all__ = [
     "ElectraJointOutput",
 ]
 
+# The module of a family, by what the names of its classes begin with; the longest beginning counts.
+_FAMILIES = {
+    "Albert": "albert",
+    "Auto": "auto",
+    "Bart": "bart",
+    "Bert": "bert",
+    "Electra": "electra",
+    "ElectraForJoint": "electra_joint",
+    "ElectraJoint": "electra_joint",
+    "EncoderDecoder": "encoder_decoder",
+    "GPT2": "gpt2",
+    "OpenAIGPT": "openai",
+    "Roberta": "roberta",
+    "T5": "t5",
+}
+
 
 def __getattr__(name: str) -> Any:
     # Transformers takes seconds to import, so a family is imported when it is first asked for.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    family = "bert" if name.startswith("Bert") else "electra"
-    if "Joint" in name:
-        family = "electra_joint"
+    family = _FAMILIES[max(filter(name.startswith, _FAMILIES), key=len)]
     return getattr(importlib.import_module(f"{__name__}.{family}"), name)
 
 

@@ -1,26 +1,70 @@
-"""What all drop-in models share: the attention they use unless told otherwise, and input checks."""
+"""What all drop-in models share: how they take the place of their parents, and input checks."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm.hf import NAME
+from fastplm.models._ragged import values_are_known
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
+
+_Class = TypeVar("_Class", bound=type)
+
+#: Ours by the class of Transformers that each one stands in for, of the families imported so far.
+DROP_INS: dict[type, type] = {}
+
+
+def drop_in(ours: _Class) -> _Class:
+    """Class decorator: a module of the parent class of the same name may become one of ours.
+
+    The two have the same parameters, buffers and attributes, and differ in methods alone, so that
+    assigning ``__class__`` is the whole switch.
+    """
+    parent = next(
+        base
+        for base in ours.__mro__[1:]
+        if base.__name__ == ours.__name__ and base.__module__.startswith("transformers.")
+    )
+    DROP_INS[parent] = ours
+    recorded = getattr(ours, "_can_record_outputs", None)
+    if recorded:
+        # Transformers looks up by class what output_hidden_states records, and enters a class when
+        # a model of it is made; a switched one never is.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), recorded)
+    return ours
+
+
+def switch_modules(model: nn.Module) -> None:
+    """Make each module inside that has a drop-in class one of that class; none is left out or
+    changed twice. A subclass of the user's stays as it is."""
+    for module in model.modules():
+        ours = DROP_INS.get(type(module))
+        if ours is not None:
+            module.__class__ = ours
+
+
+def restore_modules(model: nn.Module) -> None:
+    """The opposite of ``switch_modules``."""
+    parents = {ours: parent for parent, ours in DROP_INS.items()}
+    for module in model.modules():
+        parent = parents.get(type(module))
+        if parent is not None:
+            module.__class__ = parent
 
 
 class FastplmModel:
-    """Mixin in front of a Transformers model: ``attn_implementation`` is "fastplm" by default.
+    """Mixin in front of a Transformers model: fused attention, and drop-in classes inside.
 
-    An implementation that the user chose stays, whether by argument or in the configuration. (A
-    configuration that already built a model of Transformers holds that model's choice.) The
-    caller's own configuration is not changed, and nothing of this is saved with a checkpoint.
+    ``attn_implementation`` is "fastplm" by default. An implementation that the user chose stays,
+    whether by argument or in the configuration. (A configuration that already built a model of
+    Transformers holds that model's choice.) The caller's own configuration is not changed, and
+    nothing of this is saved with a checkpoint.
     """
 
     #: ``forward`` divides its loss by ``num_items_in_batch``; Trainer asks for this name.
@@ -31,12 +75,42 @@ class FastplmModel:
             config = copy.deepcopy(config)
             config._attn_implementation = NAME
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        switch_modules(self)  # type: ignore[arg-type]
 
 
-def values_are_known(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return tensor.device.type == "cpu" and not traced and not isinstance(tensor, FakeTensor)
+class TiedLookup:
+    """The lookup of a model whose vocabulary head may be tied to it.
+
+    Where lookup and head share their table, their gradients are made in one buffer. The loss is the
+    one reader of ``weight``: logits, if asked for, use the decoder's own.
+
+    Args:
+        model: has the embedding.
+        decoder: the head's projection to the vocabulary.
+        labels: None if there will be no loss.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Linear, labels: Tensor | None) -> None:
+        self.embedding: Any = model.get_input_embeddings()
+        self.shared = (
+            labels is not None
+            and isinstance(self.embedding, nn.Embedding)
+            and shares_table(self.embedding, decoder)
+        )
+        self.weight = decoder.weight
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., E]."""
+        if not self.shared:
+            return self.embedding(input_ids)
+        rows, self.weight = tied_lookup(self.embedding, input_ids)
+        return rows
+
+
+def asked_for(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an output such as "output_hidden_states" is wanted, by argument or configuration."""
+    value = kwargs.get(name)
+    return bool(getattr(model.config, name, False) if value is None else value)
 
 
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:

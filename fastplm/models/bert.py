@@ -2,100 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
-from fastplm.models._base import FastplmModel, check_input_ids, tied_inputs
+from fastplm.models._base import FastplmModel, drop_in
+from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
+from fastplm.models._heads import (
+    CausalLM,
+    MaskedLM,
+    MultipleChoice,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    labelled_loss,
+)
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share
-from fastplm.nn.mlm_head import mlm_loss
 
 
-class BertModel(FastplmModel, transformers.BertModel):
-    """``transformers.BertModel`` with fused attention."""
+@drop_in
+class BertSelfAttention(EncoderSelfAttention, modeling_bert.BertSelfAttention):
+    """Self-attention whose queries may be some of the rows alone."""
 
 
-class BertForMaskedLM(FastplmModel, transformers.BertForMaskedLM):
+@drop_in
+class BertAttention(EncoderAttention, modeling_bert.BertAttention):
+    """The attention block, in the last layer for the rows that are wanted."""
+
+
+@drop_in
+class BertModel(EncoderModel, transformers.BertModel):
+    """``transformers.BertModel`` with fused attention, on the tokens alone."""
+
+
+@drop_in
+class BertForMaskedLM(MaskedLM, transformers.BertForMaskedLM):
     """``transformers.BertForMaskedLM`` whose head and loss see the labelled tokens only.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805).
     """
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """As the parent, with these differences.
-
-        Args:
-            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None.
-            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
-                shapes of the head, for compiled models and CUDA. Without it they are found.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-
-        Returns:
-            ``MaskedLMOutput``; the loss is fp32, and 0 if nothing has a label.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
-        """
-        check_input_ids("BertForMaskedLM", input_ids, self.config.vocab_size)
-        decoder = self.cls.predictions.decoder
-        inputs, weight = tied_inputs(self, decoder, input_ids, inputs_embeds, labels)
-        outputs = self.bert(
-            **inputs,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            return_dict=True,
-            **kwargs,
-        )
-        hidden = outputs.last_hidden_state
-        loss = logits = None
-        if labels is not None:
-            loss = mlm_loss(
-                hidden,
-                labels,
-                self.cls.predictions.transform,
-                decoder,
-                masked_positions,
-                normalizer=num_items_in_batch,
-                decoder_weight=weight,
-                where="BertForMaskedLM",
-            )
-        if labels is None or output_logits:
-            logits = self.cls(hidden)
-        return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        return self.cls.predictions.transform, self.cls.predictions.decoder
 
 
+@drop_in
+class BertLMHeadModel(CausalLM, transformers.BertLMHeadModel):
+    """``transformers.BertLMHeadModel``, a decoder, whose loss never makes all logits."""
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        return self.cls.predictions.transform, self.cls.predictions.decoder
+
+
+@drop_in
+class BertForSequenceClassification(
+    SequenceClassification, transformers.BertForSequenceClassification
+):
+    """``transformers.BertForSequenceClassification``, whose last layer is for [CLS] alone."""
+
+
+@drop_in
+class BertForNextSentencePrediction(
+    SequenceClassification, transformers.BertForNextSentencePrediction
+):
+    """``transformers.BertForNextSentencePrediction``, whose last layer is for [CLS] alone."""
+
+
+@drop_in
+class BertForMultipleChoice(MultipleChoice, transformers.BertForMultipleChoice):
+    """``transformers.BertForMultipleChoice``, whose last layer is for [CLS] alone."""
+
+
+@drop_in
+class BertForTokenClassification(TokenClassification, transformers.BertForTokenClassification):
+    """``transformers.BertForTokenClassification`` on the tokens alone."""
+
+
+@drop_in
+class BertForQuestionAnswering(QuestionAnswering, transformers.BertForQuestionAnswering):
+    """``transformers.BertForQuestionAnswering`` with fused attention."""
+
+
+@drop_in
 class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
     """``transformers.BertForPreTraining`` whose MLM head sees the labelled tokens only.
 
@@ -138,31 +133,32 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
-        check_input_ids("BertForPreTraining", input_ids, self.config.vocab_size)
-        decoder = self.cls.predictions.decoder
-        inputs, weight = tied_inputs(self, decoder, input_ids, inputs_embeds, labels)
-        outputs = self.bert(
-            **inputs,
+        head = self.cls.predictions
+        inputs = dict(
+            kwargs,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
-            return_dict=True,
-            **kwargs,
+            inputs_embeds=inputs_embeds,
         )
-        hidden = outputs.last_hidden_state
-        seq_relationship_logits = self.cls.seq_relationship(outputs.pooler_output)
         loss = prediction_logits = None
+        all_rows = output_logits or (labels is None and next_sentence_label is None)
         if labels is not None:
-            loss = mlm_loss(
-                hidden,
+            outputs, loss = labelled_loss(
+                self,
+                head.transform,
+                head.decoder,
                 labels,
-                self.cls.predictions.transform,
-                decoder,
                 masked_positions,
-                normalizer=num_items_in_batch,
-                decoder_weight=weight,
-                where="BertForPreTraining",
+                num_items_in_batch,
+                all_rows,
+                inputs,
             )
+        else:
+            rows = None if all_rows else "first"
+            outputs = self.bert(**inputs, output_rows=rows, return_dict=True)
+        seq_relationship_logits = self.cls.seq_relationship(outputs.pooler_output)
         if next_sentence_label is not None:
             nsp_loss = _next_sentence_loss(
                 seq_relationship_logits, next_sentence_label, num_sequences_in_batch
@@ -170,8 +166,8 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
             if labels is not None and num_sequences_in_batch is None:
                 nsp_loss = nsp_loss * batch_share(labels, num_items_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
-        if loss is None or output_logits:
-            prediction_logits = self.cls.predictions(hidden)
+        if all_rows:
+            prediction_logits = head(outputs.last_hidden_state)
         return BertForPreTrainingOutput(
             loss=loss,
             prediction_logits=prediction_logits,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
 
 IGNORE_INDEX = -100
 
@@ -49,7 +51,24 @@ def gather_labelled(
     Returns:
         (rows [P, E], targets int64 [P] with -100 in unused slots, positions int64 [P]).
     """
-    shape = hidden.shape[:-1]
+    positions, targets = labels_at(where, labels, hidden.shape[:-1], positions)
+    return ops.gather_rows(hidden.flatten(0, -2), positions), targets, positions
+
+
+def labels_at(
+    where: str, labels: Tensor, shape: Sequence[int], positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The positions that have a label, and their labels.
+
+    Args:
+        where: what an error message calls the caller.
+        labels: int64 [...], -100 = none.
+        shape: that of the tokens, which the labels must have.
+        positions: int64 [P] flat positions, -1 in unused slots; None = find them.
+
+    Returns:
+        (positions int64 [P], targets int64 [P] with -100 in unused slots).
+    """
     check_tensor(where, "labels", labels)
     check_dtype(where, "labels", labels, INTEGER)
     check_shape(
@@ -61,10 +80,25 @@ def gather_labelled(
     else:
         check_tensor(where, "masked_positions", positions, ndim=1)
         check_dtype(where, "masked_positions", positions, (torch.int64,))
-    rows = ops.gather_rows(hidden.flatten(0, -2), positions)
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_positions(where, positions, labels.numel())
     # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
-    return rows, targets, positions
+    return positions, targets
+
+
+def _check_positions(where: str, positions: Tensor, total: int) -> None:
+    if isinstance(positions, FakeTensor) or positions.numel() == 0:
+        return
+    low, high = (int(bound) for bound in positions.aminmax())
+    check(
+        -1 <= low and high < total,
+        where,
+        "masked_positions",
+        f"positions from {low} to {high}",
+        f"-1 to {total - 1}, flat positions in the batch",
+        "Position (b, t) is b * T + t; -1 marks an unused slot.",
+    )
 
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,159 @@ def _hold(
 @pytest.fixture
 def hold() -> Callable[..., None]:
     return _hold
+
+
+# --- the heads that all families share ------------------------------------------------------------
+
+ROWS, LENGTH, CHOICES, CLASSES = 4, 9, 3, 3
+PADDINGS = {
+    "none": None,
+    "full": torch.ones(ROWS, LENGTH, dtype=torch.int64),
+    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7]),
+    "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] + [1] * 8, [0] * 7 + [1] * 2]),
+    "dead row": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [0] * 9]),
+}
+
+
+def parent_of(ours: type) -> type:
+    """The class of Transformers that a drop-in class stands in for."""
+    return next(
+        base
+        for base in ours.__mro__[1:]
+        if base.__name__ == ours.__name__ and base.__module__.startswith("transformers.")
+    )
+
+
+def _inputs(name: str, vocab: int, mask: Tensor | None, pad: int) -> dict[str, Tensor]:
+    """A batch for a class of this name: ids, mask, and labels where its loss has some.
+
+    Rows without a token, whose answer is nobody's business, have no label.
+    """
+    ids = torch.randint(max(4, pad + 1), vocab, (ROWS, LENGTH))
+    seen = torch.ones(ROWS, LENGTH, dtype=torch.bool) if mask is None else mask.bool()
+    ids = ids.masked_fill(~seen, pad)
+    alive = seen.any(1)
+    inputs = {"input_ids": ids}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    if name.endswith(("MaskedLM", "ForPreTraining", "CausalLM", "LMHeadModel")):
+        chosen = (torch.rand(ROWS, LENGTH) < 0.4) & seen
+        chosen[0, 1] = chosen[0, 4] = True
+        inputs["labels"] = ids.masked_fill(~chosen, -100)
+    if name == "ElectraForPreTraining":
+        inputs["labels"] = (torch.rand(ROWS, LENGTH) < 0.3).long().masked_fill(~seen, -100)
+    pairs = torch.tensor([0, 1, 1, 0]).masked_fill(~alive, -100)
+    if name == "BertForPreTraining":
+        inputs["next_sentence_label"] = pairs
+    if name == "AlbertForPreTraining":
+        inputs["sentence_order_label"] = pairs
+    if name.endswith("NextSentencePrediction"):
+        inputs["labels"] = pairs
+    if name.endswith("SequenceClassification"):
+        inputs["labels"] = torch.tensor([0, 2, 1, 2]).masked_fill(~alive, -100)
+    if name.endswith("TokenClassification"):
+        inputs["labels"] = (ids % CLASSES).masked_fill(~seen, -100)
+    if name.endswith("QuestionAnswering"):
+        inputs["start_positions"] = torch.tensor([0, 2, 1, 3])
+        inputs["end_positions"] = torch.tensor([4, 2, 7, 30])
+    if name.endswith("MultipleChoice"):
+        assert pad == 0 or "attention_mask" in inputs or mask is None
+        for key in tuple(inputs):
+            rolled = [inputs[key].roll(shift, 0) for shift in range(CHOICES)]
+            inputs[key] = torch.stack(rolled, 1)
+        inputs["labels"] = torch.tensor([0, 2, 1, 2])
+    return inputs
+
+
+def _compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """What two models must agree on: nothing that belongs to padding."""
+    mask = inputs.get("attention_mask")
+    token = slice(None) if mask is None else mask.bool()
+    alive = slice(None) if mask is None else mask.bool().any(-1)
+    compared: dict[str, Tensor] = {}
+    for key, value in outputs.items():
+        if key == "loss":
+            # Ours is fp32 where the parent's has the dtype of its logits.
+            compared[key] = value.to(torch.promote_types(value.dtype, torch.float32))
+        elif key == "hidden_states":
+            flat = token if mask is None or mask.dim() == 2 else mask.flatten(0, 1).bool()
+            compared.update((f"hidden {i}", state[flat]) for i, state in enumerate(value))
+        elif isinstance(value, Tensor):
+            per_token = value.dim() >= 2 and value.shape[1] == LENGTH
+            compared[key] = value[token if per_token else alive]
+    if "loss" not in compared:
+        compared["loss"] = sum(value.square().sum() for value in compared.values())
+    return compared
+
+
+@pytest.fixture
+def hold_drop_in(hold) -> Callable[..., None]:
+    """``check(ours, config, padding, dtype=…, **options)``: a class of ours equals its parent.
+
+    Loss, logits, hidden states and the gradient of every parameter stay within the error budget,
+    once with the whole of them returned and once with the loss alone, where ours computes the rows
+    alone that the loss needs. ``options`` go to ours. The padding is a name of ``PADDINGS``.
+    """
+
+    def check(ours, config, padding, dtype=torch.float32, **options):
+        mask = PADDINGS[padding]
+        name = ours.__name__
+        if name.endswith("MultipleChoice") and padding == "dead row":
+            pytest.skip("a choice without a token has no defined answer")
+        if name.endswith("QuestionAnswering") and padding == "dead row":
+            pytest.skip("its loss runs over padding, and this row has nothing else")
+        config = copy.deepcopy(config)
+        if "Classification" in name and config.num_labels != CLASSES:
+            config.num_labels = CLASSES
+        pad = 0 if config.pad_token_id is None else config.pad_token_id
+        inputs = _inputs(name, config.vocab_size, mask, pad)
+        model = ours(copy.deepcopy(config)).to(dtype)
+        parent = parent_of(ours)._from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=dtype
+        )
+        assert model.state_dict().keys() == parent.state_dict().keys()
+
+        def everything(model, **extra):
+            outputs = model(**inputs, output_hidden_states=True, **extra)
+            return _compared(outputs, inputs, name)
+
+        def loss_alone(model, **extra):
+            return {"loss": _compared(model(**inputs, **extra), inputs, name)["loss"]}
+
+        logits = {"output_logits": True} if name.endswith(VOCABULARY_HEADS) else {}
+        hold(model, parent, lambda m: everything(m, **logits, **options), everything)
+        if "labels" in inputs or "start_positions" in inputs:
+            hold(model, parent, lambda m: loss_alone(m, **options), loss_alone)
+
+    return check
+
+
+#: Classes whose logits are made on demand where there are labels.
+VOCABULARY_HEADS = ("MaskedLM", "ForPreTraining", "CausalLM", "LMHeadModel")
+
+
+@pytest.fixture
+def round_trip(tmp_path) -> Callable[..., None]:
+    """``check(ours, config)``: saved by one and loaded by the other, in both directions."""
+
+    def check(ours, config):
+        ids = torch.randint(4, config.vocab_size, (2, 5))
+        parent = parent_of(ours)
+        if ours.__name__.endswith("MultipleChoice"):
+            ids = ids[:, None]
+        first = ours(copy.deepcopy(config)).eval()
+        first.save_pretrained(tmp_path / "ours")
+        second = parent.from_pretrained(tmp_path / "ours").eval()
+        second.save_pretrained(tmp_path / "theirs")
+        third = ours.from_pretrained(tmp_path / "theirs").eval()
+        ours_config = (tmp_path / "ours/config.json").read_text()
+        assert "fastplm" not in ours_config
+        for one, other in ((first, second), (first, third)):
+            weights, loaded = one.state_dict(), other.state_dict()
+            assert weights.keys() == loaded.keys()
+            assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
+            assert one._tied_weights_keys == other._tied_weights_keys
+        with torch.no_grad():
+            assert torch.equal(first(ids)[0], third(ids)[0])
+
+    return check

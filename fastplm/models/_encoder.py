@@ -1,0 +1,335 @@
+"""What BERT, RoBERTa, ALBERT and ELECTRA share: padding left out, and the rows of the last layer.
+
+    pad mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows that
+    the head reads -> head and loss; padded back only where the caller gets to see the rows
+
+Mixins in front of Transformers' classes: the parent's own forward does the work, on packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import can_return_tuple
+
+from fastplm import ops
+from fastplm.hf import NAME
+from fastplm.models._base import FastplmModel, asked_for, check_input_ids
+from fastplm.models._ragged import (
+    LastRows,
+    RaggedBatch,
+    flags,
+    take,
+    values_are_known,
+    values_can_be_read,
+)
+
+# Above this share of the rows, cutting the last layer down to some of them saves too little.
+_WORTH_CUTTING = 0.75
+
+
+class EncoderModel(FastplmModel):
+    """Mixin of a backbone: [B, T] in, [B, T, E] out, and only the tokens in between.
+
+    A padded batch is unpadded once, before the embeddings, if its values can be read, which on CUDA
+    waits for the device; under ``torch.compile`` and in a captured graph it stays padded unless
+    ``unpad`` gives a capacity. Hidden states of padding are 0. Transformers computes some there,
+    out of the tokens; nothing should read them.
+
+    The padded path of the parent stays for: an attention implementation other than "fastplm",
+    masks of 4 dimensions, caches, ``output_attentions``.
+    """
+
+    config: Any
+    embeddings: Any
+    encoder: Any
+    pooler: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        *,
+        unpad: bool | int | None = None,
+        output_rows: Tensor | Literal["first"] | None = None,
+        extra_rows: Tensor | None = None,
+        encoder_rows: RaggedBatch | None = None,
+        lookup: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with these arguments more.
+
+        Args:
+            unpad: None = leave padding out where that is possible; False = do not; an int = the
+                number of rows to make room for, which fixes all shapes.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the rows that are wanted, -1 in
+                unused slots: the last layer computes no other. "first" = each sequence's first.
+            extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
+            lookup: takes the place of the word embeddings.
+
+        Returns:
+            As the parent; with ``output_rows`` the last hidden state is [P, 1, E].
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
+        check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+        batch, seqlen = given.shape[:2]
+        if position_ids is None:
+            position_ids = self._positions(input_ids, given)
+        fused = self._is_fused(attention_mask, past_key_values, use_cache, kwargs)
+
+        # --- which rows are computed ---
+        first = torch.arange(0, batch * seqlen, seqlen, device=given.device)
+        rows = first if isinstance(output_rows, str) else output_rows
+        needed = None
+        if rows is not None:
+            needed = flags(rows, batch * seqlen).view(batch, seqlen)
+            extra_rows = needed if extra_rows is None else extra_rows | needed
+        if self._pools():
+            pooled_rows = flags(first, batch * seqlen).view(batch, seqlen)
+            needed = None if needed is None else needed | pooled_rows
+            extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
+        ragged = self._unpadded(attention_mask, extra_rows, unpad) if fused else None
+        if ragged is None and fused and encoder_rows is not None:
+            ragged = RaggedBatch.whole(batch, seqlen, given.device)
+        last = None
+        if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
+            assert rows is not None
+            last = self._last_rows(needed, rows, ragged, attention_mask)
+            kwargs["last_rows"] = last
+
+        # --- the parent, on those ---
+        if ragged is not None:
+            input_ids = None if input_ids is None else ragged.pack(input_ids)
+            inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
+            position_ids = ragged.pack(position_ids.expand(batch, seqlen))
+            if token_type_ids is not None:
+                token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
+            attention_mask = ragged.key_mask_row(always=self.config.is_decoder)
+            kwargs.update(ragged.attention_arguments())
+        if encoder_hidden_states is not None:
+            kwargs.update(
+                cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged)
+            )
+        if past_key_values is not None:
+            kwargs["past_key_values"] = past_key_values
+        if use_cache is not None:
+            kwargs["use_cache"] = use_cache
+        if lookup is not None and inputs_embeds is None:
+            inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
+        outputs = super().forward(  # type: ignore[misc]
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+
+        # --- back ---
+        hidden = outputs.last_hidden_state
+        changed: dict[str, Any] = {}
+        if ragged is not None and outputs.get("hidden_states") is not None:
+            changed["hidden_states"] = tuple(
+                None if state is None else ragged.pad(state) for state in outputs.hidden_states
+            )
+        if rows is not None:
+            slots = None
+            if last is not None:
+                slots = last.rank
+            elif ragged is not None:
+                slots = ragged.slots()
+            flat = hidden.flatten(0, 1)
+            changed["last_hidden_state"] = _rows_at(flat, rows, slots)
+            if self._pools():
+                changed["pooler_output"] = self._pooled(_rows_at(flat, first, slots))
+        elif ragged is not None:
+            padded = changed["last_hidden_state"] = ragged.pad(hidden)
+            if self._pools():
+                # The parent pooled the first row of all; what it made of that is not used.
+                changed["pooler_output"] = self._pooled(padded[:, :1])
+        return type(outputs)(**{**outputs, **changed})
+
+    def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
+        """The positions that the parent would give: int64 [1 or B, T]."""
+        return torch.arange(given.shape[1], device=given.device)[None]
+
+    def _pools(self) -> bool:
+        return getattr(self, "pooler", None) is not None
+
+    def _pooled(self, first: Tensor) -> Tensor:
+        """The pooler's output for the first token of each sequence: [B, 1, E] -> [B, E]."""
+        return self.pooler(first)
+
+    def _layers(self) -> list[tuple[Any, Any]]:
+        """(its index, the attention module) of each layer, in the order in which they run."""
+        return [(layer.attention.self.layer_idx, layer.attention) for layer in self.encoder.layer]
+
+    def _is_fused(
+        self, mask: Tensor | None, cache: Any, use_cache: bool | None, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether rows can be left out: the parent's padded path does the rest."""
+        if use_cache is None:
+            use_cache = self.config.use_cache if self.config.is_decoder else False
+        return (
+            self.config._attn_implementation == NAME
+            and (mask is None or mask.dim() == 2)
+            and cache is None
+            and not (self.config.is_decoder and use_cache)
+            and kwargs.get("cu_seq_lens_q") is None
+            and not asked_for(self, "output_attentions", kwargs)
+        )
+
+    def _unpadded(
+        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | None
+    ) -> RaggedBatch | None:
+        if mask is None or unpad is False:
+            return None
+        if unpad is not None and unpad is not True:
+            return RaggedBatch.of(mask, extra_rows, unpad)
+        return RaggedBatch.of(mask, extra_rows) if values_can_be_read(mask) else None
+
+    def _last_rows(
+        self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
+    ) -> LastRows | None:
+        """The last layer's rows, or None where all of them may as well be computed."""
+        layers = self._layers()
+        if self.config.is_decoder or not layers:
+            return None
+        index, attention = layers[-1]
+        alone = [other for other, _ in layers].count(index) == 1
+        if not alone or not isinstance(attention, EncoderAttention):
+            return None
+        capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
+        total = needed.numel() if ragged is None else ragged.positions.shape[0]
+        if values_are_known(needed):
+            capacity = int(needed.sum())
+        if not 0 < capacity <= _WORTH_CUTTING * total:
+            return None
+        return LastRows.of(index, needed, capacity, ragged, None if mask is None else mask.bool())
+
+
+def _rows_at(flat: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
+    """[N, E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
+    if slots is not None:
+        positions = take(slots, positions).masked_fill(positions < 0, -1)
+    return ops.gather_rows(flat, positions)[:, None]
+
+
+def cross_inputs(
+    states: Tensor,
+    mask: Tensor | None,
+    encoder_rows: RaggedBatch | None,
+    ragged: RaggedBatch | None,
+) -> dict[str, Any]:
+    """What a decoder's layers get of its encoder's states, packed if the decoder is.
+
+    Args:
+        states: [B, S, E], or [1, N, E] with ``encoder_rows``.
+        mask: [B, S] of any dtype, 0 = padding; None = none, or as ``encoder_rows`` says.
+        encoder_rows: how the states were unpadded.
+        ragged: how the decoder's own rows were.
+    """
+    if ragged is None:
+        if encoder_rows is not None:
+            states, mask = encoder_rows.pad(states), encoder_rows.token_mask()
+        given: dict[str, Any] = {"encoder_hidden_states": states}
+        if mask is not None:
+            given["encoder_attention_mask"] = mask
+        return given
+    key_mask = None
+    if encoder_rows is None:
+        if mask is not None and values_can_be_read(mask):
+            encoder_rows = RaggedBatch.of(mask)
+        elif mask is not None:
+            key_mask = mask.bool().flatten()[None]
+        if encoder_rows is None:
+            encoder_rows = RaggedBatch.whole(states.shape[0], states.shape[1], states.device)
+            states = states.flatten(0, 1)[None]
+        else:
+            states = encoder_rows.pack_rows(states)
+    else:
+        key_mask = encoder_rows.key_mask_row()
+    given = {
+        "encoder_hidden_states": states,
+        "cross_lengths": (encoder_rows.cu_seqlens, encoder_rows.max_seqlen),
+    }
+    if key_mask is not None:
+        given["encoder_attention_mask"] = key_mask
+    return given
+
+
+class EncoderAttention:
+    """Mixin of a layer's attention block: in the last layer, for the rows that are wanted."""
+
+    self: Any
+    output: Any
+    is_cross_attention: bool
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        last_rows: LastRows | None = None,
+        cross_lengths: tuple[Tensor, int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.is_cross_attention and cross_lengths is not None:
+            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
+        if last_rows is None or last_rows.layer != self.self.layer_idx:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        rows = last_rows.take(hidden_states)
+        context, _ = self.self(rows, all_rows=hidden_states, last_rows=last_rows)
+        return self.output(context, rows), None
+
+
+class EncoderSelfAttention:
+    """Mixin of self-attention, whose queries may be some of the rows alone."""
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    dropout: nn.Dropout
+    attention_head_size: int
+    scaling: float
+    training: bool
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        all_rows: Tensor | None = None,
+        last_rows: LastRows | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if last_rows is None or all_rows is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        heads = (-1, self.attention_head_size)
+        keys = all_rows.flatten(0, -2)
+        out = ops.attention_varlen(
+            self.query(hidden_states)[0].unflatten(-1, heads),
+            self.key(keys).unflatten(-1, heads),
+            self.value(keys).unflatten(-1, heads),
+            last_rows.cu_seqlens_q,
+            last_rows.cu_seqlens_k,
+            last_rows.max_seqlen_q,
+            last_rows.max_seqlen_k,
+            key_mask=last_rows.key_mask,
+            dropout_p=self.dropout.p if self.training else 0.0,
+            scale=self.scaling,
+        )
+        return out.flatten(1)[None], None

@@ -1,0 +1,367 @@
+"""The heads that BERT, RoBERTa, ALBERT and ELECTRA share, as mixins in front of Transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
+from transformers.utils.generic import can_return_tuple
+
+from fastplm import ops
+from fastplm.models._base import FastplmModel, TiedLookup
+from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labels_at
+
+
+def labelled_loss(
+    model: Any,
+    transform: Callable[[Tensor], Tensor] | None,
+    decoder: nn.Linear,
+    labels: Tensor,
+    positions: Tensor | None,
+    normalizer: int | Tensor | None,
+    all_rows: bool,
+    inputs: dict[str, Any],
+) -> tuple[Any, Tensor]:
+    """The backbone's outputs, and the vocabulary's cross-entropy at the labelled tokens alone.
+
+    Args:
+        model: has a ``base_model`` with the mixin ``EncoderModel``, or one of its ways.
+        transform: comes before the projection; None = nothing does.
+        decoder: the projection to the vocabulary.
+        labels: int64 [B, T], -100 = none.
+        positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
+        normalizer: what the sum of the losses is divided by; None = the number of labels.
+        all_rows: whether the caller looks at other rows of the last hidden state, [B, T, E] then.
+        inputs: the backbone's.
+    """
+    where = type(model).__name__
+    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+    shape = labels.shape if given is None else given.shape[:2]
+    positions, targets = labels_at(where, labels, shape, positions)
+    lookup = None
+    if inputs["inputs_embeds"] is None:
+        lookup = TiedLookup(model, decoder, labels)
+    if all_rows:
+        inputs["extra_rows"] = labels != IGNORE_INDEX
+    else:
+        inputs["output_rows"] = positions
+    outputs = model.base_model(**inputs, lookup=lookup, return_dict=True)
+    hidden = outputs.last_hidden_state
+    rows = ops.gather_rows(hidden.flatten(0, 1), positions) if all_rows else hidden[:, 0]
+    loss = ops.linear_cross_entropy(
+        rows if transform is None else transform(rows),
+        decoder.weight if lookup is None else lookup.weight,
+        targets,
+        linear_bias=decoder.bias,
+        normalizer=as_normalizer(normalizer, rows.device),
+    )
+    return outputs, loss
+
+
+class MaskedLM(FastplmModel):
+    """Mixin of ``…ForMaskedLM`` whose last layer, head and loss see the labelled tokens only."""
+
+    base_model: Any
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        """(what comes before the projection to the vocabulary, that projection)."""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """As the parent, with these differences.
+
+        Args:
+            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None.
+            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
+                shapes of the head, for compiled models and CUDA. Without it they are found.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
+                all batches that gradients are accumulated over. Default: of this batch.
+            kwargs: of the backbone, such as ``unpad``.
+
+        Returns:
+            ``MaskedLMOutput``; the loss is fp32, and 0 if nothing has a label.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        transform, decoder = self._head()
+        inputs = dict(
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        loss = logits = None
+        if labels is None:
+            outputs = self.base_model(**inputs, return_dict=True)
+        else:
+            outputs, loss = labelled_loss(
+                self,
+                transform,
+                decoder,
+                labels,
+                masked_positions,
+                num_items_in_batch,
+                output_logits,
+                inputs,
+            )
+        if labels is None or output_logits:
+            logits = decoder(transform(outputs.last_hidden_state))
+        return MaskedLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class CausalLM(FastplmModel):
+    """Mixin of a decoder with a language-model head, whose loss never makes all logits."""
+
+    base_model: Any
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
+        """(what comes before the projection to the vocabulary or None, that projection)."""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithCrossAttentions:
+        """As the parent, with these differences.
+
+        Args:
+            labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
+                With labels, ``logits`` are None, and so is the cache unless ``use_cache`` is True.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
+                all batches that gradients are accumulated over. Default: of this batch.
+            shift_labels: int64 [B, T], labels shifted already: that of t is predicted at t.
+            kwargs: of the backbone, such as ``unpad``.
+
+        Returns:
+            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 if nothing has a label.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        transform, decoder = self._head()
+        targets = shifted(labels) if shift_labels is None else shift_labels
+        if targets is not None and use_cache is None:
+            use_cache = False
+        inputs = dict(
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if encoder_hidden_states is not None:
+            inputs["encoder_hidden_states"] = encoder_hidden_states
+            inputs["encoder_attention_mask"] = encoder_attention_mask
+        loss = logits = None
+        if targets is None:
+            outputs = self.base_model(**inputs, return_dict=True)
+        else:
+            outputs, loss = labelled_loss(
+                self, transform, decoder, targets, None, num_items_in_batch, output_logits, inputs
+            )
+        if targets is None or output_logits:
+            hidden = outputs.last_hidden_state
+            if isinstance(logits_to_keep, int):
+                hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
+            else:
+                hidden = hidden[:, logits_to_keep]
+            logits = decoder(hidden if transform is None else transform(hidden))
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.get("past_key_values"),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.get("cross_attentions"),
+        )
+
+
+def shifted(labels: Tensor | None) -> Tensor | None:
+    """[B, T] -> [B, T]: at t the label of t + 1, and none at the end."""
+    if labels is None:
+        return None
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+class ScaledLoss(FastplmModel):
+    """Mixin of a head whose loss is a mean over labels, as its parent computes it.
+
+    With ``num_items_in_batch``, the number of labels of all batches that gradients are accumulated
+    over, the loss is the sum of this batch's over that number.
+    """
+
+    def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
+        if labels is None or num_items is None:
+            return outputs
+        loss = outputs.loss * batch_share(labels, num_items)
+        return type(outputs)(**{**outputs, "loss": loss})
+
+
+class SequenceClassification(ScaledLoss):
+    """Mixin of ``…ForSequenceClassification``: the last layer computes the first tokens alone."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        outputs = super().forward(  # type: ignore[misc]
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            output_rows="first",
+            return_dict=True,
+            **kwargs,
+        )
+        return self._scaled(outputs, labels, num_items_in_batch)
+
+
+class MultipleChoice(SequenceClassification):
+    """Mixin of ``…ForMultipleChoice``: [B, choices, T]; the rest as in sequence classification."""
+
+
+class TokenClassification(ScaledLoss):
+    """Mixin of ``…ForTokenClassification``. Tokens with a label count, whatever the mask says."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if labels is not None and attention_mask is not None:
+            kwargs["extra_rows"] = labels != IGNORE_INDEX
+        outputs = super().forward(  # type: ignore[misc]
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            return_dict=True,
+            **kwargs,
+        )
+        return self._scaled(outputs, labels, num_items_in_batch)
+
+
+class QuestionAnswering(FastplmModel):
+    """Mixin of ``…ForQuestionAnswering``.
+
+    The parent's softmax runs over padding too. Its loss is kept to the letter: all rows are
+    computed. With ``exclude_padding`` an answer cannot begin or end in padding, whose logits are
+    the lowest finite number, and padding costs nothing.
+    """
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        exclude_padding: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with one argument more.
+
+        Args:
+            exclude_padding: leave padding out of the batch and of the softmax.
+        """
+        given = {
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "return_dict": True,
+        }
+        if not exclude_padding or attention_mask is None:
+            kwargs["unpad"] = False
+            return super().forward(  # type: ignore[misc]
+                input_ids,
+                start_positions=start_positions,
+                end_positions=end_positions,
+                **given,
+                **kwargs,
+            )
+        outputs = super().forward(input_ids, **given, **kwargs)  # type: ignore[misc]
+        hidden = ~attention_mask.bool()
+        changed: dict[str, Any] = {}
+        for name in ("start_logits", "end_logits"):
+            logits = outputs[name]
+            changed[name] = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        if start_positions is not None and end_positions is not None:
+            # As in the parent, a place outside the text is no label.
+            end = hidden.shape[1]
+            losses = [
+                nn.functional.cross_entropy(logits, place.view(-1).clamp(0, end), ignore_index=end)
+                for logits, place in zip(
+                    changed.values(), (start_positions, end_positions), strict=True
+                )
+            ]
+            changed["loss"] = (losses[0] + losses[1]) / 2
+        return type(outputs)(**{**outputs, **changed})

@@ -1,0 +1,249 @@
+"""A padded batch without its padding: which rows are computed, and the way there and back.
+
+B sequences of T tokens become one row of N tokens, sequence after sequence, as
+``attn_implementation="fastplm"`` takes them (``cu_seq_lens_q`` and its kin). Positions are flat,
+``b * T + t``; -1 is a slot without a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fastplm import ops
+from fastplm._checks import check
+
+_WHERE = "unpad"
+
+
+def values_are_known(tensor: Tensor) -> bool:
+    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return tensor.device.type == "cpu" and not traced and not isinstance(tensor, FakeTensor)
+
+
+def values_can_be_read(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be looked at, be it after waiting for its device."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
+        return False
+    if tensor.device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing()
+    return tensor.device.type == "cpu"
+
+
+@dataclass
+class RaggedBatch:
+    """The rows of a padded batch [B, T] that are computed.
+
+    Args:
+        positions: int64 [N], flat and ascending; -1 in spare slots, which are the last.
+        cu_seqlens: int32 [B + 1], sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
+        max_seqlen: a bound of the lengths.
+        key_mask: bool [N], the rows that may be attended to; None = all.
+        batch, seqlen: B and T.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    key_mask: Tensor | None
+    batch: int
+    seqlen: int
+
+    @classmethod
+    def of(
+        cls, mask: Tensor, kept: Tensor | None = None, capacity: int | None = None
+    ) -> RaggedBatch | None:
+        """The rows of a batch that are tokens.
+
+        Args:
+            mask: [B, T] of any dtype, 0 = padding.
+            kept: bool [B, T], rows to be computed although the mask hides them from the others.
+            capacity: N, which fixes all shapes and waits for nothing; None counts the rows, for
+                which the values have to be read (on CUDA that waits for the device).
+
+        Returns:
+            None if nothing would be left out.
+
+        Raises:
+            ArgumentValueError: more rows than the capacity, where the values are known. (Elsewhere
+                an assertion on the device fails.)
+        """
+        mask = mask.bool()
+        keep = mask if kept is None else mask | kept
+        batch, seqlen = keep.shape
+        total = batch * seqlen
+        lengths = keep.sum(1)
+        max_seqlen = seqlen
+        if capacity is None:
+            positions = keep.flatten().nonzero().flatten()
+            if positions.numel() in (0, total):
+                return None
+        else:
+            if capacity >= total:
+                return None
+            count = lengths.sum()
+            if values_are_known(keep):
+                check(
+                    int(count) <= capacity,
+                    _WHERE,
+                    "unpad",
+                    f"{capacity} for a batch of {int(count)} tokens",
+                    "at least the number of tokens",
+                    "Raise it, or leave it out to have them counted.",
+                )
+            else:
+                torch._assert_async(count <= capacity, "unpad: a batch has more tokens than that")
+            order = (~keep).flatten().to(torch.uint8).argsort(stable=True)[:capacity]
+            positions = order.masked_fill(~keep.flatten()[order], -1)
+        if values_are_known(keep):
+            max_seqlen = int(lengths.max())
+        key_mask = None
+        if kept is not None and not (values_are_known(keep) and torch.equal(keep, mask)):
+            key_mask = take(mask.flatten(), positions) & (positions >= 0)
+        return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
+
+    @classmethod
+    def whole(cls, batch: int, seqlen: int, device: torch.device) -> RaggedBatch:
+        """A batch without padding, for a model whose other batch has some."""
+        return cls(
+            torch.arange(batch * seqlen, device=device),
+            torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen,
+            seqlen,
+            None,
+            batch,
+            seqlen,
+        )
+
+    def pack(self, values: Tensor) -> Tensor:
+        """[B, T] integers -> [1, N]; those of spare slots are some token's."""
+        return take(values.flatten(), self.positions)[None]
+
+    def pack_rows(self, rows: Tensor) -> Tensor:
+        """[B, T, E] -> [1, N, E], zeros in spare slots."""
+        return ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[1, N, E] -> [B, T, E], zeros where a row was left out."""
+        return ops.gather_rows(rows[0], self.slots()).view(self.batch, self.seqlen, -1)
+
+    def slots(self) -> Tensor:
+        """int64 [B * T], the packed row of each position, -1 where it was left out."""
+        return inverse(self.positions, self.batch * self.seqlen)
+
+    def token_mask(self) -> Tensor:
+        """bool [B, T], the rows that may be attended to."""
+        seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
+        return flags(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
+
+    def key_mask_row(self, always: bool = False) -> Tensor | None:
+        """bool [1, N] for a model's ``attention_mask``; None if it hides nothing, or ones."""
+        if self.key_mask is None and always:
+            # Without one, Transformers takes position ids for a sign of packing and adds a mask.
+            return torch.ones_like(self.positions, dtype=torch.bool)[None]
+        return None if self.key_mask is None else self.key_mask[None]
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """What the attention of a model has to be told."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }
+
+
+@dataclass
+class LastRows:
+    """The rows of a last layer that anybody reads; its keys and values are of all rows.
+
+    Args:
+        layer: the ``layer_idx`` of that layer.
+        source: int64 [P], rows of the layer's input, flattened; -1 in spare slots.
+        cu_seqlens_q: int32 [B + 1], the rows of each sequence among ``source``.
+        max_seqlen_q: a bound of their number.
+        cu_seqlens_k: int32 [B + 1], the rows of each sequence in the input.
+        max_seqlen_k: a bound of their number.
+        key_mask: bool [N], None = all.
+        rank: int64 [B * T], the place of a flat position in ``source``, -1 if it has none.
+    """
+
+    layer: int
+    source: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+    key_mask: Tensor | None
+    rank: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        layer: int,
+        needed: Tensor,
+        capacity: int,
+        ragged: RaggedBatch | None,
+        mask: Tensor | None,
+    ) -> LastRows:
+        """The rows at the positions where ``needed`` [B, T] is True.
+
+        Args:
+            layer: the ``layer_idx`` of the layer.
+            needed: bool [B, T].
+            capacity: a bound of their number, where that cannot be had without waiting.
+            ragged: how the batch was unpadded; every needed row is among its own.
+            mask: bool [B, T], the tokens, if the batch was not unpadded; None = all.
+        """
+        batch, seqlen = needed.shape
+        lengths = needed.sum(1)
+        if values_are_known(needed):
+            positions = needed.flatten().nonzero().flatten()
+            max_seqlen_q = max(1, int(lengths.max()))
+        else:
+            order = (~needed).flatten().to(torch.uint8).argsort(stable=True)[:capacity]
+            positions = order.masked_fill(~needed.flatten()[order], -1)
+            max_seqlen_q = min(seqlen, capacity)
+        rank = inverse(positions, batch * seqlen)
+        cu_seqlens_q = _offsets(lengths)
+        if ragged is None:
+            ends = torch.full_like(lengths, seqlen)
+            key_mask = None if mask is None else mask.flatten()
+            source, keys = positions, (_offsets(ends), seqlen, key_mask)
+        else:
+            source = take(ragged.slots(), positions).masked_fill(positions < 0, -1)
+            keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
+        return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """[..., E], the layer's input -> [1, P, E]."""
+        return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
+
+
+def take(values: Tensor, positions: Tensor) -> Tensor:
+    """``values[positions]`` [P]; the first value where a position is -1."""
+    return values[positions.clamp(min=0)]
+
+
+def inverse(positions: Tensor, total: int) -> Tensor:
+    """int64 [total]: where in ``positions`` a number stands, -1 where nowhere."""
+    slots = positions.new_full((total + 1,), -1)
+    # The numbers -1 all write the last place, which is nobody's.
+    slots[positions] = torch.arange(positions.shape[0], device=positions.device)
+    return slots[:total]
+
+
+def flags(positions: Tensor, total: int) -> Tensor:
+    """bool [total]: True at ``positions``, of which -1 counts for nothing."""
+    where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
+    where[positions] = True
+    return where[:total]
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """[B] -> int32 [B + 1] from 0."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
