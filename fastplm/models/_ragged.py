@@ -80,7 +80,7 @@ class RaggedBatch:
         lengths = keep.sum(1)
         max_seqlen = seqlen
         if capacity is None:
-            positions = keep.flatten().nonzero().flatten()
+            positions = _where(keep)
             if positions.numel() in (0, total):
                 return None
         else:
@@ -202,7 +202,7 @@ class LastRows:
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
         if values_are_known(needed):
-            positions = needed.flatten().nonzero().flatten()
+            positions = _cpu_where(needed)
             max_seqlen_q = max(1, int(lengths.max()))
         else:
             order = (~needed).flatten().to(torch.uint8).argsort(stable=True)[:capacity]
@@ -222,6 +222,16 @@ class LastRows:
     def take(self, rows: Tensor) -> Tensor:
         """[..., E], the layer's input -> [1, P, E]."""
         return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Flat positions of what is True. Their number is the one thing that a CUDA device is waited
+    for, once a forward; a capacity spares it that."""
+    return _cpu_where(mask)
+
+
+def _cpu_where(mask: Tensor) -> Tensor:
+    return mask.flatten().nonzero().flatten()
 
 
 def take(values: Tensor, positions: Tensor) -> Tensor:
