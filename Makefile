@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# A process a core, of one thread each: two pools of threads on the same cores wait for each other.
+PARALLEL := -n auto --dist worksteal
 
 .PHONY: demo test test-gpu test-compile test-cpu test-slow bench gpu-report lint clean
 
@@ -29,10 +31,10 @@ test-gpu: $(VENV)/.test
 	$(call lane,gpu,$(PYTEST) -m gpu || test $$? -eq 5)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,$(PYTEST) -rs tests/compile -m "not slow")
+	$(call lane,compile,OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile -m "not slow")
 
 test-cpu: $(VENV)/.test
-	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 $(PYTEST) -rs -m "not gpu and not slow" --ignore=tests/compile)
+	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile)
 
 test-slow: $(VENV)/.test
 	$(call lane,slow,$(PYTEST) -m slow)
