@@ -48,9 +48,11 @@ class Case:
             error budget, outputs and gradients.
         wrt: inputs that get gradients (none: the op has no backward).
         directions: what is measured if there are gradients, of "forward", "backward", "training".
+            A variant that makes its own, such as a model's step, names them without ``wrt``.
         bytes: moved by a forward that reads each input and writes each output once.
         flops: of the forward.
         training_bytes, training_flops: the same for forward and backward together.
+        rounds: how often all variants run, where that is not the harness' own choice.
         targets: (floor, must) of a direction: the microseconds that the arithmetic allows on the
             ``TARGETS_GPU``, and those that fastplm must not exceed there.
     """
@@ -68,6 +70,7 @@ class Case:
     flops: int = 0
     training_bytes: int = 0
     training_flops: int = 0
+    rounds: int | None = None
     targets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -140,7 +143,7 @@ def measure(
         for runner in runners.values():
             runner.step()
 
-    rounds = rounds or (50 if device.type == "cuda" else 7)
+    rounds = rounds or case.rounds or (50 if device.type == "cuda" else 7)
     one_round()
     for runner in runners.values():
         runner.times.clear()
@@ -381,7 +384,9 @@ def main() -> int:
     sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
     failed = False
     for case in importlib.import_module(f"test_{options.op}").CASES:
-        for direction in case.directions if case.wrt else ("forward",):
+        default = Case.__dataclass_fields__["directions"].default
+        forward_alone = not case.wrt and case.directions == default
+        for direction in ("forward",) if forward_alone else case.directions:
             SESSION.rows.clear()
             try:
                 measure(case, direction, rounds=options.rounds)

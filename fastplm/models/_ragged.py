@@ -78,33 +78,31 @@ class RaggedBatch:
         batch, seqlen = keep.shape
         total = batch * seqlen
         lengths = keep.sum(1)
-        max_seqlen = seqlen
+        max_seqlen, hides = seqlen, kept is not None
         if capacity is None:
-            positions = _where(keep)
-            if positions.numel() in (0, total):
+            count, hidden = _counts_on_cpu(keep, mask)
+            if count in (0, total):
                 return None
+            hides = hidden > 0
+        elif capacity >= total:
+            return None
         else:
-            if capacity >= total:
-                return None
-            count = lengths.sum()
-            if values_are_known(keep):
+            count, fits = capacity, lengths.sum() <= capacity
+            if not values_are_known(keep):
+                torch._assert_async(fits, "unpad: a batch has more tokens than that")
+            else:
                 check(
-                    int(count) <= capacity,
+                    bool(fits),
                     _WHERE,
                     "unpad",
-                    f"{capacity} for a batch of {int(count)} tokens",
+                    f"{capacity} for a batch of {int(lengths.sum())} tokens",
                     "at least the number of tokens",
                     "Raise it, or leave it out to have them counted.",
                 )
-            else:
-                torch._assert_async(count <= capacity, "unpad: a batch has more tokens than that")
-            order = (~keep).flatten().to(torch.uint8).argsort(stable=True)[:capacity]
-            positions = order.masked_fill(~keep.flatten()[order], -1)
+        positions = _compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
-        key_mask = None
-        if kept is not None and not (values_are_known(keep) and torch.equal(keep, mask)):
-            key_mask = take(mask.flatten(), positions) & (positions >= 0)
+        key_mask = take(mask.flatten(), positions) & (positions >= 0) if hides else None
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
@@ -201,13 +199,10 @@ class LastRows:
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
+        max_seqlen_q = min(seqlen, capacity)
         if values_are_known(needed):
-            positions = _cpu_where(needed)
-            max_seqlen_q = max(1, int(lengths.max()))
-        else:
-            order = (~needed).flatten().to(torch.uint8).argsort(stable=True)[:capacity]
-            positions = order.masked_fill(~needed.flatten()[order], -1)
-            max_seqlen_q = min(seqlen, capacity)
+            capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
+        positions = _compact(needed, capacity)
         rank = inverse(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
@@ -224,14 +219,20 @@ class LastRows:
         return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
 
 
-def _where(mask: Tensor) -> Tensor:
-    """Flat positions of what is True. Their number is the one thing that a CUDA device is waited
-    for, once a forward; a capacity spares it that."""
-    return _cpu_where(mask)
+def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
+    """How many rows are kept, and how many of those the mask hides.
+
+    The one thing that a CUDA device is waited for, once a forward; a capacity spares it that.
+    """
+    kept, hidden = torch.stack((keep.sum(), (keep & ~mask).sum())).tolist()
+    return kept, hidden
 
 
-def _cpu_where(mask: Tensor) -> Tensor:
-    return mask.flatten().nonzero().flatten()
+def _compact(mask: Tensor, size: int) -> Tensor:
+    """int64 [size], ascending: the flat positions of what is True, -1 in spare slots."""
+    mask = mask.flatten()
+    order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
+    return order.masked_fill(~mask[order], -1)
 
 
 def take(values: Tensor, positions: Tensor) -> Tensor:
