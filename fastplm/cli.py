@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``fastplm demo`` and ``fastplm info``."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``demo`` and ``info``."""
 
 from __future__ import annotations
 
@@ -51,6 +51,28 @@ def _pretrain(**settings: Any) -> int:
             torch.distributed.destroy_process_group()
     if metrics:
         print(summary(metrics))
+    return 0
+
+
+def _finetune(**settings: Any) -> int:
+    import torch
+    from transformers.utils import logging
+
+    from fastplm.train.finetune import FinetuneArguments, finetune, summary
+
+    logging.disable_progress_bar()
+    first = os.environ.get("RANK", "0") == "0"
+
+    def tell(line: str) -> None:
+        if first:
+            print(line, flush=True)
+
+    try:
+        metrics = finetune(FinetuneArguments(**settings), tell)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    tell(summary(metrics))
     return 0
 
 
@@ -201,4 +223,78 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-every", type=int, default=10, help="steps between logged losses")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out", **none)
     add("--cache", metavar="DIR", help="of token ids (without it ~/.cache/fastplm)", **none)
+    _add_finetune(commands)
     return parser
+
+
+def _add_finetune(commands: Any) -> None:
+    run = commands.add_parser(
+        "finetune",
+        help="fine-tune a checkpoint on labelled examples",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Fine-tune a checkpoint once for each seed; the last line is the mean score "
+        "and its 95 % confidence interval (Student's t). Formats of files: docs/finetuning.md.",
+    )
+    run.set_defaults(command=_finetune)
+    add = run.add_argument
+    none: Any = {"default": argparse.SUPPRESS}
+    add(
+        "--task",
+        required=True,
+        choices=("classification", "pair", "tagging", "qa", "choice"),
+        help="a label for a text, or for two; a tag for each word; where in a text the answer to "
+        "a question stands; which of several answers is right",
+        **none,
+    )
+    add("--model", required=True, metavar="DIR", help="checkpoint and tokenizer", **none)
+    add("--data", required=True, metavar="FILE", help="examples to train on", **none)
+    add(
+        "--eval-data",
+        metavar="FILE",
+        help="examples to score (without it a tenth of --data, held out; for qa, of its texts)",
+        **none,
+    )
+    add("--out", required=True, metavar="DIR", help="where everything is written", **none)
+    add(
+        "--text-columns",
+        nargs="+",
+        metavar="NAME",
+        help="of a table; two for pair (without it the usual names)",
+        **none,
+    )
+    add("--label-column", metavar="NAME", help="(without it the usual names)", **none)
+    add(
+        "--threshold",
+        type=float,
+        help="labels are scores, and those above it are the positive class (without it 0 if labels "
+        "are numbers with fractions)",
+        **none,
+    )
+    length = run.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=float, default=3.0, help="passes over the examples")
+    length.add_argument("--steps", type=int, help="optimizer steps instead of --epochs", **none)
+    add("--batch-size", type=int, help="(without it 32; 16 for qa and choice)", **none)
+    add(
+        "--learning-rate",
+        type=float,
+        help="peak (without it 1e-4 for models narrower than 768, 5e-5, or 2e-5 from 1024 on)",
+        **none,
+    )
+    add("--warmup", type=int, help="steps of linear warm-up (without it a tenth)", **none)
+    add("--weight-decay", type=float, default=0.01, help="of AdamW")
+    add("--max-length", type=int, help="tokens (without it 128; qa 384, choice 64)", **none)
+    add("--dropout", type=float, help="all of it (without it the checkpoint's own)", **none)
+    add("--max-samples", type=int, metavar="N", help="train on so many examples", **none)
+    add("--max-eval-samples", type=int, metavar="N", help="score so many examples", **none)
+    add("--seeds", type=int, default=1, metavar="N", help="number of runs")
+    add("--seed", type=int, default=0, help="the first run's, of head, order and dropout")
+    add("--bf16", action="store_true", help="mixed precision", **none)
+    add(
+        "--library",
+        choices=("fastplm", "transformers"),
+        default="fastplm",
+        help="whose classes are trained: the same samples in the same order, from the same weights",
+    )
+    add("--save-every", type=int, default=1000, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between logged losses")
+    add("--resume", action="store_true", help="go on with the run in --out", **none)

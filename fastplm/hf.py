@@ -34,11 +34,15 @@ from transformers.masking_utils import (
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.utils import logging
 
 from fastplm._checks import UnsupportedError, check
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 
+logger = logging.get_logger(__name__)
 NAME = "fastplm"
+#: ``output_attentions`` under a name that a model which keeps that one to itself passes on (GPT-2).
+WITH_WEIGHTS = "with_attention_weights"
 _WHERE = "attn_implementation='fastplm'"
 # Arguments of some models' attention that change its result and that no path here honours.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
@@ -48,7 +52,10 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _T5_ATTENTION = (
     ("transformers.models.t5.modeling_t5", "T5Attention"),
     ("transformers.models.mt5.modeling_mt5", "MT5Attention"),
+    ("fastplm.models.t5", "T5Attention"),
 )
+#: A ``position_bias`` of nothing but zeros: with None, T5 would make them.
+NO_BIAS: Any = object()
 _NOTE = "_fastplm_relative_bias"
 
 
@@ -146,7 +153,8 @@ def fastplm_attention_forward(
             checkpointing restores.
         scaling: factor on the scores.
         is_causal: query i sees the keys j <= i + (Tk - Tq); a 4-D mask replaces it.
-        kwargs: ``position_bias`` and ``output_attentions`` are honoured, and ``cu_seq_lens_q``,
+        kwargs: ``position_bias`` (dense, or a ``T5RelativeBias`` where the fused op does the work)
+            and ``output_attentions`` are honoured, and ``cu_seq_lens_q``,
             ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k`` for sequences packed into a batch
             of one, but not beside a 4-D mask, which tells them apart itself.
 
@@ -162,7 +170,7 @@ def fastplm_attention_forward(
     complete = attention_mask is not None and attention_mask.dim() == 4
     _check_supported(attention_mask, kwargs)
     packed = not complete and _is_packed(query, kwargs)
-    with_weights = kwargs.get("output_attentions", False)
+    with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
         not complete
@@ -173,6 +181,15 @@ def fastplm_attention_forward(
     relative_bias = None
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
+    check(
+        fused or position_bias is None or isinstance(position_bias, Tensor),
+        _WHERE,
+        "position_bias",
+        "a T5RelativeBias beside grouped heads, output_attentions or a 4-D mask",
+        "a dense tensor with these",
+        "Look the table up: position_bias [1, H, Tq, Tk].",
+        UnsupportedError,
+    )
     if packed:
         check(
             fused,
@@ -213,6 +230,11 @@ def fastplm_attention_forward(
         mask, dead = _complete_mask(query, key, attention_mask, causal, always=with_weights)
     weights = None
     if with_weights:
+        if not torch.compiler.is_compiling():
+            logger.warning_once(
+                "output_attentions: fused attention never has the weights of all pairs, so "
+                "attn_implementation='fastplm' computes these layers the way of 'eager' instead."
+            )
         out, weights = _attention_with_weights(
             query, key, value, mask, dropout, scaling, position_bias
         )
@@ -270,7 +292,7 @@ def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _relative_bias(
-    module: nn.Module, query: Tensor, key: Tensor, position_bias: Tensor
+    module: nn.Module, query: Tensor, key: Tensor, position_bias: Any
 ) -> tuple[T5RelativeBias | None, bool]:
     """(what the fused op adds in place of ``position_bias``, whether that is certain).
 
@@ -280,6 +302,10 @@ def _relative_bias(
     something copied the tensor, is added as it stands. (A ``position_bias`` that the caller of a
     single first layer makes himself is not seen; no model of Transformers does that.)
     """
+    if isinstance(position_bias, T5RelativeBias):
+        return position_bias, True
+    if position_bias is NO_BIAS:
+        return None, True
     owner = type(module)
     if (owner.__module__, owner.__name__) not in _T5_ATTENTION:
         return None, False

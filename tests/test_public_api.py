@@ -20,9 +20,11 @@ def test_names():
     assert set(fastplm.__all__) == {
         "FastplmError",
         "__version__",
+        "accelerate",
         "explain",
         "info",
         "ops",
+        "restore",
         "use_backend",
     }
     assert set(OPS) <= set(ops.__all__)

@@ -35,8 +35,9 @@ def drop_in(ours: _Class) -> _Class:
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
         # Transformers looks up by class what output_hidden_states records, and enters a class when
-        # a model of it is made; a switched one never is.
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), recorded)
+        # a model of it is made; one that is switched, either way, never is.
+        for either in (ours, parent):
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(either), recorded)
     return ours
 
 
@@ -56,6 +57,20 @@ def restore_modules(model: nn.Module) -> None:
         parent = parents.get(type(module))
         if parent is not None:
             module.__class__ = parent
+
+
+def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Let the modules inside a model hear of its attention implementation.
+
+    Transformers' ``EncoderDecoderModel`` gives its parts new configurations, and the modules of a
+    part that was made before go on looking into the old one.
+    """
+    for child in module.children():
+        if isinstance(child, PreTrainedModel):
+            continue
+        if type(vars(child).get("config")) is type(config):
+            child.config = config  # type: ignore[assignment]
+        share_config(child, config)
 
 
 class FastplmModel:

@@ -61,7 +61,7 @@ class EncoderModel(FastplmModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
         *,
-        unpad: bool | int | None = None,
+        unpad: bool | int | RaggedBatch | None = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
@@ -72,7 +72,7 @@ class EncoderModel(FastplmModel):
 
         Args:
             unpad: None = leave padding out where that is possible; False = do not; an int = the
-                number of rows to make room for, which fixes all shapes.
+                number of rows to make room for, which fixes all shapes; a batch = these rows.
             output_rows: int64 [P], flat positions ``b * T + t`` of the rows that are wanted, -1 in
                 unused slots: the last layer computes no other. "first" = each sequence's first.
             extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
@@ -80,14 +80,16 @@ class EncoderModel(FastplmModel):
             lookup: takes the place of the word embeddings.
 
         Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E].
+            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
+            batch given as ``unpad`` it is [1, N, E], and a pooler sees 0 where the first row of a
+            sequence is not among these.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
-        if position_ids is None:
+        if position_ids is None and past_key_values is None:
             position_ids = self._positions(input_ids, given)
         fused = self._is_fused(attention_mask, past_key_values, use_cache, kwargs)
 
@@ -104,7 +106,7 @@ class EncoderModel(FastplmModel):
             extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
         ragged = self._unpadded(attention_mask, extra_rows, unpad) if fused else None
         if ragged is None and fused and encoder_rows is not None:
-            ragged = RaggedBatch.whole(batch, seqlen, given.device)
+            ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
         last = None
         if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
             assert rows is not None
@@ -118,7 +120,7 @@ class EncoderModel(FastplmModel):
             position_ids = ragged.pack(position_ids.expand(batch, seqlen))
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
-            attention_mask = ragged.key_mask_row(always=self.config.is_decoder)
+            attention_mask = ragged.key_mask_row(always=self._is_causal())
             kwargs.update(ragged.attention_arguments())
         if encoder_hidden_states is not None:
             kwargs.update(
@@ -157,6 +159,13 @@ class EncoderModel(FastplmModel):
             changed["last_hidden_state"] = _rows_at(flat, rows, slots)
             if self._pools():
                 changed["pooler_output"] = self._pooled(_rows_at(flat, first, slots))
+        elif isinstance(unpad, RaggedBatch):
+            changed["last_hidden_state"] = hidden if ragged is unpad else unpad.pack_rows(hidden)
+            if self._pools():
+                slots = None if ragged is None else ragged.slots()
+                changed["pooler_output"] = self._pooled(
+                    _rows_at(hidden.flatten(0, 1), first, slots)
+                )
         elif ragged is not None:
             padded = changed["last_hidden_state"] = ragged.pad(hidden)
             if self._pools():
@@ -179,24 +188,44 @@ class EncoderModel(FastplmModel):
         """(its index, the attention module) of each layer, in the order in which they run."""
         return [(layer.attention.self.layer_idx, layer.attention) for layer in self.encoder.layer]
 
+    def _is_causal(self) -> bool:
+        """Whether a row sees those before it alone, which may lie in a cache."""
+        return bool(self.config.is_decoder)
+
+    def _last_layer(self) -> int | None:
+        """The index of the last layer, None if it cannot compute some rows alone."""
+        layers = [] if self._is_causal() else self._layers()
+        if not layers:
+            return None
+        index, attention = layers[-1]
+        alone = [other for other, _ in layers].count(index) == 1
+        return index if alone and isinstance(attention, EncoderAttention) else None
+
+    def _has_our_attention(self) -> bool:
+        return self.config._attn_implementation == NAME
+
     def _is_fused(
         self, mask: Tensor | None, cache: Any, use_cache: bool | None, kwargs: dict[str, Any]
     ) -> bool:
         """Whether rows can be left out: the parent's padded path does the rest."""
         if use_cache is None:
-            use_cache = self.config.use_cache if self.config.is_decoder else False
+            use_cache = getattr(self.config, "use_cache", False)
         return (
-            self.config._attn_implementation == NAME
+            self._has_our_attention()
             and (mask is None or mask.dim() == 2)
             and cache is None
-            and not (self.config.is_decoder and use_cache)
+            and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
             and not asked_for(self, "output_attentions", kwargs)
+            # Its chunks have to divide the number of rows evenly.
+            and not self.config.chunk_size_feed_forward
         )
 
     def _unpadded(
-        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | None
+        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | RaggedBatch | None
     ) -> RaggedBatch | None:
+        if isinstance(unpad, RaggedBatch):
+            return unpad
         if mask is None or unpad is False:
             return None
         if unpad is not None and unpad is not True:
@@ -207,12 +236,8 @@ class EncoderModel(FastplmModel):
         self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
     ) -> LastRows | None:
         """The last layer's rows, or None where all of them may as well be computed."""
-        layers = self._layers()
-        if self.config.is_decoder or not layers:
-            return None
-        index, attention = layers[-1]
-        alone = [other for other, _ in layers].count(index) == 1
-        if not alone or not isinstance(attention, EncoderAttention):
+        index = self._last_layer()
+        if index is None:
             return None
         capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
         total = needed.numel() if ragged is None else ragged.positions.shape[0]

@@ -11,8 +11,15 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mas
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.models._base import FastplmModel, TiedLookup
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labels_at
+from fastplm.nn._rows import (
+    IGNORE_INDEX,
+    as_normalizer,
+    batch_share,
+    labels_at,
+    vocabulary_loss,
+)
 
 
 def labelled_loss(
@@ -51,12 +58,12 @@ def labelled_loss(
     outputs = model.base_model(**inputs, lookup=lookup, return_dict=True)
     hidden = outputs.last_hidden_state
     rows = ops.gather_rows(hidden.flatten(0, 1), positions) if all_rows else hidden[:, 0]
-    loss = ops.linear_cross_entropy(
+    loss = vocabulary_loss(
         rows if transform is None else transform(rows),
-        decoder.weight if lookup is None else lookup.weight,
+        decoder,
         targets,
-        linear_bias=decoder.bias,
-        normalizer=as_normalizer(normalizer, rows.device),
+        normalizer,
+        None if lookup is None else lookup.weight,
     )
     return outputs, loss
 
@@ -133,6 +140,83 @@ class MaskedLM(FastplmModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+class SequencePairPreTraining(FastplmModel):
+    """Mixin of a masked-LM head beside a classifier of sequence pairs, by the pooled output."""
+
+    base_model: Any
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        """(what comes before the projection to the vocabulary, that projection)."""
+        raise NotImplementedError
+
+    def _pretrain(
+        self,
+        classifier: nn.Module,
+        labels: Tensor | None,
+        pair_name: str,
+        pair_label: Tensor | None,
+        masked_positions: Tensor | None,
+        output_logits: bool,
+        num_items_in_batch: int | Tensor | None,
+        num_sequences_in_batch: int | Tensor | None,
+        inputs: dict[str, Any],
+    ) -> tuple[Any, Tensor | None, Tensor | None, Tensor]:
+        """(the backbone's outputs, the sum of the losses, logits of the tokens, of the pairs).
+
+        Args:
+            classifier: the pooled output [B, E] -> [B, 2].
+            pair_name: what the caller calls ``pair_label``.
+            pair_label: int64 [B], -100 = none.
+            inputs: the backbone's.
+        """
+        transform, decoder = self._head()
+        loss = logits = None
+        all_rows = output_logits or (labels is None and pair_label is None)
+        if labels is not None:
+            outputs, loss = labelled_loss(
+                self,
+                transform,
+                decoder,
+                labels,
+                masked_positions,
+                num_items_in_batch,
+                all_rows,
+                inputs,
+            )
+        else:
+            rows = None if all_rows else "first"
+            outputs = self.base_model(**inputs, output_rows=rows, return_dict=True)
+        pair_logits = classifier(outputs.pooler_output)
+        if pair_label is not None:
+            pair_loss = _pair_loss(
+                type(self).__name__, pair_logits, pair_name, pair_label, num_sequences_in_batch
+            )
+            if labels is not None and num_sequences_in_batch is None:
+                pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
+            loss = pair_loss if loss is None else loss + pair_loss
+        if all_rows:
+            logits = decoder(transform(outputs.last_hidden_state))
+        return outputs, loss, logits, pair_logits
+
+
+def _pair_loss(
+    where: str,
+    logits: Tensor,
+    name: str,
+    label: Tensor,
+    num_sequences_in_batch: int | Tensor | None,
+) -> Tensor:
+    check_tensor(where, name, label)
+    check_dtype(where, name, label, INTEGER)
+    label = label.flatten().long()
+    check_shape(where, name, label, logits.shape[:1], "[B]")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = nn.functional.cross_entropy(logits, label, reduction="sum", ignore_index=IGNORE_INDEX)
+    if num_sequences_in_batch is None:
+        num_sequences_in_batch = (label != IGNORE_INDEX).sum()
+    return total / as_normalizer(num_sequences_in_batch, logits.device)
 
 
 class CausalLM(FastplmModel):
@@ -265,9 +349,8 @@ class SequenceClassification(ScaledLoss):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             labels=labels,
-            output_rows="first",
             return_dict=True,
-            **kwargs,
+            **{"output_rows": "first", **kwargs},
         )
         return self._scaled(outputs, labels, num_items_in_batch)
 

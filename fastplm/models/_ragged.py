@@ -106,13 +106,15 @@ class RaggedBatch:
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
-    def whole(cls, batch: int, seqlen: int, device: torch.device) -> RaggedBatch:
-        """A batch without padding, for a model whose other batch has some."""
+    def whole(
+        cls, batch: int, seqlen: int, device: torch.device, mask: Tensor | None = None
+    ) -> RaggedBatch:
+        """All rows, for a model whose other batch is packed; ``mask`` [B, T] may hide some."""
         return cls(
             torch.arange(batch * seqlen, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen,
             seqlen,
-            None,
+            None if mask is None else mask.bool().flatten(),
             batch,
             seqlen,
         )

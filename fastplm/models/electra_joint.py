@@ -15,9 +15,9 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
 from fastplm._checks import INTEGER, check, check_choice, check_dtype, check_shape, check_tensor
-from fastplm.models._base import FastplmModel, check_input_ids, tied_inputs
+from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import values_are_known
+from fastplm.models._ragged import RaggedBatch, values_are_known
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labelled_positions
 from fastplm.nn.rtd_head import rtd_loss
@@ -26,6 +26,8 @@ from fastplm.reference.philox import Stream, draw, uniform
 
 _WHERE = "ElectraForJointPreTraining"
 _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+# The objectives whose loss is at the positions chosen alone.
+_BY_LABEL = ("rtd_masked", "replace_mlm")
 # What two models must have in common to share embeddings, and all of their weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
 _ENCODER_SIZES = (
@@ -219,14 +221,13 @@ class ElectraJointOutput(ModelOutput):
 
 
 class _Replaced(NamedTuple):
-    """A batch as the discriminator sees it.
+    """A batch as the discriminator sees it, in the N rows that it computes.
 
     Args:
-        ids: int64 [B, T], with replacements.
-        originals: int64 [B, T].
-        seen: bool [B, T], False = padding.
-        positions: int64 [P], flat; -1 in unused slots.
-        targets: int64 [P], the labels there; -100 in unused slots.
+        ids: int64 [N], with replacements.
+        originals: int64 [N].
+        seen: bool [N], False = padding or a spare row.
+        targets: int64 [P], the labels in their slots; -100 in unused ones.
         sampled: int64 [P], the replacements there; -1 in unused slots.
         per_label, per_token: 0-d, the denominators of means; None = those of this batch.
     """
@@ -234,7 +235,6 @@ class _Replaced(NamedTuple):
     ids: Tensor
     originals: Tensor
     seen: Tensor
-    positions: Tensor
     targets: Tensor
     sampled: Tensor
     per_label: Tensor | None
@@ -412,6 +412,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         num_items_in_batch: int | Tensor | None = None,
         num_tokens_in_batch: int | Tensor | None = None,
         output_replaced_ids: bool = False,
+        unpad: bool | int | None = None,
         **kwargs: Any,
     ) -> ElectraJointOutput:
         """The losses of a masked batch.
@@ -434,10 +435,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             num_tokens_in_batch: likewise for losses over all tokens. Without it, but with
                 ``num_items_in_batch``, the mean is weighted by this batch's share of the labels.
             output_replaced_ids: return what the discriminator saw.
+            unpad: None = leave padding out where that waits for nothing, which is on the CPU; True
+                = everywhere, although CUDA is waited for; False = nowhere; an int = the number of
+                rows to make room for, which fixes all shapes and waits for nothing.
             kwargs: passed on to both models.
 
         Returns:
-            ``ElectraJointOutput``. Nothing in it was copied to the host.
+            ``ElectraJointOutput``. Nothing in it was copied to the host, nor (unless ``unpad`` is
+            True) the number of tokens.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: no labels, or shapes, dtypes or (on the CPU) ids
@@ -447,50 +452,68 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
         place = _places(input_ids, positions, sample_index)
+        per_label = as_normalizer(num_items_in_batch, input_ids.device)
+        ragged = self._unpadded(attention_mask, unpad)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
             "return_dict": True,
+            "unpad": False if ragged is None else ragged,
             **kwargs,
         }
-        per_label = as_normalizer(num_items_in_batch, input_ids.device)
 
         if self.generator is None:
             mlm_loss, sampled = None, self._draw_by_frequency(targets, place)
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
-                decoder = self.generator.generator_lm_head
-                inputs, weight = tied_inputs(self.generator, decoder, input_ids, None, labels)
-                hidden = self.generator.electra(**inputs, **encoder_arguments).last_hidden_state
-                rows = ops.gather_rows(hidden.flatten(0, -2), positions)
-                mlm_loss, sampled = self._fill(rows, weight, targets, place, per_label)
+                lookup = TiedLookup(self.generator, self.generator.generator_lm_head, labels)
+                hidden = self.generator.electra(
+                    input_ids, output_rows=positions, lookup=lookup, **encoder_arguments
+                ).last_hidden_state
+                mlm_loss, sampled = self._fill(
+                    hidden[:, 0], lookup.weight, targets, place, per_label
+                )
         generated = None if mlm_loss is None else mlm_loss.detach()
         if config.stage == 1:
             return ElectraJointOutput(loss=mlm_loss, mlm_loss=generated)
 
-        originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
         seen = _seen(input_ids, attention_mask)
+        originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
+        replaced_ids = _write(originals, positions, sampled)
+        by_label = config.objective in _BY_LABEL
+        hidden = self.discriminator.electra(
+            replaced_ids, output_rows=positions if by_label else None, **encoder_arguments
+        ).last_hidden_state
+        per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
+        ids = replaced_ids
+        if ragged is not None:
+            ids, originals = ragged.pack(ids), ragged.pack(originals)
+            seen = ragged.positions >= 0
         replaced = _Replaced(
-            ids=_write(originals, positions, sampled),
-            originals=originals,
-            seen=seen,
-            positions=positions,
+            ids=ids.flatten(),
+            originals=originals.flatten(),
+            seen=seen.flatten(),
             targets=targets,
             sampled=sampled,
             per_label=per_label,
-            per_token=_per_token(num_tokens_in_batch, num_items_in_batch, labels, seen),
+            per_token=per_token,
         )
-        hidden = self.discriminator.electra(replaced.ids, **encoder_arguments).last_hidden_state
         judge = getattr(self, f"_{config.objective}")
-        loss, parts = judge(hidden, replaced)
+        loss, parts = judge(hidden.flatten(0, 1), replaced)
         if mlm_loss is not None and config.stage is None:
             loss = mlm_loss + config.discriminator_weight * loss
         return ElectraJointOutput(
             loss=loss,
             mlm_loss=generated,
-            replaced_ids=replaced.ids if output_replaced_ids else None,
+            replaced_ids=replaced_ids if output_replaced_ids else None,
             **parts,
         )
+
+    def _unpadded(self, mask: Tensor | None, unpad: bool | int | None) -> RaggedBatch | None:
+        """The rows of both models."""
+        if mask is not None and unpad is None:
+            unpad = values_are_known(mask)
+        return self.discriminator.electra._unpadded(mask, None, unpad)
 
     def _fill(
         self,
@@ -541,27 +564,27 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         )
 
     # --- the discriminator's loss, by objective: the loss, and what to report of it ---
+    # From the last hidden states of all rows [N, E], or of the slots [P, E].
 
-    def _rtd(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+    def _rtd(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """Detection over all tokens: §2, L_Disc."""
-        return self._detect(hidden, (batch.ids, batch.originals), batch.seen, batch.per_token)
+        return self._detect(rows, (batch.ids, batch.originals), batch.seen, batch.per_token)
 
-    def _rtd_masked(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+    def _rtd_masked(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """Detection over the positions chosen: §3.4, ELECTRA 15%."""
-        rows = ops.gather_rows(hidden.flatten(0, -2), batch.positions)
         chosen = batch.targets != IGNORE_INDEX
         return self._detect(rows, (batch.sampled, batch.targets), chosen, batch.per_label)
 
     def _detect(
         self,
-        hidden: Tensor,
+        rows: Tensor,
         ids: tuple[Tensor, Tensor],
         judged: Tensor,
         normalizer: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Whether the first ids are the second, and how many answers are right, in one pass."""
         loss, counts = rtd_loss(
-            self.discriminator.features(hidden),
+            self.discriminator.features(rows),
             ids,
             self.discriminator.discriminator_predictions.dense_prediction,
             judged,
@@ -571,9 +594,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         )
         return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
 
-    def _replace_mlm(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+    def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """The original tokens at the positions chosen: §3.4, Replace MLM."""
-        rows = ops.gather_rows(hidden.flatten(0, -2), batch.positions)
         decoder = self.discriminator.generator_lm_head
         loss = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
@@ -584,27 +606,26 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         )
         return loss, {"discriminator_mlm_loss": loss.detach()}
 
-    def _all_tokens_mlm(self, hidden: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+    def _all_tokens_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """The original tokens everywhere, copied or predicted: §3.4, All-Tokens MLM.
 
         ``-log(D 1[x = x'] + (1 - D) softmax(x))``, in logarithms, so that neither a certain copy
         nor an unlikely token underflows.
         """
-        rows, seen = hidden.flatten(0, -2), batch.seen.flatten()
         decoder = self.discriminator.generator_lm_head
         nll = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,
-            batch.originals.flatten().masked_fill(~seen, IGNORE_INDEX),
+            batch.originals.masked_fill(~batch.seen, IGNORE_INDEX),
             linear_bias=decoder.bias,
             reduction="none",
         )
         copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
         predicted = F.logsigmoid(-copy) - nll
         either = torch.logaddexp(F.logsigmoid(copy), predicted)
-        kept = (batch.ids == batch.originals).flatten()
-        losses = torch.where(kept, either, predicted).neg().masked_fill(~seen, 0.0)
-        loss = reduce_loss(losses, seen, "mean", batch.per_token)
+        kept = batch.ids == batch.originals
+        losses = torch.where(kept, either, predicted).neg().masked_fill(~batch.seen, 0.0)
+        loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
         return loss, {"discriminator_mlm_loss": loss.detach()}
 
 

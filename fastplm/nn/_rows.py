@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import overload
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
@@ -99,6 +100,55 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
         f"-1 to {total - 1}, flat positions in the batch",
         "Position (b, t) is b * T + t; -1 marks an unused slot.",
     )
+
+
+def plain_linear(module: nn.Module) -> bool:
+    """Whether calling a module is ``x @ weight.T + bias`` and nothing else.
+
+    An adapter in its place, a hook, or a wrapper that shards its weight needs the call itself.
+    """
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and not module._forward_pre_hooks
+        and not module._forward_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+    )
+
+
+def vocabulary_loss(
+    rows: Tensor,
+    decoder: nn.Module,
+    targets: Tensor,
+    normalizer: float | Tensor | None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """The mean cross-entropy of ``decoder(rows)``, which makes no logits if it is a linear layer.
+
+    Args:
+        rows: [P, E].
+        decoder: the projection to the vocabulary.
+        targets: int64 [P], -100 = none.
+        normalizer: what the sum of the losses is divided by; None = the number of targets.
+        weight: stands for the decoder's own; None = that.
+
+    Returns:
+        fp32 [], 0 if nothing has a target.
+    """
+    if plain_linear(decoder):
+        return ops.linear_cross_entropy(
+            rows,
+            decoder.weight if weight is None else weight,  # type: ignore[arg-type]
+            targets,
+            linear_bias=decoder.bias,  # type: ignore[arg-type]
+            normalizer=as_normalizer(normalizer, rows.device),
+        )
+    logits = decoder(rows)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
+    return total / as_normalizer(count, rows.device)
 
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:

@@ -48,14 +48,18 @@ def tied_embedding(
     return _TiedEmbedding.apply(input_ids, weight, padding_idx, sole_use)
 
 
-def shares_table(embedding: nn.Module, decoder: nn.Module) -> bool:
+def shares_table(
+    embedding: nn.Module, decoder: nn.Module, kind: type[nn.Embedding] = nn.Embedding
+) -> bool:
     """Whether ``tied_lookup`` may stand in for calling ``embedding`` on ids.
 
     The table is the decoder's weight and learns, and nothing but a plain lookup would happen: a
-    replaced forward, or an option or hook that changes ids or gradients, needs the call itself.
+    replaced forward, or an option or hook that changes ids or gradients, needs the call itself. An
+    embedding of a ``kind`` of the caller's may multiply the rows by its ``embed_scale`` besides.
     """
     return (
-        type(embedding) is nn.Embedding
+        isinstance(embedding, nn.Embedding)
+        and type(embedding) in (nn.Embedding, kind)
         and type(decoder) is nn.Linear
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
@@ -71,12 +75,19 @@ def shares_table(embedding: nn.Module, decoder: nn.Module) -> bool:
     )
 
 
-def tied_lookup(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+def tied_lookup(
+    embedding: nn.Embedding, input_ids: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What ``embedding(input_ids)`` returns, and its table for ``ops.linear_cross_entropy`` alone.
 
-    Only where ``shares_table`` says so.
+    Only where ``shares_table`` says so. A second lookup in the same table (a decoder's beside an
+    encoder's) is given the ``weight`` that the first returned: all gradients meet in one buffer.
     """
-    rows, weight = tied_embedding(input_ids, embedding.weight, embedding.padding_idx, sole_use=True)
+    table = embedding.weight if weight is None else weight
+    rows, weight = tied_embedding(input_ids, table, embedding.padding_idx, sole_use=True)
+    scale: Any = getattr(embedding, "embed_scale", 1.0)
+    if scale != 1.0:
+        rows = rows * scale
     # Transformers' gradient checkpointing hangs a hook here, and so does NEFTune.
     for hook in embedding._forward_hooks.values():
         changed = hook(embedding, (input_ids,), rows)
@@ -89,7 +100,8 @@ class _TiedEmbedding(torch.autograd.Function):
     def forward(
         input_ids: Tensor, weight: Tensor, padding_idx: int | None, sole_use: bool
     ) -> tuple[Tensor, Tensor]:
-        return F.embedding(input_ids, weight), weight.view_as(weight)
+        # Not view_as: a second lookup in what it returns could not be compiled.
+        return F.embedding(input_ids, weight), weight.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 
 import pytest
@@ -12,14 +13,20 @@ import transformers
 from torch import nn
 from transformers import ElectraConfig, Trainer, TrainingArguments
 
+from fastplm import models
 from fastplm._backends import record_decisions, use_backend
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.models import (
+    ElectraForCausalLM,
     ElectraForJointPreTraining,
     ElectraForMaskedLM,
+    ElectraForMultipleChoice,
     ElectraForPreTraining,
     ElectraJointConfig,
+    ElectraModel,
 )
+from fastplm.models._ragged import RaggedBatch
+from fastplm.testing import FORWARD_FACTOR, check_error
 
 VOCAB, ROWS, LENGTH = 37, 4, 9
 CONFIG = ElectraConfig(
@@ -33,6 +40,7 @@ CONFIG = ElectraConfig(
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
     initializer_range=0.3,
+    summary_last_dropout=0.0,
 )
 MASKS = {
     "none": None,
@@ -69,6 +77,145 @@ def kept(tensor, mask):
 
 def eager(cls, config):
     return cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+
+
+# --- every class ----------------------------------------------------------------------------------
+
+CLASSES = [
+    getattr(models, name)
+    for name in models.__all__
+    if name.startswith("Electra") and "Joint" not in name
+]
+every_class = pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+
+
+def config_of(ours, **fields):
+    changed = config()
+    changed.is_decoder = ours is ElectraForCausalLM
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left", "dead row"])
+@every_class
+def test_every_class_equals_its_parent(hold_drop_in, ours, padding):
+    hold_drop_in(ours, config_of(ours), padding)
+
+
+@every_class
+def test_every_class_equals_its_parent_in_bf16(hold_drop_in, ours):
+    hold_drop_in(ours, config_of(ours), "right", torch.bfloat16)
+
+
+@every_class
+def test_checkpoints_go_both_ways(round_trip, ours):
+    round_trip(ours, config_of(ours))
+
+
+@every_class
+def test_the_first_arguments_stand_in_the_parents_order(ours):
+    def first(cls):
+        return list(inspect.signature(cls.forward).parameters)[:6]
+
+    assert first(ours) == first(getattr(transformers, ours.__name__))
+
+
+@pytest.mark.parametrize("ours", [ElectraModel, ElectraForMaskedLM, ElectraForPreTraining])
+def test_a_capacity_changes_nothing(hold_drop_in, ours):
+    """24 tokens lie in 30 rows, in shapes that do not depend on the batch."""
+    hold_drop_in(ours, config(), "left", unpad=30)
+
+
+@pytest.mark.parametrize("ours", [ElectraForMaskedLM, ElectraForPreTraining])
+def test_embeddings_as_wide_as_the_hidden_rows_are_not_projected(hold_drop_in, ours):
+    wide = config_of(ours, embedding_size=CONFIG.hidden_size)
+    assert not hasattr(ours(wide).electra, "embeddings_project")
+    hold_drop_in(ours, wide, "right")
+
+
+@pytest.mark.parametrize("summary", ["last", "mean", "cls_index"])
+def test_choices_may_be_summed_up_in_any_way(hold_drop_in, summary):
+    """These read padding as well."""
+    ours = ElectraForMultipleChoice
+    hold_drop_in(ours, config_of(ours, summary_type=summary), "right")
+
+
+@pytest.mark.parametrize("given", ["token_type_ids", "position_ids", "inputs_embeds"])
+def test_every_input_is_packed(hold, given):
+    mask = MASKS["left"]
+    ids, labels = batch(mask)
+    inputs = {
+        "token_type_ids": {"input_ids": ids, "token_type_ids": ids % 2},
+        "position_ids": {"input_ids": ids, "position_ids": torch.arange(LENGTH).flip(0)[None]},
+        "inputs_embeds": {"inputs_embeds": torch.randn(ROWS, LENGTH, CONFIG.embedding_size)},
+    }[given]
+
+    def run(model):
+        dtype = next(model.parameters()).dtype
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        return {"loss": model(attention_mask=mask, labels=labels, **cast).loss}
+
+    parent = eager(transformers.ElectraForMaskedLM, config())
+    hold(ElectraForMaskedLM(config()), parent, run)
+
+
+# --- the decoder ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded states", "packed states"])
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_cross_attention_of_two_paddings_equals_the_parents(hold, padding, packed):
+    mask = MASKS[padding]
+    ids, labels = batch(mask)
+    mask_of_states = torch.tensor([[1] * 3 + [0] * 4, [1] * 7, [0] * 6 + [1], [1] * 5 + [0] * 2])
+    states = torch.randn(ROWS, 7, CONFIG.hidden_size)
+    # What is padding must not matter, whatever it holds.
+    states = states.masked_fill(mask_of_states[..., None] == 0, 1e6)
+    given = {"encoder_hidden_states": states, "encoder_attention_mask": mask_of_states}
+    rows = RaggedBatch.of(mask_of_states)
+    ours_given = given
+    if packed:
+        ours_given = {"encoder_hidden_states": rows.pack_rows(states), "encoder_rows": rows}
+
+    def run(model, given=given, **extra):
+        states = given["encoder_hidden_states"].to(next(model.parameters()).dtype)
+        given = {**given, "encoder_hidden_states": states}
+        out = model(ids, attention_mask=mask, labels=labels, **given, **extra)
+        return {"loss": out.loss, "logits": kept(out.logits, mask)}
+
+    decoder = config_of(ElectraForCausalLM, add_cross_attention=True)
+    hold(
+        ElectraForCausalLM(decoder),
+        eager(transformers.ElectraForCausalLM, decoder),
+        lambda model: run(model, ours_given, output_logits=True),
+        run,
+    )
+
+
+def test_generation_is_the_parents_with_and_without_a_cache():
+    mask = MASKS["left"]
+    ids, _ = batch(mask)
+    decoder = config_of(ElectraForCausalLM)
+    ours = ElectraForCausalLM(decoder).eval()
+    parent = eager(transformers.ElectraForCausalLM, decoder).eval()
+    parent.load_state_dict(ours.state_dict())
+    settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    expected = parent.generate(ids, **settings)
+    for use_cache in (True, False):
+        assert torch.equal(ours.generate(ids, use_cache=use_cache, **settings), expected)
+
+
+def test_a_cache_continues_the_positions(hold):
+    ids, _ = batch()
+
+    def in_two_pieces(model):
+        first = model(ids[:, :4], use_cache=True)
+        out = model(ids[:, 4:], past_key_values=first.past_key_values)
+        return {"logits": torch.cat((first.logits, out.logits), 1).detach()}
+
+    model = ElectraForCausalLM(config_of(ElectraForCausalLM))
+    hold(model, model, in_two_pieces, lambda model: {"logits": model(ids).logits.detach()})
 
 
 # --- the two halves -------------------------------------------------------------------------------
@@ -129,6 +276,60 @@ def test_pretraining_leaves_out_what_is_labelled_ignore(hold):
     assert ours(ids, labels=labels).logits is None
     assert ours(ids).logits.shape == (ROWS, LENGTH)
     assert ours(ids, labels=torch.full_like(labels, -100)).loss.item() == 0.0
+
+
+def rows_of(module):
+    """The shapes of what a module is given, from now on."""
+    shapes = []
+    module.register_forward_pre_hook(lambda _, arguments: shapes.append(arguments[0].shape[:-1]))
+    return shapes
+
+
+def test_the_discriminators_head_sees_the_tokens_alone():
+    mask = MASKS["right"]
+    ids, _ = batch(mask)
+    model = ElectraForPreTraining(config())
+    seen = rows_of(model.discriminator_predictions.dense)
+    tokens = int(mask.sum())
+    arguments = {"attention_mask": mask, "labels": ids % 2}
+    assert model(ids, **arguments).logits is None
+    out = model(ids, **arguments, output_logits=True)
+    assert seen == [(1, tokens)] * 2
+    assert out.logits.shape == (ROWS, LENGTH) and not out.logits[mask == 0].any()
+    model(ids, **arguments, unpad=False)
+    model(ids, **arguments, unpad=30)
+    assert seen[2:] == [(ROWS, LENGTH), (1, 30)]
+
+
+@pytest.mark.parametrize("extra", [{"output_attentions": True}, {"unpad": False}], ids=str)
+def test_pretraining_on_the_padded_path_is_the_same(hold, extra):
+    mask = MASKS["right"]
+    ids, _ = batch(mask)
+
+    def run(model, **extra):
+        out = model(ids, attention_mask=mask, labels=ids % 2, output_logits=True, **extra)
+        assert "output_attentions" not in extra or len(out.attentions) == 2
+        return {"loss": out.loss, "logits": kept(out.logits, mask)}
+
+    model = ElectraForPreTraining(config())
+    hold(model, model, lambda model: run(model, **extra), run)
+
+
+def test_pretraining_is_compiled_once_for_all_paddings(hold):
+    torch._dynamo.reset()
+    model = ElectraForPreTraining(config())
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for padding in ("right", "left"):
+        ids, _ = batch(MASKS[padding])
+        given = {"attention_mask": MASKS[padding], "labels": ids % 2}
+        hold(
+            model,
+            model,
+            lambda _, ids=ids, given=given: {"loss": compiled(ids, unpad=30, **given).loss},
+            lambda model, ids=ids, given=given: {"loss": model(ids, **given).loss},
+        )
+    assert counter.frame_count == 1
 
 
 def test_accumulated_half_batches_are_one_batch(hold):
@@ -538,7 +739,9 @@ def test_compiled_once_for_all_batches_of_a_shape():
         out, expected = compiled(ids, **arguments), model(ids, **arguments)
         out.loss.backward()
         assert torch.equal(out.replaced_ids, expected.replaced_ids)
-        assert torch.equal(out.loss, expected.loss)
+        gold = copy.deepcopy(model).double()(ids, **arguments).loss.detach()
+        bases = [expected.loss.detach(), model(ids, **arguments, unpad=False).loss.detach()]
+        check_error("loss", out.loss.detach(), gold, bases, FORWARD_FACTOR)
     assert counter.frame_count == 1
 
 

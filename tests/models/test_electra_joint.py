@@ -251,6 +251,45 @@ def test_padding_does_not_matter(options):
     assert "total" not in whole or whole.total == other.total
 
 
+@pytest.mark.parametrize("unpad", [True, False, 30])
+@every_option
+def test_leaving_padding_out_changes_nothing(hold, options, unpad):
+    ids, labels = batch()
+    model = build(**options)
+    drawn = run(model, ids, labels, output_replaced_ids=True).replaced_ids
+
+    def otherwise(model):
+        out = run(model, ids, labels, output_replaced_ids=True, unpad=unpad)
+        assert drawn is None or torch.equal(out.replaced_ids, drawn)
+        return losses(out)
+
+    hold(model, model, otherwise, lambda model: losses(run(model, ids, labels)))
+
+
+@every_option
+def test_no_row_is_computed_for_nothing(options):
+    """Padding nowhere, and in the last layer what a loss reads."""
+    ids, labels = batch()
+    model = build(**options)
+    seen = {}
+    for name in ("generator", "discriminator"):
+        if getattr(model, name) is None:
+            continue
+        for number, layer in enumerate(getattr(model, name).electra.encoder.layer):
+            layer.intermediate.register_forward_pre_hook(
+                lambda _, rows, key=(name, number): seen.update({key: rows[0].shape[:-1].numel()})
+            )
+    run(model, ids, labels)
+    tokens, chosen = int(MASK.sum()), int((labels != -100).sum())
+    by_label = options.get("objective") in ("rtd_masked", "replace_mlm")
+    expected = {("discriminator", 0): tokens, ("discriminator", 1): chosen if by_label else tokens}
+    if options.get("stage") == 1:
+        expected = {}
+    if model.generator is not None:
+        expected |= {("generator", 0): tokens, ("generator", 1): chosen}
+    assert seen == expected
+
+
 @every_option
 def test_slots_without_a_label_do_not_matter(hold, options):
     ids, labels = batch()
@@ -501,8 +540,9 @@ def test_unigram_counts_of_any_corpus():
 class Step(nn.Module):
     """Masking and model: from original ids to the loss."""
 
-    def __init__(self, model):
+    def __init__(self, model, unpad=None):
         super().__init__()
+        self.unpad = unpad
         self.masker = TokenMasker(VOCAB, MASK_ID, mask_replace_prob=1.0, random_replace_prob=0.0)
         self.model = model
 
@@ -518,14 +558,15 @@ class Step(nn.Module):
             masked_positions=masked.positions,
             sample_index=index,
             output_replaced_ids=True,
+            unpad=self.unpad,
         )
 
 
-def trace(options, device, planted=None):
+def trace(options, device, planted=None, unpad=None):
     """Masking, forward, backward and optimizer, on tensors that have no values to look at."""
     with FakeTensorMode(), torch.device(device):
         model = ElectraForJointPreTraining(joint_config(**options))
-        step = Step(model)
+        step = Step(model, unpad)
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         out = step(ids, torch.ones_like(ids), torch.arange(ROWS))
         out.loss.backward()
@@ -538,9 +579,10 @@ def trace(options, device, planted=None):
 # On the meta device all ops run their references, and nothing takes a short cut that is there for
 # CPU tensors alone; on the CPU the fused operators show their fake implementations.
 @pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("unpad", [None, 30])
 @every_option
-def test_no_step_of_it_looks_at_a_value(options, device):
-    out = trace(options, device)
+def test_no_step_of_it_looks_at_a_value(options, device, unpad):
+    out = trace(options, device, unpad=unpad)
     assert out.loss.shape == () and out.loss.device.type == device
 
 
@@ -560,9 +602,9 @@ def test_looking_at_a_value_does_not_trace(planted, device):
         trace({}, device, planted)
 
 
-def check_compiled(hold, options, backend):
+def check_compiled(hold, options, backend, unpad=None):
     torch._dynamo.reset()
-    step = Step(build(**options))
+    step = Step(build(**options), unpad)
     ids = torch.randint(2, VOCAB, (ROWS, LENGTH))
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(step, backend=counter, fullgraph=True)
@@ -587,6 +629,11 @@ def check_compiled(hold, options, backend):
 )
 def test_traced_whole_it_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager")
+
+
+@pytest.mark.parametrize("name", ["default", "all-tokens MLM"])
+def test_traced_whole_with_a_capacity_it_equals_eager(hold, name):
+    check_compiled(hold, OPTIONS[name], "aot_eager", unpad=30)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,303 @@
+"""What GPT and GPT-2 share: a causal backbone on the tokens alone, and the heads that read rows."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
+
+from fastplm import ops
+from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm.models._base import FastplmModel, TiedLookup, asked_for
+from fastplm.models._encoder import EncoderModel
+from fastplm.models._heads import shifted
+from fastplm.models._ragged import flags, values_are_known
+from fastplm.nn._rows import as_normalizer, batch_share, labels_at
+
+_logger = logging.get_logger(__name__)
+
+
+class CausalModel(EncoderModel):
+    """Mixin of a causal backbone: [..., T] in, [..., T, E] out, and only the tokens in between.
+
+    As ``EncoderModel``, which has the arguments. A row that sees no token, such as padding at the
+    left, gets a different answer from each attention implementation of the parent; attention gives
+    0 there. Nobody should read it.
+    """
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._has_our_attention() and asked_for(self, "output_attentions", kwargs):
+            _logger.warning_once(
+                "output_attentions: fused attention has no weights to return, so this runs on "
+                "unfused attention, at its cost in time and memory."
+            )
+        lead = None
+        if input_ids is not None and input_ids.dim() > 2:
+            lead = input_ids.shape[:-1]
+        elif inputs_embeds is not None and inputs_embeds.dim() > 3:
+            lead = inputs_embeds.shape[:-2]
+            inputs_embeds = inputs_embeds.flatten(0, -3)
+        outputs = super().forward(
+            _two_dimensional(input_ids),
+            # One of 4 dimensions is a pattern of the user's.
+            attention_mask=_two_dimensional(attention_mask, most=3),
+            token_type_ids=_two_dimensional(token_type_ids),
+            position_ids=_two_dimensional(position_ids),
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        if lead is None or kwargs.get("output_rows") is not None:
+            return outputs
+        changed = {"last_hidden_state": outputs.last_hidden_state.unflatten(0, lead)}
+        if outputs.get("hidden_states") is not None:
+            changed["hidden_states"] = (
+                *outputs.hidden_states[:-1],
+                outputs.hidden_states[-1].unflatten(0, lead),
+            )
+        return type(outputs)(**{**outputs, **changed})
+
+    def _is_causal(self) -> bool:
+        return True
+
+
+def _two_dimensional(tensor: Tensor | None, most: int | None = None) -> Tensor | None:
+    if tensor is None or tensor.dim() <= 2 or (most is not None and tensor.dim() > most):
+        return tensor
+    return tensor.flatten(0, -2)
+
+
+class DoubleHeads(FastplmModel):
+    """Mixin of ``…DoubleHeadsModel``: the loss of a language model, and a choice among sequences.
+
+    Both heads see the rows alone that they need.
+    """
+
+    base_model: Any
+    lm_head: nn.Linear
+    multiple_choice_head: Any
+    _output: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        mc_token_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        mc_labels: Tensor | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with these differences.
+
+        Args:
+            mc_token_ids: int64 [B, C], the token of each choice that is classified; by default the
+                last of its T, be it padding.
+            labels: int64 [B, C, T], -100 = none; the token at t is predicted from those before it.
+            mc_labels: int64 [B], the right choice, -100 = none. With either kind of labels,
+                ``logits`` are None, and so is a cache unless ``use_cache`` is True.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the language model's losses is divided by; the
+                ``mc_loss`` is then weighted by this batch's share of those labels.
+            kwargs: of the backbone, such as ``unpad``.
+
+        Returns:
+            As the parent; ``loss`` is the language model's alone, fp32, and 0 if nothing has a
+            label.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) values that do not
+                fit.
+        """
+        where, head = type(self).__name__, self.multiple_choice_head
+        if inputs_embeds is not None:
+            *lead, seqlen, _ = inputs_embeds.shape
+        elif input_ids is not None:
+            *lead, seqlen = input_ids.shape
+        else:
+            return self.base_model()
+        trains = labels is not None or mc_labels is not None
+        if trains and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        reads_one = head.summary_type == "cls_index"
+        if not reads_one:
+            # The other summaries may read padding.
+            kwargs["unpad"] = False
+
+        # --- the rows that somebody reads ---
+        lookup = None if inputs_embeds is not None else TiedLookup(self, self.lm_head, labels)
+        positions = torch.arange(0, device=self.lm_head.weight.device)
+        targets = loss = logits = mc_loss = None
+        if labels is not None:
+            labels = shifted(labels.reshape(-1, labels.shape[-1]))
+            assert labels is not None
+            positions, targets = labels_at(where, labels, (prod(lead), seqlen), None)
+        rows = positions
+        if reads_one:
+            rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
+        all_rows = output_logits or not trains or not reads_one
+        if all_rows:
+            kwargs["extra_rows"] = flags(rows, prod(lead) * seqlen).view(-1, seqlen)
+        else:
+            kwargs["output_rows"] = rows
+        outputs = self.base_model(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            lookup=lookup,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        read = ops.gather_rows(hidden.flatten(0, -2), rows) if all_rows else hidden[:, 0]
+
+        # --- the two heads on them ---
+        count = positions.shape[0]
+        if targets is not None:
+            loss = ops.linear_cross_entropy(
+                read[:count],
+                self.lm_head.weight if lookup is None else lookup.weight,
+                targets,
+                linear_bias=self.lm_head.bias,
+                normalizer=as_normalizer(num_items_in_batch, read.device),
+            )
+        if reads_one:
+            mc_logits = head(read[count:].view(*lead, 1, -1)).squeeze(-1)
+        else:
+            mc_logits = head(hidden, mc_token_ids).squeeze(-1)
+        if mc_labels is not None:
+            mc_loss = nn.functional.cross_entropy(
+                mc_logits.view(-1, mc_logits.shape[-1]), mc_labels.view(-1)
+            )
+            if labels is not None:
+                mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
+        if output_logits or not trains:
+            logits = self.lm_head(hidden)
+        given = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
+        return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)
+
+
+def _choice_rows(
+    where: str, ids: Tensor | None, lead: list[int], seqlen: int, like: Tensor
+) -> Tensor:
+    """Flat positions int64 [prod(lead)] of the tokens that are classified."""
+    starts = torch.arange(prod(lead), device=like.device) * seqlen
+    if ids is None:
+        return starts + (seqlen - 1)
+    check_tensor(where, "mc_token_ids", ids)
+    check_dtype(where, "mc_token_ids", ids, INTEGER)
+    check_shape(where, "mc_token_ids", ids, lead, "[batch, choices]")
+    inside = ((ids >= 0) & (ids < seqlen)).all()
+    if values_are_known(ids):
+        check(
+            bool(inside),
+            where,
+            "mc_token_ids",
+            "a position outside the sequence",
+            f"0 to {seqlen - 1}",
+            "It is the index of a token among the T of its choice.",
+        )
+    else:
+        torch._assert_async(inside, "mc_token_ids: a position outside the sequence")
+    return starts + ids.flatten()
+
+
+class LastTokenClassification(FastplmModel):
+    """Mixin of ``…ForSequenceClassification``, which reads each sequence's last token alone."""
+
+    base_model: Any
+    score: nn.Linear
+    _output: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with these differences.
+
+        Args:
+            num_items_in_batch: what the sum of the losses is divided by. Default: their number.
+            kwargs: of the backbone, such as ``unpad``. There is no cache unless ``use_cache`` is
+                True.
+
+        Raises:
+            ArgumentValueError: more than one sequence, and no ``config.pad_token_id`` by which to
+                tell where they end.
+        """
+        rows = None
+        if input_ids is not None or inputs_embeds is not None:
+            rows = self._last_tokens(input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_rows=rows,
+            return_dict=True,
+            **{**kwargs, "use_cache": bool(kwargs.get("use_cache"))},
+        )
+        logits = self.score(outputs.last_hidden_state[:, 0])
+        loss = None
+        if labels is not None:
+            config: Any = self.config  # type: ignore[attr-defined]
+            items = as_normalizer(num_items_in_batch, logits.device)
+            loss = ForSequenceClassificationLoss(labels, logits, config, num_items_in_batch=items)
+            if config.problem_type != "single_label_classification":
+                # The other losses are means, whatever is asked for.
+                loss = loss * batch_share(labels, items)
+        given = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
+        return self._output(loss=loss, logits=logits, **given)
+
+    def _last_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Flat positions int64 [B] of the last tokens, told by their ids, not by the mask."""
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        pad = self.config.pad_token_id  # type: ignore[attr-defined]
+        batch, seqlen = given.shape[:2]
+        check(
+            pad is not None or batch == 1,
+            type(self).__name__,
+            "input_ids",
+            f"a batch of {batch}",
+            "one sequence, as config.pad_token_id is None",
+            "Set model.config.pad_token_id: the last token before padding is classified.",
+        )
+        starts = torch.arange(batch, device=given.device) * seqlen
+        if pad is None or input_ids is None:
+            if pad is not None:
+                _logger.warning_once(
+                    f"{type(self).__name__} sees no padding in `inputs_embeds`: it classifies the "
+                    "last row of each sequence."
+                )
+            return starts + (seqlen - 1)
+        places = torch.arange(seqlen, device=given.device)
+        return starts + (places * (input_ids != pad)).amax(-1)

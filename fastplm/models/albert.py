@@ -1,0 +1,382 @@
+"""ALBERT: drop-in for the classes of the same names in Transformers, and what its layers share.
+
+ALBERT's layers share their parameters: layer i is a call of group ``i * groups // layers``. So the
+last layer is no module of its own but a call, and that call alone is told which rows are wanted.
+
+Sharing
+-------
+``AlbertConfig(parameter_sharing=…)`` chooses among the four ways of the paper's table 4:
+
+============== ============================ ====================
+mode           shared by all layers         ``num_hidden_groups``
+============== ============================ ====================
+"all"          everything (the default)     any, 1 in the paper
+"attention"    the attention part           one for each layer
+"feed_forward" the feed-forward part        one for each layer
+"none"         nothing                      one for each layer
+============== ============================ ====================
+
+The attention part are query, key, value, the projection behind them, and the LayerNorm after it
+(``attention.LayerNorm``). The feed-forward part are its two projections and the LayerNorm after
+them (``full_layer_layer_norm``).
+
+A shared part is one set of parameters under the names of each group, whose gradients add up. A
+checkpoint has it once for each group, so that ``transformers.AlbertModel`` loads it and computes
+the same; there the copies are no longer shared. One whose copies differ does not load here.
+
+The embedding is factorised whatever its size: ``embedding_size`` may be 1, or that of the layers
+or beyond. The projection between them exists even where the two sizes are equal.
+
+Source: Lan et al. 2019 (arXiv 1909.11942).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.albert import modeling_albert
+from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutput
+from transformers.utils.generic import can_return_tuple
+
+from fastplm._checks import check, check_choice
+from fastplm.models._base import FastplmModel, drop_in
+from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
+from fastplm.models._heads import (
+    MaskedLM,
+    MultipleChoice,
+    QuestionAnswering,
+    SequenceClassification,
+    SequencePairPreTraining,
+    TokenClassification,
+)
+from fastplm.models._ragged import LastRows
+
+_SHARED = ("all", "attention", "feed_forward", "none")
+
+
+def _sharing(config: PreTrainedConfig) -> str:
+    return getattr(config, "parameter_sharing", "all")
+
+
+def _shares_a_part(config: PreTrainedConfig) -> bool:
+    return _sharing(config) in ("attention", "feed_forward")
+
+
+def _check_sharing(where: str, config: Any) -> None:
+    mode = _sharing(config)
+    check_choice(where, "config.parameter_sharing", mode, _SHARED)
+    layers, groups = config.num_hidden_layers, config.num_hidden_groups
+    check(
+        mode == "all" or groups == layers,
+        where,
+        "config.num_hidden_groups",
+        groups,
+        f"{layers}, the number of layers, with parameter_sharing={mode!r}",
+        f"Set num_hidden_groups={layers}: a group has parameters that others do not have.",
+    )
+
+
+def _ties_of_layers(model: Any) -> dict[str, str]:
+    """{parameter of a layer: the first layer's that it is} in a backbone of this configuration."""
+    if not _shares_a_part(model.config):
+        return {}
+    first, *others = [
+        f"encoder.albert_layer_groups.{g}.albert_layers.{i}"
+        for g, group in enumerate(model.encoder.albert_layer_groups)
+        for i in range(len(group.albert_layers))
+    ]
+    attention = _sharing(model.config) == "attention"
+    return {
+        f"{layer}.{name}": f"{first}.{name}"
+        for name, _ in model.get_submodule(first).named_parameters()
+        if name.startswith("attention.") == attention
+        for layer in others
+    }
+
+
+class _Sharing(FastplmModel):
+    """Mixin of every class: parts of the layers are shared, and saved for those who share none."""
+
+    # Transformers' ALBERT has none; our layers do.
+    supports_gradient_checkpointing = True
+
+    config: Any
+    all_tied_weights_keys: dict[str, str]
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        _check_sharing(type(self).__name__, config)
+        super().__init__(config, *args, **kwargs)
+        if _shares_a_part(config):
+            # Transformers has done this already, but with its own backbone in our heads.
+            self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
+            self.tie_weights(recompute_mapping=False)
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        # Not by `_tied_weights_keys`: those count only with `tie_word_embeddings`.
+        tied = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
+        if isinstance(self, AlbertModel):
+            tied.update(_ties_of_layers(self))
+        return tied
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().tie_weights(*args, **kwargs)  # type: ignore[misc]
+        # Transformers leaves apart what a checkpoint has different values of.
+        for name, source in self._tied_layers().items():
+            parameter = self.get_parameter(name)  # type: ignore[attr-defined]
+            check(
+                parameter is self.get_parameter(source) or parameter.is_meta,  # type: ignore
+                type(self).__name__,
+                "config.parameter_sharing",
+                f"{_sharing(self.config)!r}, but other values of {name} than of {source}",
+                "a checkpoint whose layers are equal in what they share",
+                "Load it with parameter_sharing='none'.",
+            )
+
+    def _tied_layers(self) -> dict[str, str]:
+        """{parameter of a layer: that of the first layer which it is}."""
+        if not _shares_a_part(self.config):
+            return {}
+        tied = self.get_expanded_tied_weights_keys(all_submodels=True)
+        return {name: source for name, source in tied.items() if ".albert_layers." in name}
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent; shared parts are written for each layer."""
+        if _shares_a_part(self.config):
+            values = self.state_dict() if state_dict is None else state_dict  # type: ignore
+            copies = self._tied_layers()
+            state_dict = {
+                name: value.clone() if name in copies else value for name, value in values.items()
+            }
+        return super().save_pretrained(  # type: ignore[misc]
+            save_directory, is_main_process, state_dict, **kwargs
+        )
+
+
+# --- the layers -----------------------------------------------------------------------------------
+
+
+@drop_in
+class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
+    """The attention block, in the last call for the rows that are wanted."""
+
+    @property
+    def dropout(self) -> nn.Dropout:  # type: ignore[override]
+        return self.attention_dropout
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, last_rows: LastRows | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if last_rows is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        rows = last_rows.take(hidden_states)
+        context, _ = super().forward(rows, all_rows=hidden_states, last_rows=last_rows)
+        return self.LayerNorm(rows + self.output_dropout(self.dense(context))), None
+
+
+@drop_in
+class AlbertLayer(GradientCheckpointingLayer, modeling_albert.AlbertLayer):
+    """The layer, which may be computed again in backward instead of kept."""
+
+
+@drop_in
+class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
+    """The layers of a group, of which the last may be for the rows that are wanted."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        last_rows: LastRows | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        *others, last = self.albert_layers
+        for layer in others:
+            hidden_states = layer(hidden_states, attention_mask, **kwargs)
+        return last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+
+
+@drop_in
+class AlbertTransformer(modeling_albert.AlbertTransformer):
+    """The calls of the groups, of which the last may be for the rows that are wanted."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        last_rows: LastRows | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if last_rows is None:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        hidden_states = self.embedding_hidden_mapping_in(hidden_states)
+        *others, last = self.calls()
+        for group in others:
+            hidden_states = group(hidden_states, attention_mask, **kwargs)
+        hidden_states = last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def calls(self) -> list[Any]:
+        """The group of each layer, in the order in which they run."""
+        layers = self.config.num_hidden_layers
+        # The parent's own rounding, where the groups are not of one size.
+        each = layers / self.config.num_hidden_groups
+        return [self.albert_layer_groups[int(i / each)] for i in range(layers)]
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+
+@drop_in
+class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
+    """``transformers.AlbertModel`` with fused attention, on the tokens alone.
+
+    ``config.parameter_sharing`` says what its layers share: see ``fastplm.models.albert``.
+
+    Source: Lan et al. 2019 (arXiv 1909.11942).
+    """
+
+    def _is_causal(self) -> bool:
+        # Some old configurations have `is_decoder`; the parent never looks.
+        return False
+
+    def _last_layer(self) -> int | None:
+        encoder = self.encoder
+        if not isinstance(encoder, AlbertTransformer) or not encoder.config.num_hidden_layers:
+            return None
+        calls = encoder.calls()
+        group = calls[-1]
+        if not isinstance(group, AlbertLayerGroup):
+            return None
+        attention = group.albert_layers[-1].attention
+        return len(calls) - 1 if isinstance(attention, AlbertAttention) else None
+
+    def _pooled(self, first: Tensor) -> Tensor:
+        return self.pooler_activation(self.pooler(first[:, 0]))
+
+
+def _transform(head: modeling_albert.AlbertMLMHead, rows: Tensor) -> Tensor:
+    return head.LayerNorm(head.activation(head.dense(rows)))
+
+
+@drop_in
+class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
+    """``transformers.AlbertForMaskedLM`` whose head and loss see the labelled tokens only."""
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        return partial(_transform, self.predictions), self.predictions.decoder
+
+
+@drop_in
+class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.AlbertForPreTraining):
+    """``transformers.AlbertForPreTraining`` whose MLM head sees the labelled tokens only.
+
+    ``loss = MLM loss + sentence-order loss``, or the one whose labels are given.
+
+    Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
+    """
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        return partial(_transform, self.predictions), self.predictions.decoder
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        num_sequences_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> AlbertForPreTrainingOutput:
+        """As the parent, with these differences.
+
+        Args:
+            labels, masked_positions, output_logits, num_items_in_batch: as in
+                ``AlbertForMaskedLM``, for the MLM loss and ``prediction_logits``.
+            sentence_order_label: int64 [B], 0 = B follows A, 1 = A follows B, -100 = none.
+            num_sequences_in_batch: what the sum of the sentence-order losses is divided by. Without
+                it, but with ``num_items_in_batch``, their mean is weighted by this batch's share of
+                the labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
+                unequally many labels do not weigh their sequences quite equally.
+
+        Returns:
+            ``AlbertForPreTrainingOutput``; the loss is fp32.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        inputs = dict(
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        outputs, loss, prediction_logits, sop_logits = self._pretrain(
+            self.sop_classifier,
+            labels,
+            "sentence_order_label",
+            sentence_order_label,
+            masked_positions,
+            output_logits,
+            num_items_in_batch,
+            num_sequences_in_batch,
+            inputs,
+        )
+        return AlbertForPreTrainingOutput(
+            loss=loss,
+            prediction_logits=prediction_logits,
+            sop_logits=sop_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+@drop_in
+class AlbertForSequenceClassification(
+    _Sharing, SequenceClassification, transformers.AlbertForSequenceClassification
+):
+    """``transformers.AlbertForSequenceClassification``, whose last layer is for [CLS] alone."""
+
+
+@drop_in
+class AlbertForMultipleChoice(_Sharing, MultipleChoice, transformers.AlbertForMultipleChoice):
+    """``transformers.AlbertForMultipleChoice``, whose last layer is for [CLS] alone."""
+
+
+@drop_in
+class AlbertForTokenClassification(
+    _Sharing, TokenClassification, transformers.AlbertForTokenClassification
+):
+    """``transformers.AlbertForTokenClassification`` on the tokens alone."""
+
+
+@drop_in
+class AlbertForQuestionAnswering(
+    _Sharing, QuestionAnswering, transformers.AlbertForQuestionAnswering
+):
+    """``transformers.AlbertForQuestionAnswering`` with fused attention."""

@@ -1,0 +1,131 @@
+"""Auto classes: Transformers' of the same names, and the model that they find is made ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from fastplm._accelerate import drop_in_of, switch
+
+
+class _OursFirst:
+    """A mapping of Transformers from configurations to classes, with ours for those that have one.
+
+    What it does not say itself, such as ``register``, it leaves to the mapping.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __getitem__(self, config_class: type) -> Any:
+        found = self._theirs[config_class]
+        if isinstance(found, list | tuple):
+            return tuple(drop_in_of(kind) or kind for kind in found)
+        return drop_in_of(found) or found
+
+    def __contains__(self, config_class: object) -> bool:
+        return config_class in self._theirs
+
+    def __iter__(self) -> Iterator[type]:
+        return iter(self._theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+
+class _Auto:
+    """Mixin in front of an Auto class of Transformers, whose mapping says which class it is.
+
+    Where ``fastplm.models`` has a class of that name, it is taken. Others are Transformers' with
+    ``attn_implementation="fastplm"`` where they honour that, and so is code from the Hub, with
+    ``trust_remote_code=True``. An attention implementation that the user chose stays, whether by
+    argument or in the configuration; the caller's own configuration is not changed.
+    """
+
+    _model_mapping: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._model_mapping = _OursFirst(cls._model_mapping)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
+        chosen = _chosen(config, kwargs)
+        base: Any = super() if not kwargs.get("trust_remote_code") else _theirs(cls)
+        return _ours(base.from_config(copy.deepcopy(config), **kwargs), chosen)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if isinstance(config, PreTrainedConfig):
+            kwargs["config"] = copy.deepcopy(config)
+        chosen = _chosen(config, kwargs)
+        base: Any = super() if not kwargs.get("trust_remote_code") else _theirs(cls)
+        loaded = base.from_pretrained(*args, **kwargs)
+        if isinstance(loaded, tuple):  # output_loading_info=True
+            return _ours(loaded[0], chosen), *loaded[1:]
+        return _ours(loaded, chosen)
+
+
+def _theirs(auto: type) -> Any:
+    return getattr(transformers, auto.__name__)
+
+
+def _chosen(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the user says which attention implementation to take."""
+    if kwargs.get("attn_implementation") is not None:
+        return True
+    return isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
+
+
+def _ours(model: Any, chosen: bool) -> Any:
+    switch(model, attention=not chosen)
+    return model
+
+
+class AutoModel(_Auto, transformers.AutoModel):
+    """``transformers.AutoModel``: the model without a head."""
+
+
+class AutoModelForPreTraining(_Auto, transformers.AutoModelForPreTraining):
+    """``transformers.AutoModelForPreTraining``: pre-training as in the paper."""
+
+
+class AutoModelForMaskedLM(_Auto, transformers.AutoModelForMaskedLM):
+    """``transformers.AutoModelForMaskedLM``: masked language modelling."""
+
+
+class AutoModelForCausalLM(_Auto, transformers.AutoModelForCausalLM):
+    """``transformers.AutoModelForCausalLM``: causal language modelling."""
+
+
+class AutoModelForSeq2SeqLM(_Auto, transformers.AutoModelForSeq2SeqLM):
+    """``transformers.AutoModelForSeq2SeqLM``: text to text, of encoder-decoders."""
+
+
+class AutoModelForSequenceClassification(_Auto, transformers.AutoModelForSequenceClassification):
+    """``transformers.AutoModelForSequenceClassification``: a class a text."""
+
+
+class AutoModelForTokenClassification(_Auto, transformers.AutoModelForTokenClassification):
+    """``transformers.AutoModelForTokenClassification``: a class a token."""
+
+
+class AutoModelForQuestionAnswering(_Auto, transformers.AutoModelForQuestionAnswering):
+    """``transformers.AutoModelForQuestionAnswering``: answers that are spans."""
+
+
+class AutoModelForMultipleChoice(_Auto, transformers.AutoModelForMultipleChoice):
+    """``transformers.AutoModelForMultipleChoice``: one of several texts."""
+
+
+class AutoModelForNextSentencePrediction(_Auto, transformers.AutoModelForNextSentencePrediction):
+    """``transformers.AutoModelForNextSentencePrediction``: next-sentence prediction."""
+
+
+class AutoModelForTextEncoding(_Auto, transformers.AutoModelForTextEncoding):
+    """``transformers.AutoModelForTextEncoding``: encoders of text."""

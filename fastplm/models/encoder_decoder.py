@@ -1,0 +1,334 @@
+"""Warm-started encoder-decoders: BERT2BERT and its kin, drop-in for ``EncoderDecoderModel``.
+
+Any drop-in encoder (BERT, RoBERTa, ALBERT, ELECTRA) with any drop-in decoder (BERT, RoBERTa,
+ELECTRA, GPT-2):
+
+    source -> unpad once -> encoder ---- packed states ----.
+    target -> unpad once -> decoder, cross-attention over them -> loss at the labelled tokens
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import EncoderDecoderConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.utils.generic import can_return_tuple
+
+from fastplm._checks import check
+from fastplm.hf import NAME
+from fastplm.models._base import FastplmModel, asked_for, drop_in, share_config
+from fastplm.models._encoder import EncoderModel
+from fastplm.models._ragged import values_can_be_read
+from fastplm.nn._rows import IGNORE_INDEX, batch_share
+
+_PARTS = ("encoder", "decoder")
+_RECORDED = ("output_hidden_states", "output_attentions")
+_FAMILIES = ("albert", "bert", "electra", "gpt2", "roberta")
+
+
+@drop_in
+class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
+    """``transformers.EncoderDecoderModel`` of drop-in parts, without padding on either side.
+
+    A warm start takes both parts from checkpoints of encoders::
+
+        model = EncoderDecoderModel.from_encoder_decoder_pretrained(
+            "bert-base-uncased", "bert-base-uncased", tie_encoder_decoder=True
+        )
+
+    The decoder's self-attention is causal with the encoder's weights, its cross-attention is fresh,
+    and its vocabulary projection is tied to its word embeddings, as in the parent class. For one
+    fresh part give a model in place of its checkpoint, such as
+    ``decoder_model=BertLMHeadModel(config)``.
+
+    With ``config.tie_encoder_decoder`` (of Transformers 4; Transformers 5 ignores it) each weight
+    of the decoder's backbone but those of its cross-attention *is* the encoder's of the same name.
+    The two must be of one family and equal sizes. ``save_pretrained`` writes such a weight for both
+    parts, so that Transformers reads the checkpoint too, or once with ``shared_once=True``.
+
+    Parts that are models already keep the attention implementation they were made with, and become
+    drop-in in place.
+
+    Args:
+        config: as the parent; may have ``tie_encoder_decoder``.
+        encoder, decoder: as the parent.
+
+    Raises:
+        ArgumentValueError: ``tie_encoder_decoder`` with parts whose weights differ in name or
+            shape.
+
+    Source: Rothe et al. 2020 (arXiv 1907.12461), §2: BERT2BERT, BERTSHARE, BERT2GPT, RND2BERT, …
+    """
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig | None = None,
+        encoder: PreTrainedModel | None = None,
+        decoder: PreTrainedModel | None = None,
+    ) -> None:
+        if config is None and encoder is not None and decoder is not None:
+            config = EncoderDecoderConfig.from_encoder_decoder_configs(
+                encoder.config, decoder.config
+            )
+        check(
+            isinstance(config, EncoderDecoderConfig),
+            type(self).__name__,
+            "config",
+            f"a {type(config).__name__}",
+            "an EncoderDecoderConfig, or both an encoder and a decoder",
+            "See EncoderDecoderConfig.from_encoder_decoder_configs.",
+        )
+        for name in _PARTS:
+            if getattr(config, name).model_type in _FAMILIES:
+                importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
+        super().__init__(config, encoder, decoder)
+        for part in (self.encoder, self.decoder):
+            share_config(part, part.config)
+
+    @classmethod
+    def from_encoder_decoder_pretrained(
+        cls,
+        encoder_pretrained_model_name_or_path: str | None = None,
+        decoder_pretrained_model_name_or_path: str | None = None,
+        *model_args: Any,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        """As the parent, with fused attention in both parts; ``attn_implementation`` is of both,
+        ``encoder_attn_implementation`` and ``decoder_attn_implementation`` of one."""
+        chosen = kwargs.pop("attn_implementation", None)
+        for name in _PARTS:
+            config = kwargs.get(f"{name}_config")
+            made = f"{name}_model" in kwargs or getattr(config, "_attn_implementation", None)
+            if chosen is not None or not made:
+                kwargs.setdefault(f"{name}_attn_implementation", chosen or NAME)
+        return super().from_encoder_decoder_pretrained(
+            encoder_pretrained_model_name_or_path,
+            decoder_pretrained_model_name_or_path,
+            *model_args,
+            **kwargs,
+        )
+
+    # --- weights that both parts share ---
+
+    def post_init(self) -> None:
+        if getattr(self.config, "tie_encoder_decoder", False):
+            self._tied_weights_keys = self._shared_weights()
+        super().post_init()
+
+    def _shared_weights(self) -> dict[str, str]:
+        """The decoder's parameters by name, and which of the encoder's each one is."""
+        encoder: Any = self.encoder
+        decoder: Any = self.decoder
+        kinds = [part.config.model_type for part in (encoder, decoder)]
+        names = {}
+        shapes = {name: tuple(weight.shape) for name, weight in encoder.named_parameters()}
+        for name, weight in decoder.base_model.named_parameters():
+            if ".crossattention." in name:
+                continue
+            full_name = f"decoder.{decoder.base_model_prefix}.{name}"
+            check(
+                kinds[0] == kinds[1] and shapes.get(name) == tuple(weight.shape),
+                type(self).__name__,
+                "tie_encoder_decoder",
+                f"True for a {kinds[0]} encoder and a {kinds[1]} decoder whose {name!r} are "
+                f"{shapes.get(name, 'missing')} and {tuple(weight.shape)}",
+                "two parts of one family and of equal sizes",
+                "Use the same checkpoint for both, or leave tie_encoder_decoder out.",
+            )
+            names[full_name] = f"encoder.{name}"
+        return names
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        # The parent asks ``config.tie_word_embeddings``, which is the decoder's business.
+        return dict(self._tied_weights_keys or {})
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        *args: Any,
+        shared_once: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As the parent, with one argument more.
+
+        Args:
+            shared_once: write a weight that both parts share once. Transformers' own class, which
+                knows no such sharing, would make up the decoder's.
+        """
+        if self._tied_weights_keys and not shared_once:
+            state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+            for name in self._tied_weights_keys:
+                if name in state_dict:
+                    state_dict[name] = state_dict[name].clone()
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+
+    # --- forward ---
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        unpad: bool | int | None = None,
+        decoder_unpad: bool | int | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """As the parent, with these differences.
+
+        Args:
+            labels: int64 [B, T], -100 = none; label t is predicted at ``decoder_input_ids[:, t]``,
+                which are the labels shifted by one where they are not given. With labels, the cache
+                is None unless ``use_cache`` is True, and so are ``logits`` and
+                ``encoder_last_hidden_state`` unless ``output_logits`` or hidden states or
+                attentions are asked for (the logits only by the former). The decoder then computes
+                no row after the last label of a sequence, and the loss is fp32.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
+                all batches that gradients are accumulated over. Default: of this batch.
+            unpad, decoder_unpad: for each side: None = leave padding out where that is possible;
+                False = do not; an int = the number of rows to make room for, which fixes all
+                shapes.
+            kwargs: of the encoder, or with the prefix ``decoder_`` of the decoder.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        encoder: Any = self.encoder
+        decoder: Any = self.decoder
+        ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
+        if labels is None or not ours[1]:
+            if ours[0]:
+                kwargs["unpad"] = unpad
+            if ours[1]:
+                kwargs["decoder_unpad"] = decoder_unpad
+            outputs = super().forward(
+                input_ids,
+                attention_mask=attention_mask,
+                decoder_input_ids=decoder_input_ids,
+                decoder_attention_mask=decoder_attention_mask,
+                encoder_outputs=encoder_outputs,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                decoder_inputs_embeds=decoder_inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                return_dict=True,
+                **kwargs,
+            )
+            if labels is not None:
+                outputs.loss = outputs.loss * batch_share(labels, num_items_in_batch)
+            return outputs
+
+        to_encoder = {k: v for k, v in kwargs.items() if not k.startswith("decoder_")}
+        to_decoder = {
+            key.removeprefix("decoder_"): value
+            for key, value in kwargs.items()
+            if key.startswith("decoder_") or key in _RECORDED
+        }
+        recorded = any(
+            asked_for(part, name, given)
+            for name in _RECORDED
+            for part, given in ((encoder, to_encoder), (decoder, to_decoder))
+        )
+        loss_alone = not (output_logits or recorded or use_cache or past_key_values is not None)
+        fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))
+
+        # --- encoder ---
+        rows = None
+        if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
+            rows = encoder._unpadded(attention_mask, None, unpad)
+        if encoder_outputs is None:
+            if ours[0]:
+                to_encoder["unpad"] = unpad if rows is None else rows
+            encoder_outputs = encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **to_encoder,
+            )
+            states = encoder_outputs[0]
+            shown = None
+            if not loss_alone:
+                shown = states if rows is None else rows.pad(states)
+        else:
+            if isinstance(encoder_outputs, tuple):
+                encoder_outputs = BaseModelOutput(*encoder_outputs)
+            shown = encoder_outputs[0]
+            states = shown if rows is None else rows.pack_rows(shown)
+        projection = getattr(self, "enc_to_dec_proj", None)
+
+        # --- decoder and loss ---
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            if decoder_attention_mask is None:
+                decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
+        if fused and loss_alone:
+            decoder_attention_mask = _before_the_end(labels, decoder_attention_mask, decoder_unpad)
+        if rows is not None:
+            to_decoder["encoder_rows"] = rows
+        outputs = decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=states if projection is None else projection(states),
+            encoder_attention_mask=attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=bool(use_cache),
+            shift_labels=labels,
+            num_items_in_batch=num_items_in_batch,
+            output_logits=output_logits,
+            unpad=decoder_unpad,
+            return_dict=True,
+            **to_decoder,
+        )
+        return Seq2SeqLMOutput(
+            loss=outputs.loss,
+            logits=outputs.logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=shown,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+def _before_the_end(labels: Tensor, mask: Tensor | None, unpad: bool | int | None) -> Tensor | None:
+    """The decoder's mask without the rows after the last label of each sequence.
+
+    No loss depends on them, as the decoder is causal.
+
+    Args:
+        labels: int64 [B, T].
+        mask: [B, T] of any dtype, 0 = padding; None = none.
+        unpad: as of the model.
+    """
+    counted = unpad is None or unpad is True
+    if unpad is False or (counted and not values_can_be_read(labels)):
+        return mask
+    if mask is not None and mask.shape != labels.shape:
+        return mask
+    read = (labels != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
+    return read if mask is None else read & mask.bool()

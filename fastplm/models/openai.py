@@ -1,0 +1,276 @@
+"""GPT: drop-in for the OpenAIGPT classes of the same names in Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.models.openai import modeling_openai
+
+from fastplm import ops
+from fastplm.models._base import asked_for, drop_in
+from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
+from fastplm.models._heads import CausalLM
+
+
+class _Keys(NamedTuple):
+    """Which keys attention sees; takes the place of Transformers' additive mask.
+
+    Args:
+        mask: bool [B, T], or [1, N] of packed rows; None = all.
+        cu_seqlens: int32 [B + 1] of packed rows; None = they are not packed.
+        max_seqlen: a bound of their lengths.
+    """
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+
+
+@drop_in
+class Attention(modeling_openai.Attention):
+    """Causal attention in one fused op, where Transformers makes a matrix of all scores."""
+
+    def forward(
+        self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
+    ) -> list[Tensor]:
+        if not isinstance(attention_mask, _Keys):
+            return super().forward(x, attention_mask, output_attentions)
+        keys = attention_mask
+        # [B, T, 3, H, D]
+        projected = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
+        options: dict[str, Any] = {
+            "is_causal": True,
+            "dropout_p": self.attn_dropout.p if self.training else 0.0,
+            "scale": projected.shape[-1] ** -0.5 if self.scale else 1.0,
+        }
+        if keys.cu_seqlens is None:
+            query, key, value = projected.transpose(1, 3).unbind(2)
+            out = ops.attention(query, key, value, key_mask=keys.mask, **options).transpose(1, 2)
+        else:
+            query, key, value = projected[0].unbind(1)
+            lengths = (keys.cu_seqlens, keys.cu_seqlens, keys.max_seqlen, keys.max_seqlen)
+            mask = None if keys.mask is None else keys.mask[0]
+            out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]
+        return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
+
+
+class _FusedLayers:
+    """Mixin in front of the parent's forward: no mask of all pairs, and rows may be packed."""
+
+    tokens_embed: nn.Embedding
+    positions_embed: nn.Embedding
+    position_ids: Tensor
+    drop: nn.Dropout
+    h: nn.ModuleList
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            asked_for(self, "output_attentions", kwargs)
+            or (input_ids is None) == (inputs_embeds is None)
+            or (attention_mask is not None and attention_mask.dim() != 2)
+        ):
+            return super().forward(  # type: ignore[misc]
+                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.tokens_embed(input_ids)
+        if position_ids is None:
+            position_ids = self.position_ids[None, : inputs_embeds.shape[1]]
+        hidden = inputs_embeds + self.positions_embed(position_ids)
+        if token_type_ids is not None:
+            hidden = hidden + self.tokens_embed(token_type_ids)
+        hidden = self.drop(hidden)
+        mask = None if attention_mask is None else attention_mask.bool()
+        keys = _Keys(mask, cu_seq_lens_q, max_length_q)
+        states = [hidden]
+        for block in self.h:
+            hidden = block(hidden, keys)[0]
+            states.append(hidden)
+        recorded = asked_for(self, "output_hidden_states", kwargs)
+        return BaseModelOutput(
+            last_hidden_state=hidden, hidden_states=tuple(states) if recorded else None
+        )
+
+
+@drop_in
+class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
+    """``transformers.OpenAIGPTModel`` with fused attention, on the tokens alone.
+
+    Transformers lets nobody choose the attention of this model, so it is fused whatever
+    ``attn_implementation`` says. ``output_attentions`` runs on Transformers' own and says so once.
+
+    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with the further arguments of ``BertModel``."""
+        for cached in ("past_key_values", "use_cache"):
+            # It has no cache, but generate() offers one all the same.
+            kwargs.pop(cached, None)
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            **kwargs,
+        )
+
+    def _has_our_attention(self) -> bool:
+        return True
+
+
+@drop_in
+class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
+    """``transformers.OpenAIGPTLMHeadModel``, whose loss sees the labelled tokens only.
+
+    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
+    """
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
+        return None, self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with the differences of ``BertLMHeadModel``."""
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            output_logits=output_logits,
+            num_items_in_batch=num_items_in_batch,
+            shift_labels=shift_labels,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            **kwargs,
+        )
+
+
+@drop_in
+class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
+    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads see the rows only that they need.
+
+    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
+    """
+
+    _output = modeling_openai.OpenAIGPTDoubleHeadsModelOutput
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        mc_token_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        mc_labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            mc_token_ids=mc_token_ids,
+            labels=labels,
+            mc_labels=mc_labels,
+            output_logits=output_logits,
+            num_items_in_batch=num_items_in_batch,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            **kwargs,
+        )
+
+
+@drop_in
+class OpenAIGPTForSequenceClassification(
+    LastTokenClassification, transformers.OpenAIGPTForSequenceClassification
+):
+    """``transformers.OpenAIGPTForSequenceClassification``, whose head sees the last token alone."""
+
+    _output = SequenceClassifierOutput
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            num_items_in_batch=num_items_in_batch,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            **kwargs,
+        )

@@ -1,0 +1,118 @@
+"""RoBERTa: drop-in for the classes of the same names in Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers.models.roberta import modeling_roberta
+
+from fastplm.models._base import drop_in
+from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
+from fastplm.models._heads import (
+    CausalLM,
+    MaskedLM,
+    MultipleChoice,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+)
+
+
+@drop_in
+class RobertaSelfAttention(EncoderSelfAttention, modeling_roberta.RobertaSelfAttention):
+    """Self-attention whose queries may be some of the rows alone."""
+
+
+@drop_in
+class RobertaAttention(EncoderAttention, modeling_roberta.RobertaAttention):
+    """The attention block, in the last layer for the rows that are wanted."""
+
+
+@drop_in
+class RobertaModel(EncoderModel, transformers.RobertaModel):
+    """``transformers.RobertaModel`` with fused attention, on the tokens alone.
+
+    Positions are counted as in the parent, before padding is left out: from ``pad_token_id + 1``
+    over the ids that are not padding, whatever the mask says.
+    """
+
+    def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
+        table = self.embeddings
+        if input_ids is None:
+            return table.create_position_ids_from_inputs_embeds(given, table.padding_idx)
+        return table.create_position_ids_from_input_ids(input_ids, table.padding_idx)
+
+
+class _LanguageModelHead:
+    """What the two heads have in common that predict tokens."""
+
+    lm_head: Any
+
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+        return self._transform, self.lm_head.decoder
+
+    def _transform(self, rows: Tensor) -> Tensor:
+        return self.lm_head.layer_norm(nn.functional.gelu(self.lm_head.dense(rows)))
+
+
+@drop_in
+class RobertaForMaskedLM(_LanguageModelHead, MaskedLM, transformers.RobertaForMaskedLM):
+    """``transformers.RobertaForMaskedLM`` whose head and loss see the labelled tokens only.
+
+    Source: Liu et al. 2019 (arXiv 1907.11692).
+    """
+
+
+@drop_in
+class RobertaForCausalLM(_LanguageModelHead, CausalLM, transformers.RobertaForCausalLM):
+    """``transformers.RobertaForCausalLM``, a decoder, whose loss never makes all logits."""
+
+
+@drop_in
+class RobertaForSequenceClassification(
+    SequenceClassification, transformers.RobertaForSequenceClassification
+):
+    """``transformers.RobertaForSequenceClassification``, whose last layer is for <s> alone."""
+
+
+@drop_in
+class RobertaForMultipleChoice(MultipleChoice, transformers.RobertaForMultipleChoice):
+    """``transformers.RobertaForMultipleChoice``, whose last layer is for <s> alone."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, whose arguments have an order of their own."""
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
+        )
+
+
+@drop_in
+class RobertaForTokenClassification(
+    TokenClassification, transformers.RobertaForTokenClassification
+):
+    """``transformers.RobertaForTokenClassification`` on the tokens alone."""
+
+
+@drop_in
+class RobertaForQuestionAnswering(QuestionAnswering, transformers.RobertaForQuestionAnswering):
+    """``transformers.RobertaForQuestionAnswering`` with fused attention."""

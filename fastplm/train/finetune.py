@@ -1,0 +1,715 @@
+"""Fine-tuning runs on labelled files: several seeds, one task, with fastplm or Transformers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.utils import logging
+
+import fastplm.models
+from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
+from fastplm.data import load_tokenizer
+from fastplm.train.finetune_data import hold_out, read_examples, some
+from fastplm.train.finetune_tasks import TASKS, Classification, Feature, Logits, Task
+from fastplm.train.pretrain import hardware_has_bf16
+from fastplm.train.report import curve, versions, write_json
+from fastplm.train.trainer import LogLastStep, Progress, last_checkpoint
+
+LIBRARIES = ("fastplm", "transformers")
+_HELD_OUT = 0.1
+_CONFIDENCE = 0.95
+# What may differ between a run and its continuation; more seeds are new runs beside the old ones.
+_FREE_ON_RESUME = {"resume", "out", "save_every", "log_every", "seeds"}
+_DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout_prob",
+    "classifier_dropout",
+    "dropout",
+    "dropout_rate",
+    "attention_dropout",
+    "activation_dropout",
+    "summary_last_dropout",
+    "summary_first_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+)
+
+
+@dataclass
+class FinetuneArguments:
+    """The settings of a run; see ``fastplm finetune --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    task: str
+    model: str | Path
+    data: str | Path
+    out: str | Path
+    eval_data: str | Path | None = None
+    text_columns: Sequence[str] | None = None
+    label_column: str | None = None
+    threshold: float | None = None
+    epochs: float = 3.0
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    warmup: int | None = None
+    weight_decay: float = 0.01
+    max_length: int | None = None
+    dropout: float | None = None
+    max_samples: int | None = None
+    max_eval_samples: int | None = None
+    seeds: int = 1
+    seed: int = 0
+    bf16: bool = False
+    library: str = "fastplm"
+    save_every: int = 1000
+    log_every: int = 10
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("finetune", "task", self.task, list(TASKS))
+        check_choice("finetune", "library", self.library, LIBRARIES)
+        kind = TASKS[self.task]
+        self.batch_size = kind.batch_size if self.batch_size is None else self.batch_size
+        for name in (
+            "steps",
+            "batch_size",
+            "max_samples",
+            "max_eval_samples",
+            "seeds",
+            "save_every",
+            "log_every",
+        ):
+            value = getattr(self, name)
+            check(value is None or value >= 1, "finetune", name, value, "1 or more", "Raise it.")
+        for name in ("epochs", "learning_rate"):
+            value = getattr(self, name)
+            check(value is None or value > 0, "finetune", name, value, "more than 0", "Raise it.")
+        for name in ("warmup", "weight_decay", "seed"):
+            value = getattr(self, name)
+            check(value is None or value >= 0, "finetune", name, value, "0 or more", "Raise it.")
+        check(
+            self.seed + self.seeds <= 1 << 32,
+            "finetune",
+            "seed",
+            self.seed,
+            "0 to 2^32 - 1",
+            "Change it.",
+        )
+        check(
+            self.max_length is None or self.max_length >= 16,
+            "finetune",
+            "max_length",
+            self.max_length,
+            "16 or more",
+            "Raise it.",
+        )
+        check(
+            self.dropout is None or 0 <= self.dropout < 1,
+            "finetune",
+            "dropout",
+            self.dropout,
+            "0 or more, below 1",
+            "Change it.",
+        )
+        tables = ("classification", "pair")
+        for name in ("text_columns", "label_column", "threshold"):
+            check(
+                self.task in tables or getattr(self, name) is None,
+                "finetune",
+                name,
+                f"{getattr(self, name)} with the task {self.task}",
+                " or ".join(tables),
+                "Leave the option out.",
+            )
+        check(
+            not self.bf16 or not torch.cuda.is_available() or hardware_has_bf16(),
+            "finetune",
+            "bf16",
+            True,
+            "a GPU that has it",
+            "Leave the option out.",
+        )
+
+
+def finetune(
+    args: FinetuneArguments, tell: Callable[[str], object] = lambda line: None
+) -> dict[str, Any]:
+    """Fine-tune once for each seed; write models, predictions, scores and ``metrics.json``.
+
+    ``out/seed-0/`` … hold ``model/``, which loads in Transformers, ``predictions.json`` and
+    ``result.json``. Order of the samples, initial head and steps depend on the seed alone, so that
+    both libraries are given the same. Under torchrun every process calls it; the first one writes.
+
+    Args:
+        args: the settings.
+        tell: is given a line for each seed.
+
+    Returns:
+        The content of ``metrics.json``.
+
+    Raises:
+        FastplmError: a file, the model, the output folder or a setting is of no use.
+    """
+    from accelerate import PartialState
+
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    out = Path(args.out)
+    _check_output(args, out)
+    task = prepare_task(args)
+    run = _record(args, task)
+    if args.resume:
+        _check_same_run(run, out)
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "run.json", run)
+    train = FeatureDataset(task.features(task.train)[0])
+    results = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        done = out / f"seed-{seed}" / "result.json"
+        if done.is_file():
+            result = json.loads(done.read_text())
+        else:
+            result = _run(args, task, train, seed, processes.is_main_process)
+            processes.wait_for_everyone()
+        results.append(result)
+        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
+        tell(f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s")
+    metrics = {
+        "arguments": json.loads(json.dumps(asdict(args), default=str)),
+        "versions": versions(),
+        "device": str(processes.device),
+        "train_examples": len(task.train),
+        "train_features": len(train),
+        "eval_examples": len(task.test),
+        "chance": task.chance(),
+        "seeds": results,
+        "scores": {
+            name: interval([result["scores"][name] for result in results]) for name in task.metrics
+        },
+    }
+    if processes.is_main_process:
+        write_json(out / "metrics.json", metrics)
+    return metrics
+
+
+def summary(metrics: dict[str, Any]) -> str:
+    """The last line of a run: each score's mean and half the width of its interval."""
+    count = len(metrics["seeds"])
+    parts = []
+    for name, score in metrics["scores"].items():
+        width = "" if score["half_width"] is None else f" ± {score['half_width']:.4f}"
+        parts.append(f"{name} {score['mean']:.4f}{width}")
+    what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
+    return f"{'  '.join(parts)}  ({what})"
+
+
+# --- the interval ---------------------------------------------------------------------------------
+
+
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean of some runs' scores, and half the width of its 95 % confidence interval.
+
+    ``half_width = t * s / sqrt(n)``, s with n - 1 in its denominator and t the quantile of
+    Student's t with n - 1 degrees of freedom; None for one value alone.
+    """
+    half_width = None
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        half_width = student_t(_CONFIDENCE, len(values) - 1) * error
+    return {"mean": statistics.fmean(values), "half_width": half_width}
+
+
+def student_t(confidence: float, degrees: int) -> float:
+    """The t within which Student's t lies on both sides with this probability."""
+    low, high = 0.0, 1.0
+    while _within(high, degrees) < confidence:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, degrees: int) -> float:
+    """P(|T| < t).
+
+    Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(degrees))
+    odd = degrees % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for i in range(odd, degrees - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (i + 1) / (i + 2)
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+# --- data and model -------------------------------------------------------------------------------
+
+
+def prepare_task(args: FinetuneArguments) -> Task:
+    """The examples of a run and the tokenizer."""
+    tokenizer = _tokenizer(args)
+    columns = (args.text_columns, args.label_column)
+    train = read_examples(args.task, args.data, *columns)
+    if args.eval_data is None:
+        train, test = hold_out(train, _HELD_OUT)
+    else:
+        test = read_examples(args.task, args.eval_data, *columns)
+    if args.task == "choice":
+        check(
+            len(train[0].texts) == len(test[0].texts),
+            "finetune",
+            "eval_data",
+            f"{len(test[0].texts) - 1} choices",
+            f"{len(train[0].texts) - 1}, as in the training data",
+            "Give data of one kind.",
+            DataError,
+        )
+    train, test = some(train, args.max_samples), some(test, args.max_eval_samples)
+    given = (train, test, tokenizer, _max_length(args, tokenizer))
+    kind = TASKS[args.task]
+    if issubclass(kind, Classification):
+        return kind(*given, threshold=args.threshold)
+    return kind(*given)
+
+
+def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
+    """The model of a run, its head new: that of Transformers, or ours with the same weights."""
+    from transformers import AutoConfig, set_seed
+
+    where, expected = "finetune", f"a checkpoint of a model with a head for {args.task}"
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True, **task.config)
+    for name in _DROPOUTS if args.dropout is not None else ():
+        if hasattr(config, name):
+            setattr(config, name, args.dropout)
+    if config.pad_token_id is None:
+        config.pad_token_id = task.tokenizer.pad_token_id
+    set_seed(seed)
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the head is new is what was asked for
+    try:
+        plain, loading = getattr(transformers, task.auto).from_pretrained(
+            args.model,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            message(where, "model", f"{args.model} ({reason})", expected, "Check the path.")
+        ) from error
+    finally:
+        logging.set_verbosity(shown)
+    backbone = f"{plain.base_model_prefix}."
+    lost = [
+        name
+        for name in sorted(loading["missing_keys"])
+        if name.startswith(backbone) and ".pooler." not in name
+    ]
+    check(
+        not lost,
+        where,
+        "model",
+        f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}",
+        expected,
+        "Check the path.",
+        DataError,
+    )
+    vocabulary = plain.get_input_embeddings().num_embeddings
+    check(
+        len(task.tokenizer) <= vocabulary,
+        where,
+        "model",
+        f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
+        "a tokenizer and a model that belong together",
+        "Check the path.",
+        DataError,
+    )
+    if args.library == "transformers":
+        return plain
+    name = type(plain).__name__
+    check(
+        name in fastplm.models.__all__,
+        where,
+        "model",
+        f"{args.model}, a {name}",
+        "a class of fastplm.models",
+        "Use --library transformers.",
+        DataError,
+    )
+    ours = getattr(fastplm.models, name)._from_config(
+        copy.deepcopy(plain.config), attn_implementation="fastplm"
+    )
+    ours.load_state_dict(plain.state_dict())
+    return ours
+
+
+def _tokenizer(args: FinetuneArguments) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = load_tokenizer(args.model, needs=())
+    if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
+        # Byte-level tokenizers take words apart from their text as they take words inside of it.
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.model, add_prefix_space=True, local_files_only=True
+        )
+    check(
+        tokenizer.is_fast,
+        "finetune",
+        "model",
+        f"{args.model}, whose tokenizer is {type(tokenizer).__name__}",
+        "a fast tokenizer",
+        "Save it as one, with a tokenizer.json.",
+        DataError,
+    )
+    if tokenizer.pad_token is None:
+        check(
+            tokenizer.eos_token is not None,
+            "finetune",
+            "model",
+            f"{args.model}, whose tokenizer has no pad_token",
+            "a tokenizer that can pad",
+            "Add one with tokenizer.add_special_tokens.",
+            DataError,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type == "roberta":
+        positions -= config.pad_token_id + 1
+    bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    length = min(TASKS[args.task].max_length, bound)
+    if args.max_length is not None:
+        length = args.max_length
+    check(length <= bound, "finetune", "max_length", length, f"{bound}, this model's", "Lower it.")
+    return length
+
+
+class FeatureDataset(Dataset):
+    """Features, and how long each one is."""
+
+    def __init__(self, features: list[Feature]) -> None:
+        self.features = features
+        self.lengths = [_length(feature) for feature in features]
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> Feature:
+        return dict(self.features[index])
+
+
+def _length(feature: Feature) -> int:
+    ids = feature["input_ids"]
+    return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
+
+
+# --- one seed -------------------------------------------------------------------------------------
+
+
+class FinetuningTrainer(Trainer):
+    """Trainer whose batches depend on the seed alone, and that counts tokens and seconds.
+
+    Samples of similar length share a batch, as with ``group_by_length``, but drawn from a generator
+    of their own: what a model draws for its dropout does not change the next epoch.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.world_size == 1 and self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # torchrun is the way to several GPUs
+        self.remove_callback(PrinterCallback)
+        self.add_callback(LogLastStep())
+        self.add_callback(Progress())
+        self.train_seconds = 0.0
+        self.tokens = 0
+        self._window = (0.0, 0)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
+        return _LengthSampler(self)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> Any:
+        if not self._window[0]:
+            self._window = (time.perf_counter(), 0)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        began, tokens = self._window
+        tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
+        self._window = (began, tokens)
+        return batches, num_items
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            began, tokens = self._window
+            seconds = time.perf_counter() - began
+            self.train_seconds += seconds
+            self.tokens += tokens
+            logs["tokens_per_second"] = tokens / seconds
+            self._window = (time.perf_counter(), 0)
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        saving = time.perf_counter()
+        super()._save_checkpoint(model, trial)
+        began, tokens = self._window
+        self._window = (began + time.perf_counter() - saving, tokens)
+
+
+class _LengthSampler(LengthGroupedSampler):
+    def __init__(self, trainer: Trainer) -> None:
+        dataset: Any = trainer.train_dataset
+        batch = trainer.args.train_batch_size * trainer.args.world_size
+        super().__init__(batch, lengths=dataset.lengths)
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        # After a resume, too, the step tells the epoch.
+        epoch = self.trainer.state.global_step // math.ceil(len(self.lengths) / self.batch_size)
+        # PyTorch's generator looks at 32 bits of a seed, so seed and epoch do not fit side by side.
+        seeds = torch.Generator().manual_seed(self.trainer.args.seed)
+        seed = int(torch.randint(1 << 32, (epoch + 1,), generator=seeds)[-1])
+        self.generator = torch.Generator().manual_seed(seed)
+        return super().__iter__()
+
+
+def make_trainer(
+    args: FinetuneArguments,
+    task: Task,
+    model: PreTrainedModel,
+    features: FeatureDataset,
+    seed: int,
+    out: Path,
+) -> FinetuningTrainer:
+    """What trains a model of ``build_model`` on ``features``."""
+    settings = _training_arguments(args, len(features), seed, out)
+    if args.learning_rate is None:
+        settings.learning_rate = usual_learning_rate(model)
+    collator = task.collator()
+    if args.task == "qa" and args.library == "fastplm":
+        collator = _ExcludingPadding(collator)
+    return FinetuningTrainer(
+        model=model,
+        args=settings,
+        train_dataset=features,
+        data_collator=collator,
+        processing_class=task.tokenizer,
+    )
+
+
+def usual_learning_rate(model: PreTrainedModel) -> float:
+    """A peak learning rate for a width: small models learn with larger ones."""
+    width = model.config.hidden_size
+    return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
+
+
+def predict(trainer: Trainer, features: list[Feature], label_names: Sequence[str]) -> list[Logits]:
+    """The outputs of the trained model for each feature, on the CPU."""
+    model: Any = trainer.model
+    order = sorted(range(len(features)), key=lambda index: _length(features[index]))
+    found: dict[int, Logits] = {}
+    model.eval()
+    size = trainer.args.eval_batch_size
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        batch = trainer.data_collator([dict(features[index]) for index in chosen])
+        inputs = {
+            name: value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+            if name not in label_names
+        }
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            outputs = model(**inputs)
+        names = ("logits",) if "logits" in outputs else ("start_logits", "end_logits")
+        logits = [outputs[name].float().cpu() for name in names]
+        found.update(zip(chosen, zip(*logits, strict=True), strict=True))
+    return [found[index] for index in range(len(features))]
+
+
+class _ExcludingPadding:
+    """Batches of questions that tell our models to leave padding out of the softmax, too."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, features: list[Feature]) -> Any:
+        return {**self.collator(features), "exclude_padding": True}
+
+
+def _run(
+    args: FinetuneArguments, task: Task, features: FeatureDataset, seed: int, first: bool
+) -> dict[str, Any]:
+    out = Path(args.out) / f"seed-{seed}"
+    checkpoint = last_checkpoint(out)
+    model = build_model(args, task, seed)
+    trainer = make_trainer(args, task, model, features, seed, out)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    test, notes = task.features(task.test)
+    logits = predict(trainer, test, task.label_names)
+    scores, predictions = task.score(task.test, notes, logits)
+    history = curve(trainer.state.log_history)
+    result = {
+        "seed": seed,
+        "scores": scores,
+        "steps": trainer.state.global_step,
+        "loss": history[-1]["loss"],
+        # Of this process since it was started, by --resume perhaps.
+        "train_seconds": trainer.train_seconds,
+        "tokens_per_second": trainer.tokens / max(trainer.train_seconds, 1e-9),
+        "learning_rate": trainer.args.learning_rate,
+        "model": str(out / "model"),
+        "history": history,
+    }
+    if first:
+        scratch = out / ".model"
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        task.tokenizer.save_pretrained(scratch)
+        shutil.rmtree(out / "model", ignore_errors=True)
+        os.rename(scratch, out / "model")
+        write_json(out / "predictions.json", {"predictions": predictions})
+        write_json(out / "result.json", result)
+        for checkpoint in out.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    return result
+
+
+def _training_arguments(
+    args: FinetuneArguments, samples: int, seed: int, out: Path
+) -> TrainingArguments:
+    on_gpu = torch.cuda.is_available()
+    settings = TrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=args.batch_size,
+        learning_rate=5e-5 if args.learning_rate is None else args.learning_rate,
+        lr_scheduler_type="linear",
+        weight_decay=args.weight_decay,
+        bf16=args.bf16,
+        use_cpu=not on_gpu,
+        seed=seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu,
+        logging_steps=args.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=args.save_every,
+        save_total_limit=1,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    steps = args.steps
+    if steps is None:
+        batch = settings.train_batch_size * settings.world_size
+        steps = max(1, math.ceil(args.epochs * math.ceil(samples / batch)))
+    warmup = steps // 10 if args.warmup is None else args.warmup
+    check(
+        warmup <= steps,
+        "finetune",
+        "warmup",
+        warmup,
+        f"0 to {steps}, the steps of the run",
+        "Lower it.",
+    )
+    settings.max_steps, settings.warmup_steps = steps, warmup
+    return settings
+
+
+# --- the output folder ----------------------------------------------------------------------------
+
+
+def _check_output(args: FinetuneArguments, out: Path) -> None:
+    there = (out / "run.json").is_file()
+    check(
+        there or not args.resume,
+        "finetune",
+        "resume",
+        f"{out}, which holds no run",
+        "the output folder of an interrupted run",
+        "Check --out, or start afresh without --resume.",
+        DataError,
+    )
+    check(
+        not there or args.resume,
+        "finetune",
+        "out",
+        f"{out}, which holds another run",
+        "an empty or new folder",
+        "Choose another --out, or go on with that run by --resume.",
+        DataError,
+    )
+    check(
+        not out.exists() or out.is_dir(),
+        "finetune",
+        "out",
+        f"{out}, a file",
+        "a folder",
+        "Choose another --out.",
+        DataError,
+    )
+
+
+def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
+    """What the scores depend on."""
+    settings = json.loads(json.dumps(asdict(args), default=str))
+    run = {name: settings[name] for name in sorted(settings.keys() - _FREE_ON_RESUME)}
+    digest = hashlib.sha256()
+    for example in (*task.train, *task.test):
+        digest.update(repr((example.texts, example.target)).encode())
+    run["examples"] = digest.hexdigest()
+    run["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
+    return run
+
+
+def _check_same_run(run: dict[str, Any], out: Path) -> None:
+    before = json.loads((out / "run.json").read_text())
+    for name, value in run.items():
+        if before.get(name) != value:
+            raise ArgumentValueError(
+                message(
+                    "finetune",
+                    name,
+                    value,
+                    f"{before.get(name)}, as in the run that is resumed",
+                    "Give the same arguments, or another --out.",
+                )
+            )

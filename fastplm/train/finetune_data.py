@@ -1,0 +1,333 @@
+"""Labelled examples out of files: tables, tagged words, SQuAD's JSON and multiple choice."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from fastplm._checks import DataError, check, message
+
+_WHERE = "read_examples"
+_LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
+_TEXTS = ("text", "sentence", "review", "content")
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("#1 string", "#2 string"),
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One labelled example.
+
+    Args:
+        texts: (text,), (first, second), the words, (question, context) or (question, *choices).
+        target: the label, one tag a word, ((start, text), ...) of the answers, or the number of the
+            right choice.
+        group: what stays together when some examples are held out.
+        where: file and line, or the question's id.
+    """
+
+    texts: tuple[str, ...]
+    target: Any
+    group: int
+    where: str
+
+
+def read_examples(
+    task: str,
+    path: str | Path,
+    text_columns: Sequence[str] | None = None,
+    label_column: str | None = None,
+) -> list[Example]:
+    """The examples of a file.
+
+    Args:
+        task: "classification", "pair", "tagging", "qa" or "choice".
+        path: a UTF-8 file, with or without byte order mark. Classification and pairs: JSON lines,
+            or a header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
+            lines, blank lines between sentences. Questions: SQuAD 1.1. Choice: JSON lines.
+        text_columns, label_column: of a table; by default those with a usual name.
+
+    Raises:
+        DataError: with file and line, what is wrong.
+    """
+    path = Path(path)
+    text = _read(path)
+    if task == "tagging":
+        examples = list(_sentences(path, text))
+    elif task == "qa":
+        examples = list(_questions(path, text))
+    elif task == "choice":
+        examples = list(_choices(path, text))
+    else:
+        count = 2 if task == "pair" else 1
+        examples = list(_rows(path, text, count, text_columns, label_column))
+    if not examples:
+        _refuse(str(path), "nothing", "one example at least")
+    return examples
+
+
+def hold_out(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and about ``share`` of them to judge by; the same ones every time.
+
+    Examples of one group (the questions about one paragraph) land on one side.
+
+    Raises:
+        DataError: there is one group alone.
+    """
+    groups = sorted({example.group for example in examples})
+    check(
+        len(groups) > 1,
+        _WHERE,
+        "data",
+        f"{len(examples)} examples of one kind of origin",
+        "enough to hold some out",
+        "Give --eval-data.",
+        DataError,
+    )
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0)).tolist()
+    held = {groups[index] for index in order[: max(1, round(share * len(groups)))]}
+    rest = [example for example in examples if example.group not in held]
+    return rest, [example for example in examples if example.group in held]
+
+
+def some(examples: list[Example], count: int | None) -> list[Example]:
+    """So many of the examples, chosen at random; the same ones every time."""
+    if count is None or count >= len(examples):
+        return examples
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
+    return [examples[index] for index in sorted(order[:count].tolist())]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _rows(
+    path: Path,
+    text: str,
+    count: int,
+    text_columns: Sequence[str] | None,
+    label_column: str | None,
+) -> Iterator[Example]:
+    columns: list[str] = []
+    for group, (line, row) in enumerate(_table(path, text)):
+        if not columns:
+            columns = _columns(path, list(row), count, text_columns, label_column)
+        values = []
+        for column in columns:
+            value = row.get(column)
+            if value is None or str(value).strip() == "":
+                _refuse(f"{path}:{line}", f"nothing in column {column!r}", "a value in each row")
+            values.append(str(value).strip())
+        *texts, label = values
+        yield Example(tuple(texts), label, group, f"{path}:{line}")
+
+
+def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, values by column) of each row."""
+    if text.lstrip()[:1] in "{[":
+        yield from _json_lines(path, text)
+        return
+    head, _, body = text.partition("\n")
+    if "\t" in head:
+        names = head.rstrip("\r").split("\t")
+        rows = (line.rstrip("\r").split("\t") for line in body.split("\n"))
+        numbered: Iterator[tuple[int, list[str]]] = enumerate(rows, 2)
+    else:
+        names = next(csv.reader([head]), [])
+        numbered = _csv_rows(path, body)
+    if len(names) < 2:
+        _refuse(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
+    for line, values in numbered:
+        if values in ([], [""]):
+            continue
+        if len(values) != len(names):
+            _refuse(f"{path}:{line}", f"{len(values)} columns", f"{len(names)}, as in the header")
+        yield line, dict(zip(names, values, strict=True))
+
+
+def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(body, newline=""), strict=True)
+    while True:
+        line = reader.line_num + 2
+        try:
+            yield line, next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            _refuse(f"{path}:{line}", str(error), "comma-separated values")
+
+
+def _columns(
+    path: Path,
+    names: list[str],
+    count: int,
+    text_columns: Sequence[str] | None,
+    label_column: str | None,
+) -> list[str]:
+    """The columns of the texts, and last that of the label."""
+    lower = {name.strip().lower(): name for name in names}
+    if text_columns is None:
+        usual = _PAIRS if count == 2 else [(name,) for name in _TEXTS]
+        found = next((group for group in usual if all(name in lower for name in group)), None)
+        if found is None:
+            _refuse(f"{path}:1", f"columns {names}", f"{count} of texts", "Name --text-columns.")
+        text_columns = [lower[name] for name in found]
+    if label_column is None:
+        found_label = next((name for name in _LABELS if name in lower), None)
+        if found_label is None:
+            _refuse(f"{path}:1", f"columns {names}", "one of labels", "Name --label-column.")
+        label_column = lower[found_label]
+    for name in (*text_columns, label_column):
+        if name not in names:
+            _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
+    check(
+        len(text_columns) == count,
+        _WHERE,
+        "text_columns",
+        list(text_columns),
+        f"{count} of them",
+        "Choose the task that has so many texts.",
+    )
+    return [*text_columns, label_column]
+
+
+# --- sentences of tagged words --------------------------------------------------------------------
+
+
+def _sentences(path: Path, text: str) -> Iterator[Example]:
+    words: list[str] = []
+    tags: list[str] = []
+    group, first = 0, 1
+    for line, content in enumerate([*text.split("\n"), ""], 1):
+        content = content.rstrip("\r")
+        if content.strip():
+            parts = content.split("\t")
+            if len(parts) != 2 or not all(part.strip() for part in parts):
+                _refuse(f"{path}:{line}", repr(content[:60]), "token<TAB>tag or a blank line")
+            if not words:
+                first = line
+            words.append(parts[0])
+            tags.append(parts[1].strip())
+        elif words:
+            yield Example(tuple(words), tuple(tags), group, f"{path}:{first}")
+            group, words, tags = group + 1, [], []
+
+
+# --- questions about paragraphs -------------------------------------------------------------------
+
+
+def _questions(path: Path, text: str) -> Iterator[Example]:
+    content = _json(path, text)
+    where = str(path)
+    group = 0
+    for article in _listed(where, content, "data"):
+        for paragraph in _listed(where, article, "paragraphs"):
+            context = _named(where, paragraph, "context", str)
+            for question in _listed(where, paragraph, "qas"):
+                name = f"{path}, question {_named(where, question, 'id', str)}"
+                answers = tuple(_answers(name, context, question))
+                if not answers:
+                    _refuse(name, "no answer", "one at least, as in SQuAD 1.1")
+                texts = (_named(name, question, "question", str).strip(), context)
+                yield Example(texts, answers, group, name)
+            group += 1
+
+
+def _answers(where: str, context: str, question: dict) -> Iterator[tuple[int, str]]:
+    for answer in _listed(where, question, "answers"):
+        words = _named(where, answer, "text", str)
+        start = _named(where, answer, "answer_start", int)
+        if not words or context[start : start + len(words)] != words or start < 0:
+            got = f"the answer {words[:60]!r}, which does not stand at character {start}"
+            _refuse(where, got, "answers as they stand in the context")
+        yield start, words
+
+
+def _listed(where: str, value: Any, name: str) -> list[Any]:
+    return _named(where, value, name, list)
+
+
+def _named(where: str, value: Any, name: str, kind: type) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get(name), kind):
+        what = f"{name!r} that is no {kind.__name__}"
+        if not isinstance(value, dict):
+            what = f"a {type(value).__name__} where an object with {name!r} belongs"
+        elif name not in value:
+            what = f"an object without {name!r}"
+        _refuse(where, what, "the format in docs/finetuning.md")
+    return value[name]
+
+
+# --- multiple choice ------------------------------------------------------------------------------
+
+
+def _choices(path: Path, text: str) -> Iterator[Example]:
+    count = 0
+    for group, (line, row) in enumerate(_json_lines(path, text)):
+        where = f"{path}:{line}"
+        inner = row.get("question")
+        nested = isinstance(inner, dict)
+        question = _named(where, inner if nested else row, "stem" if nested else "question", str)
+        given = _listed(where, inner if nested else row, "choices")
+        names: list[Any] = list(range(len(given)))
+        if nested:
+            names = [_named(where, choice, "label", str) for choice in given]
+            given = [_named(where, choice, "text", str) for choice in given]
+        if not all(isinstance(choice, str) for choice in given) or len(given) < 2:
+            _refuse(where, "'choices' that are no texts", "two texts or more")
+        answer = row.get("answerKey" if nested else "answer")
+        if isinstance(answer, bool) or answer not in names:
+            _refuse(where, f"the answer {answer!r}", f"one of {names}")
+        count = count or len(given)
+        if len(given) != count:
+            _refuse(where, f"{len(given)} choices", f"{count}, as in the first line")
+        texts = (question.strip(), *(choice.strip() for choice in given))
+        yield Example(texts, names.index(answer), group, where)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        _refuse(f"{path}:{line}", f"no UTF-8 ({error.reason})", "UTF-8 text")
+    except OSError as error:
+        _refuse(str(path), f"a file that cannot be read ({error.strerror})", "a file of examples")
+
+
+def _json(path: Path, text: str, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")
+
+
+def _json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, content in enumerate(text.split("\n"), 1):
+        if content.strip():
+            row = _json(path, content, line)
+            if not isinstance(row, dict):
+                _refuse(f"{path}:{line}", f"a {type(row).__name__}", "one JSON object a line")
+            yield line, row
+
+
+def _refuse(where: str, got: str, expected: str, fix: str = "Correct the file.") -> NoReturn:
+    raise DataError(message(_WHERE, "path", f"{where}: {got}", expected, fix))

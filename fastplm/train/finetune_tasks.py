@@ -1,0 +1,446 @@
+"""What the tasks of fine-tuning differ in: features, batches, and how answers are scored."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import DataError, message
+from fastplm.train.finetune_data import Example
+
+Feature = dict[str, Any]
+#: One feature's outputs of the model.
+Logits = tuple[Tensor, ...]
+
+_WHERE = "finetune"
+_BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
+_IGNORED = -100
+
+
+class Task:
+    """One kind of labelled example.
+
+    Args:
+        train, test: the examples; their labels are those that the model will know.
+        tokenizer: a fast one where the task needs to know which characters a token is.
+        max_length: tokens of a feature at most.
+    """
+
+    #: The class of Transformers that picks the model's.
+    auto: str
+    #: The scores; the first is the one that counts.
+    metrics: tuple[str, ...] = ("accuracy",)
+    #: Settings that suit the task, where none are given.
+    max_length, batch_size = 128, 32
+    #: Names of what a loss is made of.
+    label_names: tuple[str, ...] = ("labels",)
+
+    def __init__(
+        self, train: list[Example], test: list[Example], tokenizer: Any, max_length: int
+    ) -> None:
+        self.train, self.test = train, test
+        self.tokenizer = tokenizer
+        self.limit = max_length
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the model's configuration must say."""
+        return {}
+
+    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+        """What the model is fed, and for each feature a note that ``score`` needs."""
+        raise NotImplementedError
+
+    def collator(self) -> Any:
+        """Features -> a padded batch."""
+        from transformers import DataCollatorWithPadding
+
+        return DataCollatorWithPadding(self.tokenizer)
+
+    def score(
+        self, examples: list[Example], notes: list[Any], logits: list[Logits]
+    ) -> tuple[dict[str, float], Any]:
+        """Scores by name, and the predictions to be written."""
+        raise NotImplementedError
+
+    def chance(self) -> float:
+        """The first metric's value for a model that has learned nothing."""
+        return 0.0
+
+
+class Classification(Task):
+    """One label for a text or a pair of texts. Labels that are scores become two classes."""
+
+    auto = "AutoModelForSequenceClassification"
+
+    def __init__(
+        self,
+        train: list[Example],
+        test: list[Example],
+        tokenizer: Any,
+        max_length: int,
+        threshold: float | None = None,
+    ) -> None:
+        super().__init__(train, test, tokenizer, max_length)
+        scores = [_number(example.target) for example in train]
+        if threshold is None and any(score % 1 for score in scores if score is not None):
+            threshold = 0.0
+        self.threshold = threshold
+        if threshold is None:
+            self.names = sorted({example.target for example in train}, key=_label_order)
+        else:
+            self.names = ["negative", "positive"]
+        self.ids = {name: index for index, name in enumerate(self.names)}
+        self.targets = {id(example): self._target(example) for example in (*train, *test)}
+        if len({self.targets[id(example)] for example in train}) < 2:
+            raise _data_error(train[0].where, "one label alone", "two classes at least")
+
+    def _target(self, example: Example) -> int:
+        if self.threshold is not None:
+            score = _number(example.target)
+            if score is None:
+                raise _data_error(example.where, f"the label {example.target!r}", "a number")
+            return int(score > self.threshold)
+        if example.target not in self.ids:
+            expected = f"one of the training labels, {', '.join(self.names[:20])}"
+            raise _data_error(example.where, f"the label {example.target!r}", expected)
+        return self.ids[example.target]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return _label_names(self.names)
+
+    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+        columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
+        encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
+        features = _unzipped(encoded)
+        for feature, example in zip(features, examples, strict=True):
+            feature["labels"] = self.targets[id(example)]
+        return features, [None] * len(features)
+
+    def score(
+        self, examples: list[Example], notes: list[Any], logits: list[Logits]
+    ) -> tuple[dict[str, float], Any]:
+        chosen = [int(scores.argmax()) for (scores,) in logits]
+        right = [self.targets[id(example)] for example in examples]
+        scores = {"accuracy": accuracy(chosen, right)}
+        if "f1" in self.metrics:
+            scores["f1"] = f1(chosen, right, len(self.names))
+        return scores, [self.names[index] for index in chosen]
+
+    def chance(self) -> float:
+        usual = _most_common(self.targets[id(example)] for example in self.train)
+        return accuracy([usual] * len(self.test), [self.targets[id(e)] for e in self.test])
+
+
+class Pair(Classification):
+    """One label for two texts. F1 is that of the second of two classes, else the classes' mean."""
+
+    metrics = ("accuracy", "f1")
+
+
+class Tagging(Task):
+    """One tag for each word: its first token has the label.
+
+    Sentences that are too long go on in further features, so that no word is left out.
+    """
+
+    auto = "AutoModelForTokenClassification"
+
+    def __init__(
+        self, train: list[Example], test: list[Example], tokenizer: Any, max_length: int
+    ) -> None:
+        super().__init__(train, test, tokenizer, max_length)
+        self.names = sorted({tag for example in train for tag in example.target})
+        self.ids = {name: index for index, name in enumerate(self.names)}
+        for example in test:
+            for tag in example.target:
+                if tag not in self.ids:
+                    expected = f"one of the training tags, {', '.join(self.names[:20])}"
+                    raise _data_error(example.where, f"the tag {tag!r}", expected)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return _label_names(self.names)
+
+    def collator(self) -> Any:
+        from transformers import DataCollatorForTokenClassification
+
+        return DataCollatorForTokenClassification(self.tokenizer)
+
+    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+        encoded = self.tokenizer(
+            [list(example.texts) for example in examples],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=self.limit,
+            return_overflowing_tokens=True,
+        )
+        samples = encoded["overflow_to_sample_mapping"]
+        features, notes = _unzipped(encoded), []
+        last = (-1, -1)
+        for index, feature in enumerate(features):
+            sample, labels, places = samples[index], [], []
+            for place, word in enumerate(encoded.word_ids(index)):
+                if word is None or (sample, word) <= last:
+                    labels.append(_IGNORED)
+                    continue
+                last = (sample, word)
+                labels.append(self.ids[examples[sample].target[word]])
+                places.append((sample, word, place))
+            feature["labels"] = labels
+            notes.append(places)
+        return features, notes
+
+    def score(
+        self, examples: list[Example], notes: list[Any], logits: list[Logits]
+    ) -> tuple[dict[str, float], Any]:
+        # A word without a token has no prediction, which is a wrong one.
+        tags: list[list[str | None]] = [[None] * len(example.texts) for example in examples]
+        for places, (scores,) in zip(notes, logits, strict=True):
+            chosen = scores.argmax(-1).tolist()
+            for sample, word, place in places:
+                tags[sample][word] = self.names[chosen[place]]
+        found = [tag for sentence in tags for tag in sentence]
+        right = [tag for example in examples for tag in example.target]
+        return {"accuracy": accuracy(found, right)}, tags
+
+    def chance(self) -> float:
+        usual = _most_common(tag for example in self.train for tag in example.target)
+        right = [tag for example in self.test for tag in example.target]
+        return accuracy([usual] * len(right), right)
+
+
+class QuestionAnswering(Task):
+    """The place in a text where the answer stands (SQuAD 1.1).
+
+    A long text is cut into windows that overlap by a third. In a window without the answer the
+    first token is to be found. The prediction is the best span of all windows.
+    """
+
+    auto = "AutoModelForQuestionAnswering"
+    metrics = ("f1", "exact_match")
+    max_length, batch_size = 384, 16
+    label_names = ("start_positions", "end_positions")
+    #: Spans are so many tokens at most, and so many of them are written.
+    span_tokens, best = 30, 20
+
+    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+        overlap = self.limit // 3
+        encoded = self.tokenizer(
+            [self._shortened(example.texts[0], overlap) for example in examples],
+            [example.texts[1] for example in examples],
+            truncation="only_second",
+            max_length=self.limit,
+            stride=overlap,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        samples, offsets = encoded["overflow_to_sample_mapping"], encoded["offset_mapping"]
+        features, notes = _unzipped(encoded), []
+        for index, feature in enumerate(features):
+            inside = [part == 1 for part in encoded.sequence_ids(index)]
+            places = [
+                tuple(offset) if within else None
+                for offset, within in zip(offsets[index], inside, strict=True)
+            ]
+            start, words = examples[samples[index]].target[0]
+            first, last = answer_tokens(places, start, start + len(words))
+            feature["start_positions"], feature["end_positions"] = first, last
+            notes.append((samples[index], places))
+        return features, notes
+
+    def _shortened(self, question: str, tokens: int) -> str:
+        """The beginning of a question that leaves the text no room."""
+        encoded = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
+        return question if len(offsets) <= tokens else question[: offsets[tokens - 1][1]]
+
+    def score(
+        self, examples: list[Example], notes: list[Any], logits: list[Logits]
+    ) -> tuple[dict[str, float], Any]:
+        spans: list[list[tuple[float, int, int]]] = [[] for _ in examples]
+        for (sample, places), (start, end) in zip(notes, logits, strict=True):
+            spans[sample] += best_spans(start, end, places, self.best, self.span_tokens)
+        exact = overlap = 0.0
+        predictions = {}
+        for example, found in zip(examples, spans, strict=True):
+            context = example.texts[1]
+            found.sort(key=lambda span: -span[0])
+            texts = list(dict.fromkeys(context[first:last] for _, first, last in found))
+            answer = texts[0] if texts else ""
+            exact += max(exact_match(answer, words) for _, words in example.target)
+            overlap += max(words_f1(answer, words) for _, words in example.target)
+            predictions[example.where.rpartition(", question ")[2]] = texts[: self.best]
+        return {"f1": overlap / len(examples), "exact_match": exact / len(examples)}, predictions
+
+
+class Choice(Task):
+    """The right one of several answers, each read after the question."""
+
+    auto = "AutoModelForMultipleChoice"
+    max_length, batch_size = 64, 16
+
+    def collator(self) -> Any:
+        from transformers import DataCollatorForMultipleChoice
+
+        return DataCollatorForMultipleChoice(self.tokenizer)
+
+    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+        pairs = [(e.texts[0], choice) for e in examples for choice in e.texts[1:]]
+        first, second = (list(column) for column in zip(*pairs, strict=True))
+        encoded = self.tokenizer(first, second, truncation=True, max_length=self.limit)
+        features, start = [], 0
+        for example in examples:
+            end = start + len(example.texts) - 1
+            feature = {name: encoded[name][start:end] for name in encoded}
+            features.append({**feature, "labels": example.target})
+            start = end
+        return features, [None] * len(features)
+
+    def score(
+        self, examples: list[Example], notes: list[Any], logits: list[Logits]
+    ) -> tuple[dict[str, float], Any]:
+        chosen = [int(scores.argmax()) for (scores,) in logits]
+        return {"accuracy": accuracy(chosen, [e.target for e in examples])}, chosen
+
+    def chance(self) -> float:
+        return 1 / (len(self.test[0].texts) - 1)
+
+
+TASKS: Mapping[str, type[Task]] = {
+    "classification": Classification,
+    "pair": Pair,
+    "tagging": Tagging,
+    "qa": QuestionAnswering,
+    "choice": Choice,
+}
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def accuracy(found: Sequence[Any], right: Sequence[Any]) -> float:
+    """The share of the answers that are right."""
+    return sum(map(lambda a, b: a == b, found, right)) / len(right)
+
+
+def f1(found: Sequence[int], right: Sequence[int], classes: int) -> float:
+    """F1 of class 1 if there are two classes, else the mean of all classes' F1."""
+    values = []
+    for label in [1] if classes == 2 else range(classes):
+        hits = sum(a == b == label for a, b in zip(found, right, strict=True))
+        said = sum(a == label for a in found) + sum(b == label for b in right)
+        values.append(2 * hits / said if said else 0.0)
+    return sum(values) / len(values)
+
+
+def normalized(answer: str) -> str:
+    """Lower case, without punctuation, articles and surplus spaces.
+
+    Source: Rajpurkar et al. 2016 (arXiv 1606.05250), §6.1 and the evaluation script.
+    """
+    answer = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
+
+
+def exact_match(answer: str, right: str) -> float:
+    """1 if the answers are the same once normalized."""
+    return float(normalized(answer) == normalized(right))
+
+
+def words_f1(answer: str, right: str) -> float:
+    """F1 of the words that two answers have in common."""
+    found, wanted = normalized(answer).split(), normalized(right).split()
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+
+
+def answer_tokens(
+    places: Sequence[tuple[int, int] | None], start: int, end: int
+) -> tuple[int, int]:
+    """The first and last token of an answer; (0, 0) if not all of it stands in the window.
+
+    Args:
+        places: characters of each token of the text; None for all other tokens.
+        start, end: characters of the answer.
+    """
+    text = [(place, token) for token, place in enumerate(places) if place is not None]
+    if not text or text[0][0][0] > start or text[-1][0][1] < end:
+        return 0, 0
+    tokens = [token for (first, last), token in text if first < end and last > start]
+    return (tokens[0], tokens[-1]) if tokens else (0, 0)
+
+
+def best_spans(
+    start: Tensor,
+    end: Tensor,
+    places: Sequence[tuple[int, int] | None],
+    count: int,
+    longest: int,
+) -> list[tuple[float, int, int]]:
+    """The spans of highest score in a window: (score, first character, last character + 1).
+
+    Args:
+        start, end: [T], the logits of a span's first and last token.
+        places: as in ``answer_tokens``; may be shorter than T.
+        count: so many spans.
+        longest: so many tokens at most.
+    """
+    inside = torch.tensor([place is not None for place in places])
+    allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()
+    allowed &= ~allowed.triu(longest)
+    scores = start[: len(places), None].double() + end[: len(places)].double()
+    scores = scores.masked_fill(~allowed, -torch.inf).flatten()
+    values, order = scores.topk(min(count, int(allowed.sum())))
+    spans = []
+    for value, index in zip(values.tolist(), order.tolist(), strict=True):
+        first, last = places[index // len(places)], places[index % len(places)]
+        assert first is not None and last is not None
+        spans.append((value, first[0], last[1]))
+    return spans
+
+
+def _unzipped(encoded: Any) -> list[Feature]:
+    names = [name for name in encoded if name not in _BOOKKEEPING]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in zip(*(encoded[name] for name in names), strict=True)
+    ]
+
+
+def _label_names(names: list[str]) -> dict[str, Any]:
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+
+
+def _most_common(values: Any) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _label_order(name: str) -> tuple[float, str]:
+    """Numbers by size, before words."""
+    number = _number(name)
+    return (float("inf") if number is None else number, name)
+
+
+def _data_error(where: str, got: str, expected: str) -> DataError:
+    return DataError(message(_WHERE, "data", f"{where}: {got}", expected, "Correct the file."))

@@ -1,0 +1,365 @@
+"""fastplm.accelerate and fastplm.restore on live models of Transformers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from torch import nn
+
+import fastplm
+from fastplm import models
+from fastplm._backends import record_decisions
+from fastplm._checks import UnsupportedError
+from fastplm.testing import GRADIENT_FACTOR, check_error
+
+from .conftest import FAMILIES, small_config
+
+IDS = torch.arange(4, 22).view(2, 9)
+MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+
+
+def classes() -> list[tuple[str, str]]:
+    """(family, class) of every drop-in model of these families."""
+    found = []
+    for family in FAMILIES:
+        prefixes = [prefix for prefix, module in models._FAMILIES.items() if module == family]
+        for name in models.__all__:
+            if name.startswith(tuple(prefixes)) and "Joint" not in name:
+                found.append((family, name))
+    return found
+
+
+CLASSES = classes()
+
+
+def plain(family: str = "bert", name: str = "BertForMaskedLM") -> transformers.PreTrainedModel:
+    torch.manual_seed(1)
+    return getattr(transformers, name)(small_config(family))
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    ids = {"input_ids": IDS, "attention_mask": MASK}
+    if name.endswith("MultipleChoice"):
+        return {key: value[:, None] for key, value in ids.items()}
+    if name.startswith(("T5Model", "T5For", "BartModel", "BartForConditional")):
+        if "Classification" not in name and "Encoder" not in name:
+            ids["decoder_input_ids"] = IDS[:, :4]
+    if name.endswith("DoubleHeadsModel"):
+        return {"input_ids": IDS[:, None], "mc_token_ids": torch.tensor([[8], [4]])}
+    if name.startswith("Bart") and "Classification" in name or "QuestionAnswering" in name:
+        ids["input_ids"] = torch.cat((IDS[:, :-1], torch.full((2, 1), 2)), 1)
+    if name == "T5ForSequenceClassification":
+        ids["input_ids"] = torch.cat((IDS[:, :-1], torch.full((2, 1), 1)), 1)
+    return ids
+
+
+def outputs(model: nn.Module, name: str) -> list[torch.Tensor]:
+    with torch.no_grad():
+        given = model(**inputs(name), return_dict=True)
+    return [value for value in given.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("family", "name"), CLASSES)
+def test_there_and_back(family, name):
+    model = plain(family, name).eval()
+    before, before_kinds = outputs(model, name), kinds(model)
+    implementation = model.config._attn_implementation
+    parameters = list(model.parameters())
+    assert fastplm.accelerate(model) is model
+    assert type(model) is getattr(models, name)
+    native = getattr(models, name)(small_config(family))
+    expected = kinds(native)
+    assert kinds(model) == expected, "as if the class of that name had been asked for"
+    for switched, made in zip(model.modules(), native.modules(), strict=True):
+        # Assigning the class is the whole switch: no attribute may need its constructor.
+        assert vars(switched).keys() - {"_fastplm_attention_before"} == vars(made).keys()
+    assert model.config._attn_implementation == "fastplm"
+    again = list(vars(model))
+    fastplm.accelerate(model)
+    assert kinds(model) == expected and list(vars(model)) == again
+    with record_decisions() as decisions:
+        during = outputs(model, name)
+    assert decisions
+    assert [a.shape for a in during] == [b.shape for b in before]
+    assert fastplm.restore(model) is model
+    assert kinds(model) == before_kinds
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(*pair) for pair in zip(outputs(model, name), before, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_the_answer_is_that_of_the_parent(hold):
+    labels = IDS.masked_fill(MASK == 0, -100)
+    theirs, ours = plain(), fastplm.accelerate(plain())
+    theirs.set_attn_implementation("eager")
+
+    def run(model):
+        return {"loss": model(IDS, attention_mask=MASK, labels=labels).loss}
+
+    with record_decisions() as decisions:
+        hold(ours, theirs, run)
+    assert {"attention", "linear_cross_entropy"} <= {decision.op for decision in decisions}
+
+
+def test_explain_says_what_runs():
+    model = fastplm.accelerate(plain())
+    text = fastplm.explain(model, IDS, attention_mask=MASK, labels=IDS)
+    assert "attention(" in text and "linear_cross_entropy(" in text
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_modes_hooks_and_the_optimizer_stay(train):
+    model = plain().train(train)
+    seen = []
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: seen.append("layer"))
+    model.register_forward_pre_hook(lambda *_: seen.append("model"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fastplm.accelerate(model)
+    assert all(module.training is train for module in model.modules())
+    before = model.bert.embeddings.word_embeddings.weight.detach().clone()
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert seen == ["model", "layer"]
+    assert not torch.equal(model.bert.embeddings.word_embeddings.weight, before)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])
+def test_copies_are_as_good(how, tmp_path):
+    model = fastplm.accelerate(plain().eval())
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert "fastplm" not in json.dumps(saved)
+        other = fastplm.accelerate(transformers.BertForMaskedLM.from_pretrained(tmp_path))
+    for changed in (lambda m: m, fastplm.restore):
+        model, other = changed(model), changed(other)
+        assert kinds(model) == kinds(other)
+        assert other.config._attn_implementation == model.config._attn_implementation
+        assert other.cls.predictions.decoder.weight is other.get_input_embeddings().weight
+        pairs = zip(outputs(model, "Bert"), outputs(other, "Bert"), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_hidden_states_are_recorded_whatever_the_class():
+    """Transformers looks up what to record by class, and a switched model was made as another."""
+    for model in (
+        fastplm.accelerate(plain()),
+        fastplm.restore(models.BertForMaskedLM(small_config("bert"))),
+    ):
+        assert len(model(IDS, output_hidden_states=True).hidden_states) == 3
+
+
+def test_a_model_of_our_classes_becomes_transformers():
+    model = fastplm.restore(models.BertForMaskedLM(small_config("bert")))
+    assert kinds(model) == kinds(plain())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "fastplm"])
+def test_the_attention_of_before_comes_back(implementation):
+    model = plain()
+    model.set_attn_implementation(implementation)
+    fastplm.accelerate(model)
+    model.set_attn_implementation("eager")
+    fastplm.accelerate(model)
+    assert model.config._attn_implementation == "fastplm"
+    assert fastplm.restore(model).config._attn_implementation == implementation
+
+
+def test_a_part_and_a_whole_can_be_restored_alike():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = transformers.BertModel(small_config("bert"))
+
+    whole = fastplm.accelerate(Classifier())
+    assert type(whole.encoder) is models.BertModel
+    fastplm.restore(whole.encoder)
+    assert kinds(whole.encoder) == kinds(transformers.BertModel(small_config("bert")))
+    assert whole.encoder.config._attn_implementation == "sdpa"
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, the way PEFT does it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("place", ["query", "decoder"])
+def test_an_adapted_linear_layer_counts(hold, place):
+    labels = IDS.masked_fill(MASK == 0, -100)
+
+    def adapted():
+        model = plain()
+        for module in [*model.modules()]:
+            inner = getattr(module, place, None)
+            if isinstance(inner, nn.Linear):
+                setattr(module, place, Adapted(inner))
+        return model
+
+    theirs, ours = adapted(), fastplm.accelerate(adapted())
+    theirs.set_attn_implementation("eager")
+    assert type(ours) is models.BertForMaskedLM
+    hold(ours, theirs, lambda m: {"loss": m(IDS, attention_mask=MASK, labels=labels).loss})
+
+
+def test_a_hook_on_the_vocabulary_head_counts(hold):
+    labels = IDS.masked_fill(MASK == 0, -100)
+
+    def hooked():
+        model = plain()
+        model.cls.predictions.decoder.register_forward_hook(lambda *a: a[-1] * 0.5)
+        return model
+
+    theirs, ours = hooked(), fastplm.accelerate(hooked())
+    hold(ours, theirs, lambda m: {"loss": m(IDS, attention_mask=MASK, labels=labels).loss})
+
+
+class OwnSelfAttention(transformers.models.bert.modeling_bert.BertSelfAttention):
+    """Averages the values, of all rows that it sees."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        values = self.value(hidden_states)
+        return values.mean(1, keepdim=True).expand_as(values), None
+
+
+class NoModule(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return self.dense(hidden_states).cumsum(1), None
+
+
+@pytest.mark.parametrize("how", ["subclass", "other module", "method"])
+def test_an_attention_of_the_users_sees_what_it_always_saw(how, caplog):
+    model = plain().eval()
+    attention = model.bert.encoder.layer[1].attention
+    if how == "subclass":
+        attention.self.__class__ = OwnSelfAttention
+    elif how == "other module":
+        attention.self = NoModule(16)
+    else:
+        attention.self.forward = lambda hidden, *_, **__: (hidden.cumsum(1), None)
+    expected = outputs(model, "Bert")
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    before = logging.getLogger("fastplm").level
+    logging.getLogger("fastplm._accelerate").addHandler(caplog.handler)
+    fastplm.accelerate(model)
+    logging.getLogger("fastplm._accelerate").removeHandler(caplog.handler)
+    logging.getLogger("fastplm").setLevel(before)
+    logger.removeHandler(caplog.handler)
+    assert "encoder.layer.1.attention.self" in caplog.text
+    assert type(model) is transformers.BertForMaskedLM
+    assert all(torch.equal(*pair) for pair in zip(outputs(model, "Bert"), expected, strict=True))
+
+
+class OwnHead(transformers.BertForMaskedLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + 1
+        return out
+
+
+def test_a_subclass_of_the_users_keeps_its_methods():
+    model = OwnHead(small_config("bert")).eval()
+    fastplm.accelerate(model)
+    assert type(model) is OwnHead and type(model.bert) is models.BertModel
+    assert model.config._attn_implementation == "fastplm"
+    other = transformers.BertForMaskedLM(small_config("bert")).eval()
+    other.load_state_dict(model.state_dict())
+    real = MASK.bool()
+    gold = copy.deepcopy(other).double()(IDS, attention_mask=MASK).logits[real] + 1
+    base = other(IDS, attention_mask=MASK).logits[real] + 1
+    check_error(
+        "logits", model(IDS, attention_mask=MASK).logits[real], gold, [base], GRADIENT_FACTOR
+    )
+    fastplm.restore(model)
+    assert type(model) is OwnHead and type(model.bert) is transformers.BertModel
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_other_models_of_transformers_get_the_attention():
+    config = transformers.DistilBertConfig(
+        vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
+    )
+    model = fastplm.accelerate(transformers.DistilBertModel(config).eval())
+    assert type(model) is transformers.DistilBertModel
+    assert model.config._attn_implementation == "fastplm"
+    with record_decisions() as decisions:
+        model(IDS, attention_mask=MASK)
+    assert [decision.op for decision in decisions] == ["attention"]
+    assert fastplm.restore(model).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), "bert-base-uncased"])
+def test_what_is_no_model_of_transformers_raises(model):
+    with pytest.raises((UnsupportedError, ValueError), match="accelerate: `model` got a"):
+        fastplm.accelerate(model)
+
+
+def test_a_wrapped_forward_is_not_restored_in_silence():
+    model = fastplm.accelerate(plain())
+    wrapped = model.forward
+    model.forward = lambda *args, **kwargs: wrapped(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match="forward"):
+        fastplm.restore(model)
+    del model.forward
+    assert type(fastplm.restore(model)) is transformers.BertForMaskedLM
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_notices(in_place):
+    torch._dynamo.reset()
+    model = plain().eval()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    if in_place:
+        model.compile(backend=counter, fullgraph=True)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        compiled(IDS, attention_mask=MASK)
+        fastplm.accelerate(compiled)
+        compiled(IDS, attention_mask=MASK)
+        calls = str(counter.graphs[-1].graph)
+        assert counter.frame_count == 2 and "fastplm.attention" in calls
+        fastplm.restore(compiled)
+        compiled(IDS, attention_mask=MASK)
+    assert all("fastplm" not in str(graph.graph) for graph in counter.graphs[2:])

@@ -1,0 +1,545 @@
+"""fastplm.models.albert against Transformers, what ALBERT's layers share, and what they change."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from torch import nn
+from transformers import AlbertConfig
+
+from fastplm import models
+from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.models import (
+    AlbertForMaskedLM,
+    AlbertForPreTraining,
+    AlbertForSequenceClassification,
+    AlbertModel,
+    layer_similarity,
+)
+
+VOCAB, ROWS, LENGTH, LAYERS = 37, 4, 9, 3
+MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
+CLASSES = [
+    getattr(models, name) for name in models.__all__ if name.startswith("Albert") and "For" in name
+] + [AlbertModel]
+MODES = ["attention", "feed_forward", "none"]
+
+
+def config(**changes):
+    sizes = dict(
+        vocab_size=VOCAB,
+        embedding_size=12,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=20,
+        classifier_dropout_prob=0.0,
+        initializer_range=0.2,
+    )
+    return AlbertConfig(**{**sizes, **changes})
+
+
+def shared(mode, **changes):
+    groups = 1 if mode == "all" else LAYERS
+    return config(num_hidden_groups=groups, parameter_sharing=mode, **changes)
+
+
+def batch(mask=MASK):
+    ids = torch.randint(4, VOCAB, (ROWS, LENGTH)) * mask
+    labels = ids.masked_fill(torch.rand(ROWS, LENGTH) > 0.3, -100).masked_fill(mask == 0, -100)
+    labels[0, 1] = labels[2, 4] = 5
+    return ids, labels
+
+
+def parent_like(ours, **changes):
+    """Transformers' model of a configuration, with eager attention."""
+    parent = getattr(transformers, type(ours).__name__)
+    return parent._from_config(
+        copy.deepcopy(ours.config).__class__(**{**ours.config.to_dict(), **changes}),
+        attn_implementation="eager",
+    )
+
+
+# --- every class against its parent ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("padding", "dtype"),
+    [
+        ("none", torch.float32),
+        ("right", torch.float32),
+        ("left", torch.float32),
+        ("dead row", torch.float32),
+        ("right", torch.bfloat16),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+def test_every_class_equals_its_parent(hold_drop_in, ours, padding, dtype):
+    hold_drop_in(ours, config(num_hidden_layers=2), padding, dtype)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"num_hidden_groups": LAYERS},
+        {"num_hidden_groups": 2, "inner_group_num": 2},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 5, "num_hidden_groups": 3},
+        {"embedding_size": 1},
+        {"embedding_size": 32},
+        {"embedding_size": 40},
+        {"chunk_size_feed_forward": 3},
+    ],
+    ids=lambda layers: " ".join(f"{name}={value}" for name, value in layers.items()),
+)
+def test_layers_groups_and_embeddings_of_any_number(hold_drop_in, layers):
+    hold_drop_in(AlbertForMaskedLM, config(**layers), "right")
+
+
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+def test_checkpoints_go_both_ways(round_trip, ours):
+    round_trip(ours, config())
+
+
+@pytest.mark.parametrize("ours", [AlbertForPreTraining, AlbertModel])
+def test_a_capacity_changes_nothing(hold_drop_in, ours):
+    hold_drop_in(ours, config(), "left", unpad=30)
+
+
+def rows_of_calls(model, run):
+    """How many rows each call of a layer computed."""
+    rows = []
+    for module in model.modules():
+        if isinstance(module, transformers.models.albert.modeling_albert.AlbertLayer):
+            module.ffn.register_forward_hook(
+                lambda module, args, out: rows.append(out.shape[:-1].numel())
+            )
+    run(model)
+    return rows
+
+
+@pytest.mark.parametrize("layers", [{}, {"num_hidden_groups": 2, "inner_group_num": 2}])
+def test_the_last_call_alone_is_cut(layers):
+    ids, labels = batch()
+    tokens, calls = int(MASK.sum()), LAYERS * layers.get("inner_group_num", 1)
+    labelled = int((labels != -100).sum())
+    for cls, wanted, arguments in (
+        (AlbertForMaskedLM, labelled, {"labels": labels}),
+        (AlbertForSequenceClassification, ROWS, {}),
+        (AlbertModel, tokens, {}),
+    ):
+        model = cls(config(**layers))
+        rows = rows_of_calls(model, lambda m, a=arguments: m(ids, attention_mask=MASK, **a))
+        assert rows == [tokens] * (calls - 1) + [wanted]
+
+
+def test_a_layer_of_the_users_computes_all_rows(hold):
+    """It may not know of wanted rows."""
+
+    class Own(transformers.models.albert.modeling_albert.AlbertAttention):
+        pass
+
+    ids, labels = batch()
+    ours = AlbertForMaskedLM(config())
+    ours.albert.encoder.albert_layer_groups[0].albert_layers[0].attention.__class__ = Own
+
+    def run(model):
+        return {"loss": model(ids, attention_mask=MASK, labels=labels).loss}
+
+    hold(ours, parent_like(ours), run)
+    tokens = int(MASK.sum())
+    assert rows_of_calls(ours, run) == [tokens] * LAYERS
+
+
+# --- pre-training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["labels", "sentence_order_label"])
+def test_either_loss_alone(hold, given):
+    ids, labels = batch()
+    targets = {"labels": labels, "sentence_order_label": torch.tensor([0, 1, 1, -100])}
+    target = targets[given]
+
+    def run(model):
+        out = model(ids, attention_mask=MASK, **{given: target})
+        assert out.prediction_logits is None
+        return {"loss": out.loss, "sop_logits": out.sop_logits}
+
+    def parent_run(model):
+        out = model(ids, attention_mask=MASK)
+        logits = out.prediction_logits.flatten(0, 1) if given == "labels" else out.sop_logits
+        loss = nn.functional.cross_entropy(logits, target.flatten())
+        return {"loss": loss, "sop_logits": out.sop_logits}
+
+    ours = AlbertForPreTraining(config())
+    hold(ours, parent_like(ours), run, parent_run)
+
+
+def test_accumulated_half_batches_are_one_batch(hold):
+    ids, labels = batch()
+    order = torch.tensor([0, 1, 1, 0])
+    items = int((labels != -100).sum())
+
+    def run(model, rows, **counts):
+        return {
+            "loss": sum(
+                model(
+                    ids[piece],
+                    attention_mask=MASK[piece],
+                    labels=labels[piece],
+                    sentence_order_label=order[piece],
+                    **counts,
+                ).loss
+                for piece in (slice(i, i + rows) for i in range(0, ROWS, rows))
+            )
+        }
+
+    counts = {"num_items_in_batch": items, "num_sequences_in_batch": torch.tensor(ROWS)}
+    model = AlbertForPreTraining(config())
+    hold(model, model, lambda m: run(m, 2, **counts), lambda m: run(m, ROWS))
+
+
+def test_bad_sentence_order_labels_raise_a_typed_error():
+    ids, _ = batch()
+    model = AlbertForPreTraining(config())
+    with pytest.raises(ArgumentValueError, match="AlbertForPreTraining: `sentence_order_label`"):
+        model(ids, sentence_order_label=torch.zeros(ROWS + 1, dtype=torch.int64))
+    with pytest.raises(ArgumentTypeError, match="AlbertForPreTraining: `sentence_order_label`"):
+        model(ids, sentence_order_label=torch.zeros(ROWS))
+
+
+# --- what the layers share ------------------------------------------------------------------------
+
+
+def layers_of(model):
+    groups = model.base_model.encoder.albert_layer_groups
+    return list(itertools.chain.from_iterable(group.albert_layers for group in groups))
+
+
+def tie_by_hand(model, mode):
+    """The layers of a model of Transformers share modules."""
+    first, *others = layers_of(model)
+    parts = {"attention": ["attention"], "none": []}
+    parts["feed_forward"] = ["ffn", "ffn_output", "full_layer_layer_norm"]
+    for layer, part in itertools.product(others, parts[mode]):
+        setattr(layer, part, getattr(first, part))
+    return model
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_shared_parts_add_up(hold, mode, inner):
+    ids, labels = batch()
+    ours = AlbertForMaskedLM(shared(mode, inner_group_num=inner))
+    parent = tie_by_hand(parent_like(ours), mode)
+
+    def run(model):
+        return {"loss": model(ids, attention_mask=MASK, labels=labels).loss}
+
+    assert dict(ours.named_parameters()).keys() == dict(parent.named_parameters()).keys()
+    hold(ours, parent, run)
+
+
+@pytest.mark.parametrize("tied_words", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [AlbertModel, AlbertForMaskedLM])
+def test_a_shared_checkpoint_is_one_of_transformers(hold, tmp_path, cls, mode, tied_words):
+    """There, a step of training then moves the copies apart; here it cannot."""
+    ours = cls(shared(mode, tie_word_embeddings=tied_words)).eval()
+    ours.save_pretrained(tmp_path / "ours")
+    assert json.loads((tmp_path / "ours/config.json").read_text())["parameter_sharing"] == mode
+    parent = getattr(transformers, cls.__name__)
+    theirs, report = parent.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert theirs.state_dict().keys() == ours.state_dict().keys()
+    ids, _ = batch()
+    hold(ours, theirs, lambda m: {"out": m(ids, attention_mask=MASK)[0][MASK.bool()]})
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    back, report = cls.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(report.values()), report
+    assert [n for n, _ in back.named_parameters()] == [n for n, _ in ours.named_parameters()]
+    for name, value in ours.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value), name
+    assert torch.equal(back(ids)[0], ours(ids)[0])
+
+    if mode != "none":
+        changed = layers_of(theirs)[1]
+        part = changed.attention.query if mode == "attention" else changed.ffn
+        nn.init.ones_(part.weight)
+        theirs.save_pretrained(tmp_path / "apart")
+        with pytest.raises(ArgumentValueError, match="parameter_sharing='none'"):
+            cls.from_pretrained(tmp_path / "apart")
+        cls.from_pretrained(tmp_path / "apart", parameter_sharing="none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sharing_survives_what_users_do(mode):
+    ours = AlbertForMaskedLM(shared(mode))
+    shared_before = [name for name, _ in ours.named_parameters()]
+    ours.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    other = copy.deepcopy(ours).to(torch.bfloat16).float()
+    other.tie_weights()
+    for model in (ours, other):
+        assert [name for name, _ in model.named_parameters()] == shared_before
+
+
+def test_a_mode_that_does_not_fit_raises():
+    with pytest.raises(ArgumentValueError, match="parameter_sharing.*'some'"):
+        AlbertModel(config(parameter_sharing="some"))
+    for cls, mode in itertools.product((AlbertModel, AlbertForMaskedLM), MODES):
+        with pytest.raises(ArgumentValueError, match=f"num_hidden_groups={LAYERS}"):
+            cls(config(parameter_sharing=mode))
+
+
+PAPER = {
+    (768, "all"): 31,
+    (768, "attention"): 83,
+    (768, "feed_forward"): 57,
+    (768, "none"): 108,
+    (128, "all"): 12,
+    (128, "attention"): 64,
+    (128, "feed_forward"): 38,
+    (128, "none"): 89,
+}
+
+
+@pytest.mark.parametrize(("embedding", "mode"), PAPER)
+def test_parameters_are_the_papers(embedding, mode):
+    """Lan et al. 2019, table 4, in millions.
+
+    Its models of 108M and 89M are counted without the pooler, the others with it; and where the
+    sizes are equal it has no projection between them, which Transformers has.
+    """
+    sizes = AlbertConfig(
+        vocab_size=30_000,
+        embedding_size=embedding,
+        hidden_size=768,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        num_hidden_groups=1 if mode == "all" else 12,
+        parameter_sharing=mode,
+    )
+    with torch.device("meta"):
+        model = AlbertModel(sizes)
+
+    def count(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    total = count(model)
+    if embedding == 768:
+        total -= count(model.encoder.embedding_hidden_mapping_in)
+    if mode == "none":
+        total -= count(model.pooler)
+    assert round(total / 1e6) == PAPER[embedding, mode]
+
+
+# --- as users run it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["all", "feed_forward"])
+def test_gradient_checkpointing_changes_no_bit(mode):
+    """Transformers' ALBERT does not have it."""
+    ids, labels = batch()
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = AlbertForMaskedLM(shared(mode, hidden_dropout_prob=0.1)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+
+        def run(model):
+            torch.manual_seed(1)
+            model(ids, attention_mask=MASK, labels=labels).loss.backward()
+
+        calls.append(len(rows_of_calls(model, run)))
+        gradients.append([p.grad for p in model.parameters()])
+    assert calls == [LAYERS, 2 * LAYERS]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        AlbertForPreTraining,
+        pytest.param(AlbertForSequenceClassification, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_once_for_all_batches_of_a_shape(hold, cls):
+    torch._dynamo.reset()
+    model = cls(config(num_hidden_layers=2, problem_type="single_label_classification"))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(2):
+        mask = MASK.roll(step, 0)
+        ids, labels = batch(mask)
+        pairs = torch.arange(step, step + ROWS) % 2
+        positions = (labels.flatten() != -100).nonzero().flatten()
+        positions = nn.functional.pad(positions, (0, 12))[:12].masked_fill(
+            torch.arange(12) >= len(positions), -1
+        )
+        given = {"input_ids": ids, "attention_mask": mask, "labels": pairs}
+        if cls is AlbertForPreTraining:
+            given.update(labels=labels, sentence_order_label=pairs, masked_positions=positions)
+            given["num_items_in_batch"] = torch.tensor(len(positions))
+
+        def run(model, given=given, **more):
+            return {"loss": model(**given, **more).loss}
+
+        hold(
+            model, model, lambda _, run=run: run(compiled, unpad=30), lambda m: run(m, unpad=False)
+        )
+    assert counter.frame_count == 1
+
+
+def test_attention_weights_and_hidden_states(hold):
+    ids, labels = batch()
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    token = MASK.bool()
+
+    def run(model):
+        out = model(ids, attention_mask=MASK, labels=labels, **asked)
+        seen = {f"hidden {i}": state[token] for i, state in enumerate(out.hidden_states)}
+        for i, weights in enumerate(out.attentions):
+            seen[f"weights {i}"] = weights.transpose(1, 2)[token]
+        return seen
+
+    model = AlbertForMaskedLM(config())
+    assert len(run(model)) == 2 * LAYERS + 1
+    hold(model, parent_like(model), run)
+
+
+# --- a real checkpoint ----------------------------------------------------------------------------
+
+REACTIONS = [
+    "CC(=O)O.OCC>>CC(=O)OCC",
+    "C=CC=C.C=CC=O>>O=CC1CCC=CC1",
+    "COc1ccc(B(O)O)cc1.Brc1ccncc1.O=C([O-])[O-].[K+].[K+].[Pd]>>COc1ccc(-c2ccncc2)cc1",
+]
+
+
+def test_a_real_checkpoint_predicts_the_same(hold, checkpoint):
+    """rxnmapper's ALBERT, a masked language model of chemical reactions."""
+    folder = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
+    path = checkpoint("rxnmapper", "0.4.3", folder)
+    vocabulary = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    token = re.compile("|".join(map(re.escape, sorted(vocabulary, key=len, reverse=True))))
+    rows = [
+        torch.tensor([vocabulary.index(each) for each in ("[CLS]", *token.findall(row), "[SEP]")])
+        for row in REACTIONS
+    ]
+    truth = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    chosen = mask.bool() & (torch.arange(truth.numel()).view(truth.shape) % 7 == 3)
+    ids = truth.masked_fill(chosen, vocabulary.index("[MASK]"))
+    labels = truth.masked_fill(~chosen, -100)
+    ours, report = AlbertForMaskedLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    theirs = transformers.AlbertForMaskedLM.from_pretrained(path)
+
+    def run(model, **more):
+        out = model.eval()(ids, attention_mask=mask, labels=labels, **more)
+        return {"loss": out.loss, "logits": out.logits[mask.bool()]}
+
+    hold(ours, theirs, lambda m: run(m, output_logits=True), run)
+    right = [
+        model(ids, attention_mask=mask).logits.argmax(-1)[chosen] == truth[chosen]
+        for model in (ours, theirs)
+    ]
+    assert torch.equal(*right)
+    assert right[0].double().mean() > 0.5, "the checkpoint was really read"
+
+
+# --- the report of the layers ---------------------------------------------------------------------
+
+
+class Fixed(nn.Module):
+    """A model whose hidden states are given."""
+
+    def __init__(self, *states, name="hidden_states"):
+        super().__init__()
+        self.states, self.name = tuple(torch.as_tensor(state) for state in states), name
+
+    def forward(self, output_hidden_states, return_dict, attention_mask=None):
+        assert output_hidden_states and return_dict
+        return {self.name: self.states}
+
+
+# Two sequences of two tokens in two dimensions.
+STATES = (
+    [[[3.0, 0.0], [1.0, 0.0]], [[0.0, 2.0], [7.0, 7.0]]],
+    [[[3.0, 4.0], [0.0, 1.0]], [[0.0, -2.0], [1e6, 0.0]]],
+    [[[3.0, 4.0], [0.0, 2.0]], [[0.0, -2.0], [0.0, 1e6]]],
+)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "encoder_hidden_states"])
+def test_layer_similarity_by_hand(name):
+    report = layer_similarity(
+        Fixed(*STATES, name=name), attention_mask=torch.tensor([[1, 1], [1, 0]])
+    )
+    angle = math.degrees(math.acos(0.6))
+    expected = (
+        [(4 + math.sqrt(2) + 4) / 3, 1 / 3],
+        [(0.6 + 0 - 1) / 3, 1.0],
+        [(angle + 90 + 180) / 3, 0.0],
+    )
+    assert report._fields == ("distance", "cosine", "degrees")
+    for values, numbers in zip(report, expected, strict=True):
+        assert values.tolist() == pytest.approx(numbers, rel=4 * torch.finfo(torch.float32).eps)
+
+
+def test_layer_similarity_without_a_mask_counts_every_token():
+    report = layer_similarity(Fixed([[[1.0, 0.0], [1.0, 0.0]]], [[[1.0, 0.0], [-3.0, 0.0]]]))
+    assert [values.tolist() for values in report] == [[2.0], [0.0], [90.0]]
+
+
+def test_padding_garbage_is_not_counted():
+    mask = torch.tensor([[1, 1], [1, 0]])
+    spoiled = copy.deepcopy(STATES)
+    spoiled[1][1][1] = [math.nan, math.inf]
+    both = [layer_similarity(Fixed(*states), attention_mask=mask) for states in (STATES, spoiled)]
+    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "Electra"])
+def test_layer_similarity_of_every_encoder(name):
+    sizes = dict(pad_token_id=0, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+    sizes.update(num_hidden_layers=LAYERS, num_attention_heads=2, embedding_size=12)
+    made = getattr(transformers, f"{name}Config")(**sizes)
+    ids, labels = batch()
+    model = getattr(models, f"{name}ForMaskedLM")(made).eval()
+    report = layer_similarity(model, input_ids=ids, attention_mask=MASK, labels=labels)
+    states = model(ids, attention_mask=MASK, output_hidden_states=True).hidden_states
+    again = layer_similarity(Fixed(*states), attention_mask=MASK)
+    assert all(values.shape == (LAYERS,) and values.isfinite().all() for values in report)
+    assert all(torch.equal(*pair) for pair in zip(report, again, strict=True))
+
+
+def test_layer_similarity_of_choices():
+    ids, _ = batch()
+    choices = {"input_ids": ids[:, None].repeat(1, 2, 1), "attention_mask": MASK[:, None]}
+    choices["attention_mask"] = choices["attention_mask"].repeat(1, 2, 1)
+    model = models.AlbertForMultipleChoice(config()).eval()
+    report = layer_similarity(model, **choices)
+    assert report.distance.shape == (LAYERS,)
+
+
+def test_layer_similarity_says_what_it_cannot_report():
+    with pytest.raises(ArgumentValueError, match="without hidden states"):
+        layer_similarity(Fixed(*STATES, name="others"))
+    with pytest.raises(ArgumentValueError, match="attention_mask"):
+        layer_similarity(Fixed(*STATES), attention_mask=torch.ones(2, 3))

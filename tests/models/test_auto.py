@@ -1,0 +1,110 @@
+"""fastplm.models.Auto…: Transformers' choice of a class, and ours of that name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from fastplm import models
+from fastplm.models import _FAMILIES
+
+from .conftest import FAMILIES, small_config
+
+NAMES = [name for name in models.__all__ if name.startswith("Auto")]
+BERT = small_config("bert")
+DISTIL = transformers.DistilBertConfig(
+    vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_by_name_where_there_is_one(name, family):
+    theirs = getattr(transformers, name)
+    config = small_config(family)
+    if type(config) not in theirs._model_mapping:
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            getattr(models, name).from_config(config)
+        return
+    with torch.device("meta"):
+        expected = theirs.from_config(small_config(family))
+        model = getattr(models, name).from_config(config)
+    assert type(model).__name__ == type(expected).__name__
+    assert config._attn_implementation is None, "the caller's configuration is not changed"
+    known = hasattr(models, type(expected).__name__)
+    assert type(model).__module__.startswith("fastplm." if known else "transformers.")
+    if known:
+        assert model.config._attn_implementation == "fastplm"
+        assert type(model) is getattr(models, type(expected).__name__)
+
+
+def test_every_family_is_tried():
+    others = {"auto", "electra_joint", "encoder_decoder", "layer_report"}
+    assert set(_FAMILIES.values()) - others == set(FAMILIES)
+
+
+@pytest.mark.parametrize("chosen", ["argument", "configuration"])
+@pytest.mark.parametrize("config", [BERT, DISTIL], ids=["bert", "distilbert"])
+def test_the_users_attention_stays(config, chosen, tmp_path):
+    config = copy.deepcopy(config)
+    argument = {"attn_implementation": "eager"} if chosen == "argument" else {}
+    if chosen == "configuration":
+        config._attn_implementation = "eager"
+    model = models.AutoModel.from_config(config, **argument)
+    assert model.config._attn_implementation == "eager"
+    assert type(model).__module__.startswith("fastplm.") == (config.model_type == "bert")
+    model.save_pretrained(tmp_path)
+    if chosen == "configuration":
+        argument = {"config": config}
+    model = models.AutoModel.from_pretrained(tmp_path, **argument)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_loading_goes_both_ways(tmp_path):
+    torch.manual_seed(0)
+    theirs = transformers.BertForMaskedLM(copy.deepcopy(BERT)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, report = models.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(ours) is models.BertForMaskedLM and not ours.training
+    assert ours.config._attn_implementation == "fastplm"
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    )
+    half = models.AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.dtype is torch.bfloat16
+
+
+def test_others_are_transformers_with_our_attention(tmp_path):
+    model = models.AutoModel.from_config(copy.deepcopy(DISTIL))
+    assert type(model) is transformers.DistilBertModel
+    model.save_pretrained(tmp_path)
+    loaded = models.AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.DistilBertModel
+    for either in (model, loaded):
+        assert either.config._attn_implementation == "fastplm"
+
+
+def test_code_of_a_checkpoint_is_used_where_it_is_trusted(tmp_path):
+    config = copy.deepcopy(BERT)
+    config.auto_map = {"AutoModel": "own.OwnModel"}
+    models.BertModel(config).save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from transformers import BertModel\n\n\nclass OwnModel(BertModel):\n    own = True\n"
+    )
+    trusted = models.AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert trusted.own and not isinstance(trusted, models.BertModel)
+    ours = models.AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
+    assert type(ours) is models.BertModel
+
+
+def test_transformers_own_classes_are_left_as_they_were():
+    models.AutoModel.from_config(copy.deepcopy(BERT))
+    theirs = transformers.AutoModel.from_config(copy.deepcopy(BERT))
+    assert type(theirs) is transformers.BertModel
+    with pytest.raises(OSError, match="AutoModelForMaskedLM is designed"):
+        models.AutoModelForMaskedLM()

@@ -1,0 +1,672 @@
+"""fastplm.models.bart against the classes of the same names in Transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BartConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastplm import models
+from fastplm._backends import record_decisions
+from fastplm._checks import ArgumentValueError
+from fastplm.models import (
+    BartForCausalLM,
+    BartForConditionalGeneration,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+)
+from fastplm.models._base import restore_modules, switch_modules
+
+from .conftest import PADDINGS, parent_of
+
+VOCAB, ROWS, SOURCE, TARGET, CLASSES = 41, 4, 9, 7, 3
+PAD, EOS = 1, 2
+CONFIG = BartConfig(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=24,
+    dropout=0.0,
+    attention_dropout=0.0,
+    activation_dropout=0.0,
+    init_std=0.3,
+    scale_embedding=True,
+    num_labels=CLASSES,
+)
+DEEPER = {"encoder_layers": 2, "decoder_layers": 2}
+#: How far each target is labelled; within, one token has no label.
+LABELLED = (7, 3, 5, 1)
+
+
+def config(**changes):
+    changed = copy.deepcopy(CONFIG)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def parent_like(ours, dtype=torch.float32, **changes):
+    return parent_of(ours)._from_config(config(**changes), attn_implementation="eager", dtype=dtype)
+
+
+def pair(ours, **changes):
+    """(ours, the parent) with the same weights, in evaluation."""
+    model, parent = ours(config(**changes)).eval(), parent_like(ours, **changes).eval()
+    if hasattr(model, "final_logits_bias"):
+        nn.init.normal_(model.final_logits_bias)
+    parent.load_state_dict(model.state_dict())
+    return model, parent
+
+
+def source(padding):
+    """Ids that end with <eos>, and their mask."""
+    mask = PADDINGS[padding]
+    ids = torch.randint(4, VOCAB, (ROWS, SOURCE))
+    if mask is None:
+        ids[:, -1] = EOS
+        return {"input_ids": ids}
+    ids = ids.masked_fill(mask == 0, PAD)
+    last = (mask * torch.arange(SOURCE)).argmax(1)
+    ids[torch.arange(ROWS), last] = EOS
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def target():
+    labels = torch.randint(4, VOCAB, (ROWS, TARGET))
+    for row, length in enumerate(LABELLED):
+        labels[row, length:] = -100
+    labels[0, 2] = -100
+    return labels
+
+
+def inputs_of(ours, padding):
+    inputs = source(padding)
+    mask = inputs.get("attention_mask", torch.ones(ROWS, SOURCE))
+    alive = mask.bool().any(1)
+    if ours is BartForConditionalGeneration:
+        inputs["labels"] = target().masked_fill(~alive[:, None], -100)
+    if ours is BartForSequenceClassification:
+        inputs["labels"] = torch.tensor([0, 2, 1, 2]).masked_fill(~alive, -100)
+    if ours is BartForQuestionAnswering:
+        inputs["start_positions"] = torch.tensor([0, 2, 1, 3])
+        inputs["end_positions"] = torch.tensor([4, 2, 7, 30])
+    if ours is BartModel:
+        inputs["decoder_input_ids"] = torch.randint(4, VOCAB, (ROWS, TARGET))
+    return inputs
+
+
+def compared(outputs, inputs):
+    """What two models must agree on: nothing of padding, nor of a row without a source."""
+    mask = inputs.get("attention_mask", torch.ones(ROWS, SOURCE)).bool()
+    decoder_mask = inputs.get("decoder_attention_mask")
+    result = {}
+
+    def enter(name, value):
+        if name == "loss":
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
+        elif name.startswith("encoder"):
+            value = value[mask]
+        elif decoder_mask is not None and value.shape[1] == decoder_mask.shape[1]:
+            value = value[decoder_mask.bool() & mask.any(1)[:, None]]
+        else:
+            value = value[mask.any(1)]
+        result[name] = value
+
+    for name, value in outputs.items():
+        if isinstance(value, tuple):
+            for index, state in enumerate(value):
+                enter(f"{name} {index}", state)
+        elif isinstance(value, torch.Tensor):
+            enter(name, value)
+    if "loss" not in result:
+        result["loss"] = sum(value.square().sum() for value in result.values())
+    return result
+
+
+def hold_to_parent(
+    hold, ours, inputs, dtype=torch.float32, loss_alone=True, changes=None, **options
+):
+    """Everything that a forward returns, and once more the loss alone; ``options`` go to ours."""
+    changes = changes or {}
+    model = ours(config(**changes)).to(dtype)
+    if hasattr(model, "final_logits_bias"):
+        nn.init.normal_(model.final_logits_bias)
+    parent = parent_like(ours, dtype, **changes)
+
+    def everything(model, **extra):
+        out = model(**inputs, output_hidden_states=True, use_cache=False, **extra)
+        return compared(out, inputs)
+
+    def loss(model, **extra):
+        return {"loss": compared(model(**inputs, use_cache=False, **extra), inputs)["loss"]}
+
+    logits = {"output_logits": True} if "labels" in inputs and hasattr(model, "lm_head") else {}
+    hold(model, parent, lambda m: everything(m, **logits, **options), everything)
+    if loss_alone:
+        hold(model, parent, lambda m: loss(m, **options), loss)
+    return model
+
+
+SEQ2SEQ = [
+    BartModel,
+    BartForConditionalGeneration,
+    BartForSequenceClassification,
+    BartForQuestionAnswering,
+]
+FULL = [(padding, torch.float32) for padding in ("none", "right", "left", "dead row")]
+FULL.append(("right", torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "padding, dtype", FULL, ids=["none", "right", "left", "dead row", "right bf16"]
+)
+@pytest.mark.parametrize("ours", SEQ2SEQ, ids=lambda ours: ours.__name__)
+def test_every_class_equals_its_parent(hold, ours, padding, dtype):
+    if padding == "dead row" and ours is BartForQuestionAnswering:
+        pytest.skip("its loss runs over a row that has no source")
+    inputs = inputs_of(ours, padding)
+    shorter = ours in (BartForConditionalGeneration, BartForSequenceClassification)
+    hold_to_parent(hold, ours, inputs, dtype, loss_alone=shorter)
+
+
+@pytest.mark.parametrize(
+    "padding, dtype", FULL, ids=["none", "right", "left", "dead row", "right bf16"]
+)
+def test_the_decoder_alone_equals_its_parent(hold_drop_in, padding, dtype):
+    hold_drop_in(BartForCausalLM, config(), padding, dtype)
+
+
+def test_there_is_a_class_for_every_head():
+    named = {name for name in models.__all__ if name.startswith("Bart")}
+    assert named == {cls.__name__ for cls in (*SEQ2SEQ, BartForCausalLM)}
+
+
+@pytest.mark.parametrize("ours", [*SEQ2SEQ, BartForCausalLM], ids=lambda ours: ours.__name__)
+def test_checkpoints_go_both_ways(round_trip, ours):
+    # With such a vocabulary every token is the <eos> that the classifier looks for.
+    round_trip(ours, config(vocab_size=5, eos_token_id=4))
+
+
+# --- which rows are computed ----------------------------------------------------------------------
+
+
+def rows_seen(model, run):
+    """(rows of the encoder's, of the decoder's first layer)."""
+    seen = {}
+    hooks = [
+        stack.layers[0].register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: tuple(args[0].shape[:2])})
+        )
+        for name, stack in (("encoder", model.model.encoder), ("decoder", model.model.decoder))
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen["encoder"], seen["decoder"]
+
+
+def test_a_loss_needs_no_row_after_the_last_label():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model = BartForConditionalGeneration(config())
+    tokens = int(inputs["attention_mask"].sum())
+    short = rows_seen(model, lambda: model(**inputs))
+    assert short == ((1, tokens), (1, sum(LABELLED)))
+    for asked in ("output_logits", "output_hidden_states"):
+        seen = rows_seen(model, lambda asked=asked: model(**inputs, **{asked: True}))
+        assert seen == ((1, tokens), (1, ROWS * TARGET))
+    del inputs["attention_mask"]
+    assert rows_seen(model, lambda: model(**inputs)) == ((4, SOURCE), (1, sum(LABELLED)))
+
+
+def test_a_classifier_needs_no_row_after_its_token():
+    inputs = inputs_of(BartForSequenceClassification, "right")
+    model = BartForSequenceClassification(config())
+    tokens = int(inputs["attention_mask"].sum())
+    assert rows_seen(model, lambda: model(**inputs)) == ((1, tokens), (1, tokens))
+
+
+DECODER_MASKS = {
+    "right": torch.tensor([[1] * 7, [1] * 3 + [0] * 4, [1] * 5 + [0] * 2, [1] + [0] * 6]),
+    "left": torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 2 + [1] * 5, [0] * 6 + [1]]),
+}
+
+
+@pytest.mark.parametrize("decoder_padding", DECODER_MASKS)
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_two_paddings_equal_the_parent(hold, padding, decoder_padding):
+    inputs = inputs_of(BartForConditionalGeneration, padding)
+    mask = inputs["decoder_attention_mask"] = DECODER_MASKS[decoder_padding]
+    inputs["decoder_input_ids"] = torch.randint(4, VOCAB, (ROWS, TARGET))
+    # One label is on padding, and a row of tokens after the last label is left out.
+    labels = torch.randint(4, VOCAB, (ROWS, TARGET)).masked_fill(mask == 0, -100)
+    labels[0, 5:] = -100
+    labels[1, 3:5] = 7
+    inputs["labels"] = labels
+    model = hold_to_parent(hold, BartForConditionalGeneration, inputs, changes=DEEPER)
+    _, (one, rows) = rows_seen(model, lambda: model(**inputs))
+    extra = 1 if decoder_padding == "left" else 2
+    assert (one, rows) == (1, int(mask.sum()) - 2 + extra)
+
+
+@pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": ROWS * TARGET}])
+@pytest.mark.parametrize("ours", [BartModel, BartForQuestionAnswering])
+def test_a_decoder_that_stays_padded_keeps_its_mask(hold, ours, options):
+    """A packed encoder beside it packs it whole."""
+    inputs = inputs_of(ours, "right")
+    inputs["decoder_input_ids"] = torch.randint(4, VOCAB, (ROWS, TARGET))
+    mask = inputs["decoder_attention_mask"] = DECODER_MASKS["left"]
+
+    def run(model, **extra):
+        out = model(**inputs, use_cache=False, **extra)
+        if ours is BartModel:
+            hidden = out.last_hidden_state[mask.bool()]
+            return {"hidden": hidden, "loss": hidden.square().sum()}
+        # Rows before the first token see nothing, and what they come to is nobody's business.
+        return {"loss": out.loss} if mask[:, 0].all() else {"logits": out.start_logits[mask.bool()]}
+
+    hold(ours(config()), parent_like(ours), lambda model: run(model, **options), run)
+
+
+@pytest.mark.parametrize("ours", [BartForConditionalGeneration, BartModel])
+def test_a_capacity_changes_nothing(hold, ours):
+    """26 tokens lie in 30 rows, 16 in 20, in shapes that do not depend on the batch."""
+    inputs = inputs_of(ours, "right")
+    inputs["decoder_attention_mask"] = DECODER_MASKS["right"]
+    options = {"unpad": 30, "decoder_unpad": 20}
+    model = hold_to_parent(hold, ours, inputs, loss_alone=False, **options)
+    if ours is BartForConditionalGeneration:
+        assert rows_seen(model, lambda: model(**inputs, **options)) == ((1, 30), (1, 20))
+
+
+@pytest.mark.parametrize("given", ["encoder_outputs", "inputs_embeds"])
+@pytest.mark.parametrize("value", [1e6, float("nan")])
+def test_padded_encoder_rows_are_never_seen(given, value):
+    inputs = inputs_of(BartForConditionalGeneration, "left")
+    model = BartForConditionalGeneration(config())
+    del inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    states = torch.randn(ROWS, SOURCE, 32)
+    losses, gradients = [], []
+    for garbage in (0.0, value):
+        rows = states.masked_fill(mask[..., None] == 0, garbage).requires_grad_()
+        extra = {given: (rows,) if given == "encoder_outputs" else rows}
+        out = model(**inputs, **extra)
+        gradients.append(torch.autograd.grad(out.loss, rows)[0])
+        losses.append(out.loss)
+    assert torch.equal(*losses) and torch.equal(*gradients)
+    assert not gradients[1][mask == 0].any()
+
+
+@pytest.mark.parametrize("value", [1e6, float("nan")])
+def test_a_cached_decoder_does_not_see_them_either(value):
+    mask = PADDINGS["left"]
+    model = BartForConditionalGeneration(config()).eval()
+    states = torch.randn(ROWS, SOURCE, 32)
+    logits = []
+    for garbage in (0.0, value):
+        rows = states.masked_fill(mask[..., None] == 0, garbage)
+        out = model(
+            encoder_outputs=BaseModelOutput(rows),
+            attention_mask=mask,
+            decoder_input_ids=torch.full((ROWS, 2), EOS),
+            use_cache=True,
+        )
+        assert out.past_key_values is not None
+        logits.append(out.logits)
+    assert torch.equal(*logits)
+
+
+# --- the head, its table and its bias -------------------------------------------------------------
+
+
+def test_logits_are_made_when_asked_for_alone():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model, parent = pair(BartForConditionalGeneration)
+    out = model(**inputs)
+    assert out.logits is None and out.past_key_values is None
+    assert out.encoder_last_hidden_state.shape == (ROWS, SOURCE, 32)
+    asked = model(**inputs, output_logits=True)
+    assert asked.logits.shape == (ROWS, TARGET, VOCAB)
+    as_tuple = model(**inputs, output_logits=True, return_dict=False)
+    theirs = parent(**inputs, return_dict=False)
+    assert [value.shape for value in as_tuple] == [value.shape for value in theirs]
+    with record_decisions() as decisions:
+        model(**inputs)
+    used = [decision.op for decision in decisions]
+    assert used.count("attention") == 3 and used.count("linear_cross_entropy") == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_tables_gradient_is_the_sum_of_three_uses(frozen):
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model, parent = pair(BartForConditionalGeneration)
+    apart = copy.deepcopy(parent)
+    uses = []
+    inner = apart.model
+    for module in (inner.encoder.embed_tokens, inner.decoder.embed_tokens, apart.lm_head):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+        uses.append(module.weight)
+    apart(**inputs).loss.backward()
+    assert all(use.grad.any() for use in uses)
+    if frozen:
+        model.model.shared.weight.requires_grad_(False)
+    model(**inputs).loss.backward()
+    assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
+    if frozen:
+        assert model.lm_head.weight.grad is None
+    else:
+        torch.testing.assert_close(model.lm_head.weight.grad, sum(use.grad for use in uses))
+
+
+class LargeTensors(TorchDispatchMode):
+    """The operators that make a tensor of the table's shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        outs = out if isinstance(out, tuple | list) else (out,)
+        shapes = [tuple(o.shape) for o in outs if isinstance(o, torch.Tensor)]
+        if (VOCAB, 32) in shapes:
+            self.found.append(func.__name__.split(".")[0])
+        return out
+
+
+def test_all_gradients_of_the_table_meet_in_one_buffer():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model = BartForConditionalGeneration(config())
+    loss = model(**inputs).loss
+    with LargeTensors() as large:
+        loss.backward()
+    assert large.found
+    assert not {"embedding_dense_backward", "new_zeros", "zeros", "add"} & set(large.found)
+
+
+def test_hooks_of_the_embeddings_still_run():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model = BartForConditionalGeneration(config())
+    plain = model(**inputs).loss
+    hook = model.model.decoder.embed_tokens.register_forward_hook(lambda *args: args[-1] * 0.5)
+    halved = model(**inputs).loss
+    hook.remove()
+    model.model.decoder.embed_tokens.embed_scale *= 0.5
+    assert torch.equal(halved, model(**inputs).loss) and not torch.equal(plain, halved)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 5, VOCAB + 8])
+def test_tying_and_the_bias_survive_a_resize_and_a_checkpoint(hold, vocab, tmp_path):
+    model = BartForConditionalGeneration(config())
+    nn.init.normal_(model.final_logits_bias)
+    model.resize_token_embeddings(vocab, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    loaded = BartForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(loaded.final_logits_bias, model.final_logits_bias)
+    assert loaded.lm_head.weight is loaded.model.shared.weight
+    assert loaded.lm_head.weight is loaded.model.decoder.embed_tokens.weight
+    inputs = source("right")
+    inputs["input_ids"].clamp_(max=vocab - 1)
+    inputs["labels"] = target().clamp(max=vocab - 1)
+    parent = transformers.BartForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    hold(loaded, parent, lambda m: {"loss": m(**inputs).loss})
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize("ours", [BartForConditionalGeneration, BartForSequenceClassification])
+def test_accumulated_half_batches_are_one_batch(hold, ours, kind):
+    inputs = inputs_of(ours, "right")
+    labels = inputs["labels"]
+    if labels.dim() == 1:
+        labels[1] = -100
+    halves = [int((labels[i : i + 2] != -100).sum()) for i in (0, 2)]
+    assert halves[0] != halves[1], "a mean of means would be wrong"
+
+    def split(model):
+        loss = 0.0
+        for i in (0, 2):
+            piece = {name: value[i : i + 2] for name, value in inputs.items()}
+            loss = loss + model(**piece, num_items_in_batch=kind(sum(halves))).loss
+        return {"loss": loss}
+
+    model = ours(config())
+    hold(model, model, split, lambda model: {"loss": model(**inputs).loss})
+
+
+def test_nothing_labelled_is_loss_0_with_gradients_0():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    model = BartForConditionalGeneration(config())
+    for items in (None, 0, torch.tensor(7)):
+        model.zero_grad()
+        loss = model(**inputs, num_items_in_batch=items).loss
+        loss.backward()
+        assert loss.item() == 0.0
+        assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+# --- other ways to call it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["encoder_outputs", "embeds", "4-D mask", "attentions", "cache"])
+def test_other_inputs_equal_the_parent(hold, way):
+    """The first two are unpadded; the others are the parent's padded path."""
+    inputs = inputs_of(BartModel, "right")
+    mask = inputs["attention_mask"]
+    if way == "encoder_outputs":
+        del inputs["input_ids"]
+        inputs["encoder_outputs"] = (torch.randn(ROWS, SOURCE, 32),)
+    if way == "embeds":
+        del inputs["input_ids"], inputs["decoder_input_ids"]
+        inputs["inputs_embeds"] = torch.randn(ROWS, SOURCE, 32)
+        inputs["decoder_inputs_embeds"] = torch.randn(ROWS, TARGET, 32)
+    seen = []
+
+    def run(model):
+        dtype = next(model.parameters()).dtype
+        given = dict(inputs)
+        for name in ("inputs_embeds", "decoder_inputs_embeds"):
+            if name in given:
+                given[name] = given[name].to(dtype)
+        if way == "encoder_outputs":
+            given["encoder_outputs"] = tuple(s.to(dtype) for s in inputs["encoder_outputs"])
+        if way == "4-D mask":
+            future = torch.ones(ROWS, 1, TARGET, TARGET, dtype=dtype).triu(1)
+            given["decoder_attention_mask"] = future * torch.finfo(dtype).min
+        out = model(**given, output_attentions=way == "attentions", use_cache=way == "cache")
+        assert (out.past_key_values is not None) == (way == "cache")
+        seen.append(out)
+        result = compared({"last_hidden_state": out.last_hidden_state}, {"attention_mask": mask})
+        if out.encoder_last_hidden_state is not None and way != "encoder_outputs":
+            result["encoder"] = out.encoder_last_hidden_state[mask.bool()]
+        return result
+
+    hold(BartModel(config()), parent_like(BartModel), run)
+    if way == "attentions":
+        for name in ("decoder_attentions", "cross_attentions", "encoder_attentions"):
+            assert len(seen[0][name]) == 1 and seen[0][name][0] is not None
+    if way == "encoder_outputs":
+        assert torch.equal(seen[0].encoder_last_hidden_state, inputs["encoder_outputs"][0])
+
+
+def test_a_caller_may_use_encoder_and_decoder_alone():
+    inputs = source("right")
+    model, parent = pair(BartModel)
+    hidden = [m.get_encoder()(**inputs).last_hidden_state for m in (model, parent)]
+    mask = inputs["attention_mask"].bool()
+    torch.testing.assert_close(hidden[0][mask], hidden[1][mask])
+    assert not hidden[0][~mask].any()
+    ids = torch.randint(4, VOCAB, (ROWS, TARGET))
+    out = [
+        m.get_decoder()(
+            ids,
+            encoder_hidden_states=hidden[1],
+            encoder_attention_mask=inputs["attention_mask"],
+            use_cache=False,
+        ).last_hidden_state
+        for m in (model, parent)
+    ]
+    torch.testing.assert_close(*out)
+
+
+def test_another_implementation_is_the_parent_bit_for_bit():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    labels = inputs.pop("labels")
+    model, parent = pair(BartForConditionalGeneration)
+    model.set_attn_implementation("eager")
+    ids = torch.full((ROWS, 3), EOS)
+    ours, theirs = (
+        m(**inputs, decoder_input_ids=ids, output_hidden_states=True) for m in (model, parent)
+    )
+    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(ours.encoder_last_hidden_state, theirs.encoder_last_hidden_state)
+    loss = [m(**inputs, labels=labels).loss for m in (model, parent)]
+    torch.testing.assert_close(*loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_bit(reentrant):
+    """Reentrant, the layers of a decoder add up the gradient of the encoder's states in another
+    order, so that what comes before these is left out."""
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = BartForConditionalGeneration(
+            config(dropout=0.1, attention_dropout=0.1, **DEEPER)
+        ).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(**inputs).loss.backward()
+        part = model.model.decoder.layers if reentrant else model
+        gradients.append([p.grad for p in part.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_dropped_layers_are_dropped():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    changes = {"encoder_layerdrop": 1.0, "decoder_layerdrop": 1.0}
+    model, parent = pair(BartForConditionalGeneration, **changes)
+    losses = [m.train()(**inputs).loss for m in (model, parent)]
+    torch.testing.assert_close(*losses)
+    assert not torch.equal(losses[0], model.eval()(**inputs).loss)
+
+
+def test_a_live_model_is_switched_and_back():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    parent = transformers.BartForConditionalGeneration(config()).eval()
+    before = parent(**inputs, output_hidden_states=True)
+    switch_modules(parent)
+    parent.set_attn_implementation("fastplm")
+    assert type(parent) is BartForConditionalGeneration
+    out = parent(**inputs, output_hidden_states=True)
+    assert out.logits is None and len(out.decoder_hidden_states) == 2
+    torch.testing.assert_close(out.loss, before.loss)
+    restore_modules(parent)
+    parent.set_attn_implementation("sdpa")
+    assert torch.equal(parent(**inputs).logits, before.logits)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_other_classification_losses_equal_the_parent(hold, problem):
+    inputs = inputs_of(BartForSequenceClassification, "right")
+    labels = 1 if problem == "regression" else CLASSES
+    inputs["labels"] = torch.rand(ROWS, labels).round()
+
+    def run(model):
+        given = {**inputs, "labels": inputs["labels"].to(next(model.parameters()).dtype)}
+        return {"loss": model(**given).loss}
+
+    changes = {"problem_type": problem, "num_labels": labels}
+    model = BartForSequenceClassification(config(**changes))
+    hold(model, parent_like(BartForSequenceClassification, **changes), run)
+
+
+def test_the_parents_errors_are_kept():
+    model = BartForSequenceClassification(config())
+    ids = source("right")["input_ids"]
+    ids[0, 3] = EOS
+    with pytest.raises(ValueError, match="same number of <eos>"):
+        model(ids)
+    with pytest.raises(ValueError, match="at least one <eos>"):
+        model(ids.clamp(min=4))
+    with pytest.raises(NotImplementedError, match="input embeddings"):
+        model(inputs_embeds=torch.randn(ROWS, SOURCE, 32))
+    with pytest.raises(ValueError, match="decoder_input_ids"):
+        BartModel(config())(inputs_embeds=torch.randn(ROWS, SOURCE, 32))
+    with pytest.raises(ValueError, match="exactly one of"):
+        BartModel(config())(ids, inputs_embeds=torch.randn(ROWS, SOURCE, 32))
+    with pytest.raises(ArgumentValueError, match="input_ids"):
+        BartModel(config())(ids + VOCAB)
+    with pytest.raises(ArgumentValueError, match="labels"):
+        BartForConditionalGeneration(config())(ids, decoder_input_ids=ids, labels=target())
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+SEARCHES = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 10},
+    "without cache": {"use_cache": False},
+    "beam without cache": {"num_beams": 2, "use_cache": False},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_generate_finds_the_parents_tokens(padding, search):
+    inputs = source(padding)
+    found = []
+    for model in pair(BartForConditionalGeneration, **DEEPER):
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 8, "forced_eos_token_id": None, **SEARCHES[search]}
+        found.append(model.generate(**inputs, **options))
+    assert torch.equal(*found) and found[0].shape[1] > 4
+
+
+def test_the_decoder_alone_generates_the_parents_tokens():
+    ids = torch.randint(4, VOCAB, (ROWS, 4))
+    mask = torch.tensor([[1] * 4, [0] * 2 + [1] * 2, [1] * 4, [0] + [1] * 3])
+    for options in ({}, {"use_cache": False}):
+        found = [
+            m.generate(ids, attention_mask=mask, max_new_tokens=6, **options)
+            for m in pair(BartForCausalLM)
+        ]
+        assert torch.equal(*found)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["dense", "capacity"])
+def test_compiles_in_one_graph(way):
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    options = {} if way == "dense" else {"unpad": 30, "decoder_unpad": 22}
+    model = BartForConditionalGeneration(config()).train()
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(**inputs, **options).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], msg=name)

@@ -1,0 +1,552 @@
+"""Models of all families in the hands of a user of Transformers and PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from transformers import Trainer, TrainingArguments, pipeline
+
+import fastplm
+from fastplm import models
+from fastplm._backends import record_decisions
+from fastplm.testing import GRADIENT_FACTOR, check_error
+
+from .conftest import FAMILIES, PADDINGS, small_config
+
+#: The language model of each family.
+LANGUAGE_MODELS = {
+    "albert": "AlbertForMaskedLM",
+    "bart": "BartForConditionalGeneration",
+    "bert": "BertForMaskedLM",
+    "electra": "ElectraForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "openai": "OpenAIGPTLMHeadModel",
+    "roberta": "RobertaForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+}
+ENCODERS = ("albert", "bert", "electra", "roberta")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+MASK = PADDINGS["right"]
+ROWS, LENGTH = MASK.shape
+
+
+def ours_of(family, **changed):
+    torch.manual_seed(1)
+    return getattr(models, LANGUAGE_MODELS[family])(small_config(family, **changed))
+
+
+def parent_of(family, implementation="eager", **changed):
+    parent = getattr(transformers, LANGUAGE_MODELS[family])
+    return parent._from_config(small_config(family, **changed), attn_implementation=implementation)
+
+
+def batch(mask=MASK, seed=0):
+    """Ids and mask, and labels at some of the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 37, (ROWS, LENGTH), generator=generator).masked_fill(mask == 0, 1)
+    chosen = (torch.rand(ROWS, LENGTH, generator=generator) < 0.4) & mask.bool()
+    chosen[0, :3] = True
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(~chosen, -100),
+    }
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(first, second):
+    """Whether two dicts of tensors are equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_there_is_a_language_model_of_every_family():
+    assert LANGUAGE_MODELS.keys() == FAMILIES.keys()
+
+
+# --- outputs that a caller may ask for ------------------------------------------------------------
+
+
+@every_family
+def test_hidden_states_equal_the_parents(hold, family):
+    inputs = batch()
+
+    def run(model, **extra):
+        out = model(**inputs, output_hidden_states=True, **extra)
+        name = "encoder_hidden_states" if "encoder_hidden_states" in out else "hidden_states"
+        states = {f"{i}": state[MASK.bool()] for i, state in enumerate(out[name])}
+        assert len(states) == 3
+        if name != "hidden_states":
+            assert len(out.decoder_hidden_states) == 3
+        return {"loss": out.loss, **states}
+
+    hold(ours_of(family), parent_of(family), run)
+
+
+@every_family
+def test_attentions_equal_the_parents_and_are_said_to_be_slow(hold, family, caplog):
+    inputs = {**batch(), "use_cache": False}
+    if family in ("albert", "electra", "bert", "roberta"):
+        inputs.pop("use_cache")
+    name = "encoder_attentions" if family in ("bart", "t5") else "attentions"
+
+    def run(model):
+        out = model(**inputs, output_attentions=True)
+        weights = {
+            f"{i}": w[MASK.bool()[:, None].expand(-1, 2, -1)] for i, w in enumerate(out[name])
+        }
+        assert len(weights) == 2
+        return {"loss": out.loss, **weights}
+
+    logging.Logger.warning_once.cache_clear()
+    ours = ours_of(family)
+    run(ours)
+    run(ours)
+    assert sum("output_attentions" in record.message for record in caplog.records) == 1
+    hold(ours, parent_of(family), run)
+
+
+@every_family
+def test_a_mask_of_four_dimensions_is_taken_as_it_is(hold, family):
+    """Tokens of the first three and of the others see each other only."""
+    if family == "openai":
+        pytest.skip("its parent takes a mask of two dimensions alone")
+    inputs = batch(torch.ones_like(MASK))
+    group = torch.arange(LENGTH) < 3
+    seen = (group[:, None] == group[None]).expand(ROWS, 1, LENGTH, LENGTH)
+    if family == "gpt2":
+        seen = seen & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+    def run(model):
+        dtype = next(model.parameters()).dtype
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        if model.config.is_encoder_decoder:
+            # Cross-attention takes the mask too; a mask of two dimensions there is its own test.
+            encoder = model.get_encoder()(inputs["input_ids"], attention_mask=mask)
+            return {"loss": model(encoder_outputs=encoder, labels=inputs["labels"]).loss}
+        return {"loss": model(**{**inputs, "attention_mask": mask}).loss}
+
+    ours = ours_of(family)
+    hold(ours, parent_of(family), run)
+    if not ours.config.is_encoder_decoder:
+        assert run(ours)["loss"] != ours(**inputs).loss, "the mask was looked at"
+
+
+@every_family
+def test_embeddings_in_place_of_ids(family):
+    inputs = batch()
+    model = ours_of(family)
+    ids = inputs.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids)
+    if family == "roberta":
+        # It counts positions from the ids, and cannot without them.
+        inputs["position_ids"] = model.roberta.embeddings.create_position_ids_from_input_ids(ids, 1)
+    if family == "bart":
+        embeds = (
+            embeds * model.model.encoder.embed_scale
+            if hasattr(model.model.encoder, "embed_scale")
+            else embeds
+        )
+    expected = model(ids, **inputs).loss
+    given = model(inputs_embeds=embeds, **inputs).loss
+    assert torch.equal(given, expected)
+
+
+# --- tables, checkpoints, devices, dtypes ---------------------------------------------------------
+
+
+@every_family
+def test_a_resized_and_saved_model_is_tied_and_equals_its_parent(hold, family, tmp_path):
+    model = ours_of(family)
+    model.resize_token_embeddings(45, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    head, table = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
+    assert head is table and head.shape[0] == 45
+    inputs = batch()
+    inputs["input_ids"][0, 1] = inputs["labels"][0, 1] = 44
+    hold(
+        loaded,
+        parent_of(family, vocab_size=45),
+        lambda model: {"loss": model(**inputs).loss},
+    )
+
+
+@every_family
+def test_a_model_on_another_device_looks_at_no_value(family):
+    """On the meta device there is none."""
+    model = ours_of(family).to("meta")
+    inputs = {name: value.to("meta") for name, value in batch().items()}
+    assert model(**inputs).loss.shape == ()
+    logits = model(**inputs, output_logits=True).logits
+    assert logits.shape == (ROWS, LENGTH, 37) and logits.device.type == "meta"
+
+
+@every_family
+def test_half_precision_is_as_exact_as_the_parents(hold, family):
+    """fp16; bf16 is in the tests of each family."""
+    inputs = batch()
+
+    def run(model):
+        return {"loss": model(**inputs).loss.to(torch.promote_types(model.dtype, torch.float32))}
+
+    hold(ours_of(family).half(), parent_of(family).half(), run)
+
+
+@every_family
+def test_autocast_is_as_exact_as_the_parents(hold, family):
+    inputs = batch()
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return {"loss": model(**inputs).loss.float()}
+
+    hold(ours_of(family), parent_of(family), run)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@every_family
+def test_gradient_checkpointing_changes_no_bit_with_dropout(family):
+    if not getattr(models, LANGUAGE_MODELS[family]).supports_gradient_checkpointing:
+        pytest.skip("its parent supports none")
+    results = []
+    for checkpointing in (False, True, False):
+        dropout = {name: 0.1 for name in FAMILIES[family][1] if "drop" in name}
+        model = ours_of(family, **dropout)
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable()
+        model.train()
+        torch.manual_seed(3)
+        model(**batch()).loss.backward()
+        results.append(gradients(model))
+    assert same(results[0], results[2]), "the same seed draws the same"
+    assert same(results[0], results[1])
+    torch.manual_seed(4)
+    model.zero_grad()
+    model(**batch()).loss.backward()
+    assert not same(results[0], gradients(model)), "another seed draws something else"
+
+
+class Samples(torch.utils.data.Dataset):
+    """Single sequences, without their padding, which the collator adds."""
+
+    def __init__(self, inputs):
+        self.rows = [
+            {name: values[row][mask.bool()].tolist() for name, values in inputs.items()}
+            for row, mask in enumerate(inputs["attention_mask"])
+        ]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def collate(rows):
+    fill = {"input_ids": 1, "attention_mask": 0, "labels": -100}
+    length = max(len(row["input_ids"]) for row in rows)
+    return {
+        name: torch.tensor([row[name] + [value] * (length - len(row[name])) for row in rows])
+        for name, value in fill.items()
+    }
+
+
+def trained(model, folder, rows, accumulation, precision):
+    """The model after a step of Trainer, and the gradients that this step saw."""
+    seen = {}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({k: v.clone() for k, v in gradients(model).items()})
+    )
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        bf16=precision == "bf16",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=1,
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Samples(batch()),
+        data_collator=collate,
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+    )
+    trainer.train()
+    return trainer, seen
+
+
+def test_trainer_accumulates_to_the_gradients_of_one_batch(tmp_path):
+    start = ours_of("bert").state_dict()
+    counts = (batch()["labels"] != -100).sum(1)
+    assert len(set(counts.tolist())) > 1, "a mean of means would be wrong"
+
+    gold = parent_of("bert").double()
+    gold.load_state_dict(start)
+    gold(**batch()).loss.backward()
+    parent = parent_of("bert")
+    parent.load_state_dict(start)
+    _, base = trained(parent, tmp_path / "parent", ROWS, 1, "fp32")
+    _, pieces = trained(fastplm.restore(ours_of("bert")), tmp_path / "pieces", 1, ROWS, "fp32")
+    truth = gradients(gold)
+    for how, rows in (("whole", ROWS), ("halves", ROWS // 2)):
+        trainer, seen = trained(ours_of("bert"), tmp_path / how, rows, ROWS // rows, "fp32")
+        assert trainer.model_accepts_loss_kwargs
+        assert seen.keys() == truth.keys()
+        for name, gradient in seen.items():
+            check_error(
+                name,
+                gradient,
+                truth[name],
+                [base[name], pieces[name]],
+                GRADIENT_FACTOR,
+                tuple(truth.values()),
+            )
+        assert not same(trainer.model.state_dict(), start)
+
+
+def test_a_run_of_trainer_from_start_to_end(tmp_path):
+    """Mixed precision, padding, evaluation and a checkpoint, on an accelerated model."""
+    model = fastplm.accelerate(parent_of("bert", "sdpa"))
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        max_steps=30,
+        bf16=True,
+        report_to=[],
+        use_cpu=True,
+        save_steps=30,
+        disable_tqdm=True,
+    )
+    samples = Samples(batch())
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=samples,
+        eval_dataset=samples,
+        data_collator=collate,
+        callbacks=[],
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert math.isfinite(before) and after < before / 2
+    saved = transformers.BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-30")
+    assert same(saved.state_dict(), model.state_dict())
+    predictions = trainer.predict(samples)
+    assert predictions.metrics["test_loss"] == pytest.approx(after)
+
+
+def test_two_processes_make_the_gradients_of_one(tmp_path):
+    """DDP and FSDP2, in one pair of processes."""
+    model = ours_of("bert")
+    given = {
+        "config": FAMILIES["bert"][1],
+        "state": model.state_dict(),
+        "batch": batch(),
+    }
+    torch.save(given, tmp_path / "given.pt")
+    script = Path(__file__).with_name("two_processes.py")
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    both = torch.load(tmp_path / "gradients.pt")
+
+    def of(model, **options):
+        model.load_state_dict(given["state"])
+        model.zero_grad()
+        model(**batch(), **options).loss.backward()
+        return gradients(model)
+
+    truth = of(parent_of("bert").double())
+    bases = [of(parent_of("bert", name)) for name in ("eager", "sdpa")]
+    bases.append(of(model, unpad=False))
+    for way in ("data_parallel", "sharded"):
+        assert both[way].keys() == truth.keys()
+        for name, gradient in both[way].items():
+            check_error(
+                f"{way}: {name}",
+                gradient,
+                truth[name],
+                [base[name] for base in bases],
+                GRADIENT_FACTOR,
+                tuple(truth.values()),
+            )
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "bert" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+@pytest.mark.parametrize("unpad", [None, 30])
+def test_compiled_once_whatever_the_padding(hold, family, unpad):
+    torch._dynamo.reset()
+    model = ours_of(family)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    options = {} if unpad is None else {"unpad": unpad}
+    for seed in range(3):
+        inputs = batch(MASK.roll(seed, 0), seed)
+        hold(
+            model,
+            model,
+            lambda _, inputs=inputs: {"loss": compiled(**inputs, **options).loss},
+            lambda model, inputs=inputs: {"loss": model(**inputs).loss},
+        )
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_an_exported_program_gives_the_same_bits(family):
+    model = ours_of(family).eval()
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    options = {"use_cache": False} if family == "gpt2" else {}
+    with torch.no_grad():
+        program = torch.export.export(model, (), {**inputs, **options}).module()
+        for seed in range(2):
+            inputs = batch(MASK.roll(seed, 0), seed)
+            inputs.pop("labels")
+            expected = model(**inputs, **options, unpad=False).logits
+            assert torch.equal(program(**inputs, **options).logits, expected)
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+WORDS = "the cat sat on a mat dog ran to house and saw red bird in tree".split()
+TEXTS = ["the cat sat on a mat", "a dog ran", "the red bird and the dog saw a cat in the house"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from tokenizers.models import WordLevel
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+def numbers(answer):
+    """All floats in what a pipeline returns, in their order."""
+    if isinstance(answer, float):
+        return [answer]
+    if isinstance(answer, torch.Tensor):
+        return answer.double().flatten().tolist()
+    if isinstance(answer, dict):
+        answer = answer.values()
+    elif not isinstance(answer, list | tuple):
+        return [float(answer)] if hasattr(answer, "dtype") else []
+    return [number for part in answer for number in numbers(part)]
+
+
+def words(answer):
+    """Everything else."""
+    if isinstance(answer, dict):
+        return {key: words(value) for key, value in answer.items() if key != "score"}
+    return [words(part) for part in answer] if isinstance(answer, list) else answer
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "options"),
+    [
+        ("fill-mask", "BertForMaskedLM", {"top_k": 21}),
+        ("text-classification", "BertForSequenceClassification", {"top_k": None}),
+        ("token-classification", "BertForTokenClassification", {}),
+        ("feature-extraction", "BertModel", {}),
+        ("text-generation", "GPT2LMHeadModel", {"max_new_tokens": 4, "do_sample": False}),
+    ],
+)
+def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, options):
+    family = "gpt2" if name.startswith("GPT2") else "bert"
+    torch.manual_seed(2)
+    config = small_config(family, vocab_size=len(tokenizer))
+    if family == "gpt2":
+        config.eos_token_id = config.bos_token_id = None
+    model = getattr(models, name)(config).eval()
+    texts = TEXTS
+    if task == "fill-mask":
+        texts = [text.replace(" a ", " [MASK] ") for text in TEXTS]
+        texts = [text if "[MASK]" in text else text + " [MASK]" for text in texts]
+
+    def answers(model):
+        pipe = pipeline(task, model=model, tokenizer=tokenizer, device="cpu")
+        return pipe(texts, **({} if task == "feature-extraction" else {"batch_size": 3}), **options)
+
+    def parent(dtype):
+        other = getattr(transformers, name)._from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=dtype
+        )
+        other.load_state_dict(model.state_dict())
+        return answers(other.eval())
+
+    with record_decisions() as decisions:
+        given = answers(model)
+    assert {decision.op for decision in decisions} & {"attention", "attention_varlen"}
+    base, gold = parent(torch.float32), parent(torch.float64)
+    if task != "feature-extraction":
+        assert words(given) == words(gold)
+    if numbers(gold):
+        check_error(
+            task,
+            torch.tensor(numbers(given), dtype=torch.float32),
+            torch.tensor(numbers(gold), dtype=torch.float64),
+            [torch.tensor(numbers(base), dtype=torch.float32)],
+            GRADIENT_FACTOR,
+        )
+    else:
+        assert task == "text-generation"

@@ -1,0 +1,494 @@
+"""fastplm.models.t5 against the classes of the same names in Transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from transformers import T5Config
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.t5 import modeling_t5
+
+import fastplm.hf
+from fastplm import models
+from fastplm._backends import record_decisions
+from fastplm._checks import ArgumentValueError, UnsupportedError
+from fastplm.models import T5EncoderModel, T5ForConditionalGeneration, T5Model
+from fastplm.models._base import restore_modules, switch_modules
+from fastplm.testing import GRADIENT_FACTOR, check_error
+
+VOCAB, ROWS, LENGTH, TARGETS = 37, 4, 9, 6
+BF16_MODELS = 4
+CONFIG = T5Config(
+    vocab_size=VOCAB,
+    d_model=16,
+    d_kv=8,
+    d_ff=24,
+    num_layers=2,
+    num_heads=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=6,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+    num_labels=3,
+)
+MASKS = {
+    "none": None,
+    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7]),
+    "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] + [1] * 8, [0] * 7 + [1] * 2]),
+    "dead row": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [0] * 9]),
+    "holes": torch.tensor(
+        [[1, 0, 1, 1, 1, 1, 0, 0, 1], [0, 1, 1, 0, 0, 1, 1, 0, 0], [1] * 8 + [0], [0] * 3 + [1] * 6]
+    ),
+}
+ENCODERS = ("T5EncoderModel", "T5ForTokenClassification")
+
+
+def config(**changes):
+    changed = copy.deepcopy(CONFIG)
+    for key, value in changes.items():
+        setattr(changed, key, value)
+    return changed
+
+
+def v1_1():
+    """Gated GELU, and a head of its own whose input is not scaled."""
+    return config(
+        is_gated_act=True,
+        dense_act_fn="gelu_new",
+        tie_word_embeddings=False,
+        scale_decoder_outputs=False,
+    )
+
+
+def config_of(ours):
+    return config(num_labels=2 if ours.__name__ == "T5ForQuestionAnswering" else 3)
+
+
+def parent_of(ours, config, dtype=torch.float32):
+    parent = getattr(transformers, ours.__name__)
+    return parent._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
+
+
+def batch(padding="right"):
+    """Ids, and labels with a tail, a gap and a row of nothing without label."""
+    ids = torch.randint(2, VOCAB, (ROWS, LENGTH))
+    labels = torch.randint(2, VOCAB, (ROWS, TARGETS))
+    labels[1, 3:] = labels[2, 1] = labels[3] = -100
+    return {"input_ids": ids, "attention_mask": MASKS[padding], "labels": labels}
+
+
+def inputs_of(name, padding):
+    mask, given = MASKS[padding], batch(padding)
+    ids, labels = given["input_ids"], given.pop("labels")
+    if name == "T5ForConditionalGeneration":
+        given["labels"] = labels
+    if name == "T5Model":
+        given.update(decoder_input_ids=labels.clamp(min=0), use_cache=False)
+    if name == "T5ForSequenceClassification":
+        ids[:] = ids.masked_fill(ids == 1, 2)
+        ids[torch.arange(ROWS), torch.tensor([8, 4, 7, 1])] = 1
+        given["labels"] = torch.tensor([0, 2, 1, -100])
+    if name == "T5ForTokenClassification":
+        seen = torch.ones_like(ids) if mask is None else mask
+        given["labels"] = (ids % 3).masked_fill(seen == 0, -100)
+    if name == "T5ForQuestionAnswering":
+        given["start_positions"] = torch.tensor([0, 2, 1, 3])
+        given["end_positions"] = torch.tensor([4, 2, 7, 30])
+    return given
+
+
+def compared(outputs, inputs, name):
+    """What two models must agree on: nothing that belongs to padding, or saw nothing else."""
+    mask = inputs.get("attention_mask")
+    token = torch.ones(ROWS, LENGTH, dtype=torch.bool) if mask is None else mask.bool()
+    shown = token.any(1)
+    decoder_mask = inputs.get("decoder_attention_mask")
+
+    def rows(key, value):
+        if key.startswith("encoder") or name in ENCODERS and value.shape[1:2] == (LENGTH,):
+            return value[token]
+        if decoder_mask is not None and value.dim() == 3:
+            return value[decoder_mask.bool() & shown[:, None]]
+        return value[shown]
+
+    found = {}
+    for key, value in outputs.items():
+        if key == "loss":
+            found[key] = value.to(torch.promote_types(value.dtype, torch.float32))
+        elif isinstance(value, tuple):
+            found.update((f"{key} {i}", rows(key, state)) for i, state in enumerate(value))
+        elif isinstance(value, torch.Tensor):
+            found[key] = rows(key, value)
+    if "loss" not in found:
+        found["loss"] = sum(value.square().sum() for value in found.values())
+    return found
+
+
+def hold_class(hold, ours, config, inputs, **options):
+    """Loss, outputs and gradients; where labels leave rows out, without hidden states too."""
+    name = ours.__name__
+    model = ours(copy.deepcopy(config))
+    parent = parent_of(ours, config)
+    assert model.state_dict().keys() == parent.state_dict().keys()
+
+    def everything(model, **extra):
+        return compared(model(**inputs, output_hidden_states=True, **extra), inputs, name)
+
+    def without_states(model, **extra):
+        outputs = model(**inputs, **extra)
+        if generates:
+            outputs = {"loss": outputs.loss}
+        return compared(outputs, inputs, name)
+
+    generates = name == "T5ForConditionalGeneration"
+    if generates or name in ("T5Model", "T5EncoderModel"):
+        logits = {"output_logits": True} if generates else {}
+        hold(model, parent, lambda m: everything(m, **logits, **options), everything)
+    if "labels" in inputs or "start_positions" in inputs:
+        hold(model, parent, lambda m: without_states(m, **options), without_states)
+
+
+CLASSES = [getattr(models, name) for name in models.__all__ if name.startswith("T5")]
+
+
+@pytest.mark.parametrize(
+    "padding", [*list(MASKS)[:4], pytest.param("holes", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+def test_every_class_equals_its_parent(hold, ours, padding):
+    if ours.__name__ == "T5ForQuestionAnswering" and padding == "dead row":
+        pytest.skip("its loss is about a row that sees nothing")
+    hold_class(hold, ours, config_of(ours), inputs_of(ours.__name__, padding))
+
+
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+def test_half_precision_is_as_exact_as_the_parents(ours):
+    """Over several models: in one alone, which way a value is rounded early on decides."""
+    errors = {}
+    for _ in range(BF16_MODELS):
+        inputs = inputs_of(ours.__name__, "right")
+        model = ours(config_of(ours)).bfloat16()
+        eager = parent_of(ours, config_of(ours), torch.bfloat16)
+        eager.load_state_dict(model.state_dict())
+        sdpa = copy.deepcopy(eager)
+        sdpa.set_attn_implementation("sdpa")
+        found = {"gold": copy.deepcopy(eager).double(), "ours": model, "eager": eager, "sdpa": sdpa}
+        sizes: list = []
+        for name, each in found.items():
+            compared(each(**inputs), inputs, ours.__name__)["loss"].backward()
+            gradients = [p.grad.double().flatten() for p in each.parameters()]
+            sizes = sizes or [gradient.square().mean().sqrt() for gradient in gradients]
+            scaled = [gradient / size for gradient, size in zip(gradients, sizes, strict=True)]
+            errors.setdefault(name, []).extend(scaled)
+    gold, out, *bases = (torch.cat(parts) for parts in errors.values())
+    bases = [base.bfloat16() for base in bases]
+    check_error("gradients", out.bfloat16(), gold, bases, GRADIENT_FACTOR)
+
+
+def test_an_untied_gated_model_equals_its_parent(hold):
+    hold_class(hold, T5ForConditionalGeneration, v1_1(), batch("holes"))
+
+
+def test_a_decoder_with_a_cache_equals_the_parents(hold):
+    hold_class(hold, T5Model, config(), dict(inputs_of("T5Model", "left"), use_cache=None))
+
+
+@pytest.mark.parametrize("padding", ["right", "left", "holes"])
+def test_a_mask_of_the_decoder_equals_the_parents(hold, padding):
+    """Its rows may have labels, and holes in it move no other row."""
+    given = batch("left")
+    mask = given["decoder_attention_mask"] = MASKS[padding][:, -TARGETS:]
+    before = (mask == 0).cumprod(1).bool()
+    given["labels"] = given["labels"].masked_fill(before, -100)
+    assert padding == "left" or ((given["labels"] != -100) & (mask == 0)).any()
+    hold_class(hold, T5ForConditionalGeneration, config(), given)
+
+
+@pytest.mark.parametrize("ours", [T5Model, T5ForConditionalGeneration])
+def test_a_capacity_changes_nothing(hold, ours):
+    """24 tokens lie in 30 rows, in shapes that do not depend on the batch."""
+    given = inputs_of(ours.__name__, "right")
+    hold_class(hold, ours, config(), given, unpad=30, decoder_unpad=20)
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def same_bits(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    model, given = T5ForConditionalGeneration(config()).train(), batch()
+    plain = loss_and_gradients(model, **given)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert same_bits(loss_and_gradients(model, **given), plain)
+
+
+def test_reentrant_checkpointing_loses_no_gradient(hold):
+    """It adds the gradients of the encoder's states up in another order."""
+    given = batch()
+
+    def run(model):
+        return {"loss": model(**given).loss}
+
+    model = T5ForConditionalGeneration(config()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    hold(model, parent_of(T5ForConditionalGeneration, config()), run)
+
+
+def test_no_layer_gets_a_dense_bias(monkeypatch):
+    """The table goes from layer to layer in its place, in the padded form too."""
+    seen, inner = [], fastplm.hf._relative_bias
+
+    def spy(module, query, key, position_bias):
+        seen.append(position_bias)
+        return inner(module, query, key, position_bias)
+
+    monkeypatch.setattr(fastplm.hf, "_relative_bias", spy)
+    model, given = T5ForConditionalGeneration(config()), batch()
+    for unpad in (None, False):
+        with record_decisions() as decisions:
+            model(**given, unpad=unpad, decoder_unpad=unpad)
+        assert [decision.op for decision in decisions].count("attention") == 6
+    assert len(seen) == 12 and not any(isinstance(bias, torch.Tensor) for bias in seen)
+
+
+def test_the_decoder_leaves_out_what_follows_the_last_label():
+    model, given = T5ForConditionalGeneration(config()), batch()
+    shapes = []
+    model.decoder.block[0].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    model.encoder.block[0].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    model(**given)
+    assert shapes == [(1, 24, 16), (1, 6 + 3 + 6 + 0, 16)]
+    model(**given, output_logits=True)
+    assert shapes[2:] == [(1, 24, 16), (1, ROWS * TARGETS, 16)]
+
+
+@pytest.mark.parametrize("value", [1e6, float("nan")])
+@pytest.mark.parametrize("padding", ["right", "left", "holes"])
+def test_cross_attention_never_sees_padding(padding, value):
+    model, given = T5ForConditionalGeneration(config()), batch(padding)
+    mask = given.pop("attention_mask")
+    ids, labels = given["input_ids"], given["labels"]
+    states = T5EncoderModel(config())(ids, attention_mask=mask).last_hidden_state.detach()
+    rows = model.shared(ids).detach()
+    spoiled = [x.masked_fill(mask[..., None] == 0, value) for x in (states, rows)]
+    losses = [
+        loss_and_gradients(
+            model, encoder_outputs=BaseModelOutput(state), attention_mask=mask, labels=labels
+        )
+        for state in (states, spoiled[0])
+    ]
+    assert same_bits(*losses)
+    # Rows in a hole are computed, as in the parent, so their own values stay finite.
+    if padding != "holes":
+        losses = [
+            loss_and_gradients(model, inputs_embeds=embeds, attention_mask=mask, labels=labels)
+            for embeds in (rows, spoiled[1])
+        ]
+        assert same_bits(*losses)
+    with torch.no_grad():
+        cached = [
+            model(
+                encoder_outputs=(state,),
+                attention_mask=mask,
+                decoder_input_ids=labels.clamp(min=0),
+                use_cache=True,
+            )
+            for state in (states, spoiled[0])
+        ]
+    assert cached[0].past_key_values is not None
+    assert torch.equal(cached[0].logits, cached[1].logits)
+
+
+def test_encoder_states_of_the_callers_equal_the_parents(hold):
+    given = batch("left")
+    states = torch.randn(ROWS, LENGTH, 16)
+
+    def run(model):
+        encoder_outputs = (states.to(next(model.parameters()).dtype),)
+        out = model(
+            encoder_outputs=encoder_outputs,
+            attention_mask=given["attention_mask"],
+            labels=given["labels"],
+        )
+        assert torch.equal(out.encoder_last_hidden_state, encoder_outputs[0])
+        return {"loss": out.loss}
+
+    hold(T5ForConditionalGeneration(config()), parent_of(T5ForConditionalGeneration, config()), run)
+
+
+def test_accumulated_half_batches_are_one_batch(hold):
+    given = batch()
+    total = int((given["labels"] != -100).sum())
+
+    def halves(model):
+        loss = 0.0
+        for part in (slice(0, 2), slice(2, 4)):
+            inputs = {key: value[part] for key, value in given.items()}
+            loss = loss + model(**inputs, num_items_in_batch=total).loss
+        return {"loss": loss}
+
+    parent = parent_of(T5ForConditionalGeneration, config())
+    model = T5ForConditionalGeneration(config())
+    hold(model, parent, halves, lambda model: {"loss": model(**given).loss})
+
+
+def test_nothing_labelled_is_loss_0_with_gradients_0():
+    given = batch()
+    given["labels"] = torch.full_like(given["labels"], -100)
+    found = loss_and_gradients(T5ForConditionalGeneration(config()), **given)
+    assert not any(value.any() for value in found)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+WAYS = {
+    "greedy": {},
+    "without cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "beam": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 0},
+}
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("way", WAYS)
+def test_generated_tokens_are_the_parents(way, padding):
+    given = batch(padding)
+    del given["labels"]
+    # An untied head of large weights, or every token is the first one again.
+    ours = T5ForConditionalGeneration(v1_1()).eval()
+    parent = parent_of(T5ForConditionalGeneration, v1_1()).eval()
+    parent.load_state_dict(ours.state_dict())
+    tokens = []
+    for model in (ours, parent):
+        torch.manual_seed(1)
+        tokens.append(model.generate(**given, **WAYS[way], max_new_tokens=6, eos_token_id=None))
+    assert torch.equal(*tokens)
+    assert tokens[0].unique().numel() > 3
+
+
+# --- what else users do ---------------------------------------------------------------------------
+
+
+def test_weights_given_back_equal_the_parents():
+    """``output_attentions`` takes the parent's padded path."""
+    given = batch()
+    ours = T5ForConditionalGeneration(config()).double()
+    parent = parent_of(T5ForConditionalGeneration, config(), torch.float64)
+    parent.load_state_dict(ours.state_dict())
+    out, gold = (model(**given, output_attentions=True) for model in (ours, parent))
+    for key in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        assert len(out[key]) == 2
+        for value, other in zip(out[key], gold[key], strict=True):
+            torch.testing.assert_close(value, other)
+    torch.testing.assert_close(out.loss, gold.loss, check_dtype=False)
+
+
+def test_a_mask_of_four_dimensions_gives_the_same_loss(hold):
+    given = batch("holes")
+    whole = dict(given, attention_mask=given["attention_mask"].bool()[:, None, None])
+
+    def run(inputs):
+        return lambda model: {"loss": model(**inputs).loss}
+
+    model = T5ForConditionalGeneration(config())
+    hold(model, parent_of(T5ForConditionalGeneration, config()), run(whole), run(given))
+
+
+def test_a_table_does_not_go_with_a_complete_mask():
+    query = torch.randn(1, 2, 3, 8)
+    bias = fastplm.ops.T5RelativeBias(torch.randn(8, 2))
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match="position_bias"):
+        fastplm.hf.fastplm_attention_forward(
+            torch.nn.Identity(), query, query, query, mask, position_bias=bias, is_causal=False
+        )
+
+
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
+def test_checkpoints_go_both_ways(tmp_path, ours):
+    given = inputs_of(ours.__name__, "right")
+    first = ours(config_of(ours)).eval()
+    first.save_pretrained(tmp_path / "ours")
+    assert "fastplm" not in (tmp_path / "ours/config.json").read_text()
+    second = getattr(transformers, ours.__name__).from_pretrained(tmp_path / "ours")
+    second.save_pretrained(tmp_path / "theirs")
+    third = ours.from_pretrained(tmp_path / "theirs").eval()
+    weights, loaded = first.state_dict(), third.state_dict()
+    assert weights.keys() == loaded.keys() == second.state_dict().keys()
+    assert same_bits(weights.values(), loaded.values())
+    assert first._tied_weights_keys == third._tied_weights_keys == second._tied_weights_keys
+    assert torch.equal(first(**given)[0], third(**given)[0])
+    if ours is T5ForConditionalGeneration:
+        assert third.lm_head.weight is third.shared.weight is third.decoder.embed_tokens.weight
+
+
+def test_a_live_model_is_switched_and_back():
+    model = parent_of(T5ForConditionalGeneration, config()).eval()
+    given = batch()
+    before = model(**given).loss
+    switch_modules(model)
+    assert type(model) is T5ForConditionalGeneration
+    assert type(model.encoder.block[0].layer[0].SelfAttention) is models.t5.T5Attention
+    model.set_attn_implementation("fastplm")
+    assert model(**given).logits is None
+    restore_modules(model)
+    model.set_attn_implementation("eager")
+    assert type(model.decoder) is modeling_t5.T5Stack
+    assert torch.equal(model(**given).loss, before)
+
+
+def test_another_implementation_is_the_parents_to_the_bit():
+    given = batch("none")
+    ours = T5Model._from_config(config(), attn_implementation="eager")
+    parent = parent_of(T5Model, config())
+    parent.load_state_dict(ours.state_dict())
+    inputs = dict(input_ids=given["input_ids"], decoder_input_ids=given["labels"].clamp(min=0))
+    assert same_bits((ours(**inputs)[0],), (parent(**inputs)[0],))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"unpad": 30, "decoder_unpad": 20}, marks=pytest.mark.slow)]
+)
+def test_a_compiled_step_is_one_graph_and_compiled_once(hold, options):
+    """In the padded form, and packed into a capacity; the batch may change."""
+    torch._dynamo.reset()
+    small = config(num_layers=1, num_decoder_layers=1)
+    model = T5ForConditionalGeneration(small)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for padding in ("right", "left"):
+        given = batch(padding)
+
+        def run(model, given=given, **options):
+            return {"loss": model(**given, **options).loss}
+
+        parent = parent_of(T5ForConditionalGeneration, small)
+        hold(model, parent, lambda _, run=run: run(compiled, **options), run)
+    assert counter.frame_count == 1
+
+
+def test_hooks_on_the_word_embeddings_are_heard():
+    model, given, heard = T5ForConditionalGeneration(config()), batch(), []
+    for stack in (model.encoder, model.decoder):
+        stack.embed_tokens.register_forward_hook(lambda *_: heard.append(None))
+    model(**given)
+    assert len(heard) == 2
+
+
+def test_labels_of_another_length_are_an_error():
+    given = batch()
+    with pytest.raises(ArgumentValueError, match="labels"):
+        T5ForConditionalGeneration(config())(**given, decoder_input_ids=given["labels"][:, :4])

@@ -1,0 +1,119 @@
+"""PyTorch's own samples of two of its functions, run against the ops that stand for them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import types
+import unittest
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastplm import ops
+from fastplm.testing import assert_within_budget
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """``samples(name, dtype)``: what torch tests a function of ``torch.nn.functional`` with."""
+    environment = dict(os.environ)
+    stub = None
+    if importlib.util.find_spec("expecttest") is None:
+        # torch ships these samples, but not a package that its own test cases derive from.
+        stub = types.ModuleType("expecttest")
+        stub.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = stub
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    # What that import sets for all that follows is for torch's tests alone.
+    torch.backends.__allow_nonbracketed_mutation_flag = True
+    os.environ.clear()
+    os.environ.update(environment)
+    if stub is not None:
+        del sys.modules["expecttest"]
+
+    def of(name, dtype):
+        (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+        return list(info.sample_inputs("cpu", dtype, requires_grad=False))
+
+    return of
+
+
+def batched(*tensors: Tensor) -> tuple[tuple[int, ...], list[Tensor]]:
+    """The common leading dimensions, and the tensors with these as [B, H]."""
+    shape = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
+    full = (x.expand(*shape, *x.shape[-2:]) for x in tensors)
+    return shape, [x if len(shape) == 2 else x[None] for x in full]
+
+
+def ours(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options) -> Tensor:
+    """In SDPA query i sees the keys j <= i, in ours as many from the end."""
+    shape, (query, key, value) = batched(query, key, value)
+    if is_causal:
+        seen = query.shape[2]
+        assert seen <= key.shape[2]
+        key, value = key[:, :, :seen], value[:, :, :seen]
+    out = ops.attention(query, key, value, is_causal=is_causal, **options)
+    return out.view(*shape, *out.shape[-2:])
+
+
+def theirs(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+    """On four dimensions: with three, PyTorch takes another kernel, whose error is another."""
+    shape, tensors = batched(query, key, value)
+    out = F.scaled_dot_product_attention(*tensors, **options)
+    return out.view(*shape, *out.shape[-2:])
+
+
+@DTYPES
+def test_scaled_dot_product_attention(samples, dtype):
+    run = 0
+    for sample in samples("scaled_dot_product_attention", dtype):
+        options = dict(sample.kwargs)
+        # Other masks than of keys are not its business, nor is torch's choice of random bits.
+        if options.pop("attn_mask", None) is not None or options.pop("dropout_p", 0.0):
+            continue
+        if options.pop("enable_gqa", False):
+            continue
+        inputs = dict(zip(("query", "key", "value"), (sample.input, *sample.args), strict=True))
+        assert_within_budget(
+            functools.partial(ours, **options),
+            functools.partial(theirs, **options),
+            inputs,
+            wrt=tuple(inputs),
+        )
+        run += 1
+    assert run >= 12
+
+
+@DTYPES
+def test_cross_entropy(samples, dtype):
+    run = 0
+    for sample in samples("cross_entropy", dtype):
+        (target,), options = sample.args, sample.kwargs
+        # Weights of classes and distributions for targets are none of its arguments.
+        if options.get("weight") is not None or target.is_floating_point():
+            continue
+
+        def by_rows(input, target=target, options=options):
+            rows = input.movedim(1, -1)
+            classes = torch.eye(rows.shape[-1], dtype=input.dtype)
+            loss = ops.linear_cross_entropy(
+                rows.reshape(-1, rows.shape[-1]), classes, target.flatten(), **options
+            )
+            return loss.view(target.shape if loss.dim() else ()).to(input.dtype)
+
+        assert_within_budget(
+            by_rows,
+            lambda input, target=target, options=options: F.cross_entropy(input, target, **options),
+            {"input": sample.input},
+            wrt=("input",),
+        )
+        run += 1
+    assert run >= 8

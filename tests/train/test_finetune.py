@@ -1,0 +1,643 @@
+"""Fine-tuning, end to end on a tiny BERT: files, features, scores, and both libraries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import fastplm.models
+from fastplm import cli
+from fastplm._checks import ArgumentValueError, DataError
+from fastplm.data import train_tokenizer
+from fastplm.testing import FORWARD_FACTOR, ReversedReductions, check_error
+from fastplm.train import finetune as module
+from fastplm.train.finetune import (
+    LIBRARIES,
+    FeatureDataset,
+    FinetuneArguments,
+    build_model,
+    finetune,
+    interval,
+    make_trainer,
+    prepare_task,
+    student_t,
+    summary,
+)
+from fastplm.train.finetune_data import hold_out, read_examples
+from fastplm.train.finetune_tasks import (
+    TASKS,
+    QuestionAnswering,
+    answer_tokens,
+    best_spans,
+    exact_match,
+    f1,
+    words_f1,
+)
+
+NOUNS = "river house teacher garden train letter window forest engine island".split()
+VERBS = "follows carries remembers builds opens paints".split()
+TAGS = {"the": "DET", **dict.fromkeys(NOUNS, "NOUN"), **dict.fromkeys(VERBS, "VERB")}
+COUNT = 60
+
+
+def sentence(i: int) -> str:
+    return f"the {NOUNS[i % 10]} {VERBS[i * 5 % 6]} the {NOUNS[(i * 3 + 1) % 10]}"
+
+
+def _classification() -> str:
+    rows = (
+        f"{'-1.5' if 'opens' in sentence(i) else '0.5'}\t{sentence(i)}{' again' * (i % 5)}"
+        for i in range(COUNT)
+    )
+    return "\n".join(("score\ttext", *rows)) + "\n"
+
+
+def _pair() -> str:
+    rows = (f'{i % 2},"{sentence(i)}",{sentence(i + 6 * (i % 2))}' for i in range(COUNT))
+    return "\r\n".join(("Label,sentence1,sentence2", *rows)) + "\r\n"
+
+
+def _tagging() -> str:
+    lengths = (4 if i % 3 else 8 for i in range(COUNT))
+    sentences = ((sentence(i).split() * 2)[:length] for i, length in enumerate(lengths))
+    return "\n\n".join("\n".join(f"{w}\t{TAGS[w]}" for w in words) for words in sentences)
+
+
+def _qa() -> str:
+    paragraphs = []
+    for i in range(COUNT // 2):
+        context = f"{sentence(i)}. then {sentence(i + 1)}."
+        questions = []
+        for j in range(2):
+            noun = sentence(i + j).split()[1]
+            verb = sentence(i + j).split()[2]
+            answers = [{"text": noun, "answer_start": context.index(noun)}]
+            questions.append({"id": f"{i} {j}", "question": f"what {verb}?", "answers": answers})
+        paragraphs.append({"context": context, "qas": questions})
+    return json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}, indent=1)
+
+
+def _choice() -> str:
+    lines = []
+    for i in range(COUNT):
+        texts = [NOUNS[(i + j) % 10] for j in range(3)]
+        question: object = f"what is a {texts[i % 3]}?"
+        line = {"question": question, "choices": texts, "answer": i % 3}
+        if i % 2:
+            choices = [{"label": a, "text": b} for a, b in zip("ABC", texts, strict=True)]
+            line = {"question": {"stem": question, "choices": choices}, "answerKey": "ABC"[i % 3]}
+        lines.append(json.dumps(line))
+    return "\n".join(lines)
+
+
+FILES = {
+    "classification": _classification,
+    "pair": _pair,
+    "tagging": _tagging,
+    "qa": _qa,
+    "choice": _choice,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A tiny BERT without a head, and its tokenizer."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    texts = [f"{sentence(i)}. then what is a again?" for i in range(COUNT)]
+    tokenizer = train_tokenizer(texts, 70, path / "cache")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    transformers.BertModel(config).save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    return path / "model"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    paths = {task: folder / f"{task}.txt" for task in FILES}
+    for task, path in paths.items():
+        path.write_text(FILES[task](), encoding="utf-8-sig", newline="")
+    return paths
+
+
+@pytest.fixture
+def arguments(checkpoint, files, tmp_path):
+    def build(task: str, out: str = "out", **options: object) -> FinetuneArguments:
+        settings = {
+            "model": checkpoint,
+            "data": files[task],
+            "out": tmp_path / out,
+            "batch_size": 4,
+            "learning_rate": 1e-3,
+            "log_every": 1,
+            "steps": 3,
+            **options,
+        }
+        return FinetuneArguments(task=task, **settings)
+
+    return build
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", FILES)
+def test_from_file_to_score(task, checkpoint, files, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = f"finetune --task {task} --model {checkpoint} --data {files[task]} --out {out} "
+    words += "--steps 2 --batch-size 8 --seeds 2 --learning-rate 1e-3 --max-samples 30"
+    assert cli.main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:2]] == ["seed 0", "seed 1"]
+    assert "95 % interval of 2 seeds" in lines[2]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert lines[2] == summary(metrics)
+    assert metrics["train_examples"] == 30 and len(metrics["seeds"]) == 2
+    auto = getattr(transformers, TASKS[task].auto)
+    for result in metrics["seeds"]:
+        assert result["steps"] == 2 and result["tokens_per_second"] > 0
+        _, loading = auto.from_pretrained(result["model"], output_loading_info=True)
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    transformers.AutoTokenizer.from_pretrained(result["model"])
+
+
+def test_output_folder(arguments, checkpoint, files, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = f"finetune --task tagging --model {checkpoint} --data {files['tagging']} --out {out}"
+    words = [*words.split(), "--steps", "1", "--batch-size", "4"]
+    assert cli.main(words) == 0
+    assert "1 seed, no interval" in capsys.readouterr().out
+    assert cli.main(words) == 2
+    assert "--resume" in capsys.readouterr().err
+    # A finished seed is kept, and a further one is added.
+    before = (out / "seed-0" / "result.json").stat().st_mtime_ns
+    assert cli.main([*words, "--seeds", "2", "--resume"]) == 0
+    assert (out / "seed-0" / "result.json").stat().st_mtime_ns == before
+    assert "interval of 2 seeds" in capsys.readouterr().out
+    assert cli.main([*words, "--resume", "--weight-decay", "0.5"]) == 2
+    assert "`weight_decay` got 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["classification", "tagging"])
+def test_learns(task, arguments, files):
+    args = arguments(
+        task, eval_data=files[task], steps=40, batch_size=16, learning_rate=3e-3, dropout=0.0
+    )
+    metrics = finetune(args)
+    assert metrics["chance"] < metrics["scores"]["accuracy"]["mean"] == 1
+
+
+@pytest.mark.parametrize("task", FILES)
+def test_both_libraries_have_the_same_losses(task, arguments, tmp_path):
+    """The same batches, order, head and steps: what differs is rounding alone.
+
+    The questions' windows are equally long, as Transformers' softmax runs over padding, too.
+    """
+
+    def losses(library, prepared=lambda model: model, mode=None):
+        args = arguments(task, library=library, dropout=0.0)
+        prepared_task = prepare_task(args)
+        features = FeatureDataset(prepared_task.features(prepared_task.train)[0])
+        if task == "qa":
+            usual = statistics.mode(features.lengths)
+            features = FeatureDataset([f for f in features if len(f["input_ids"]) == usual])
+            assert len(features) >= args.batch_size
+        model = prepared(build_model(args, prepared_task, seed=3))
+        trainer = make_trainer(args, prepared_task, model, features, 3, tmp_path / "out")
+        if mode is None:
+            trainer.train()
+        else:
+            with mode:
+                trainer.train()
+        values = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(values) == args.steps
+        return torch.tensor(values, dtype=torch.float64)
+
+    def eager(model):
+        model.set_attn_implementation("eager")
+        return model
+
+    ours = losses("fastplm")
+    gold = losses("transformers", lambda model: model.double())
+    bases = [
+        losses("transformers"),
+        losses("transformers", mode=ReversedReductions()),
+        losses("transformers", eager),
+    ]
+    check_error("losses", ours.float(), gold, [base.float() for base in bases], FORWARD_FACTOR)
+
+
+def test_batches_depend_on_the_seed_alone(arguments, tmp_path):
+    def batches(library, seed):
+        args = arguments("classification", library=library, steps=18)
+        task = prepare_task(args)
+        features = FeatureDataset(task.features(task.train)[0])
+        model = build_model(args, task, seed)
+        trainer = make_trainer(args, task, model, features, seed, tmp_path / "out")
+        seen, collate = [], trainer.data_collator
+
+        def record(features):
+            batch = collate(features)
+            seen.append(batch["input_ids"].tolist())
+            return batch
+
+        trainer.data_collator = record
+        trainer.train()
+        return seen[:18], model.state_dict()
+
+    ours, weights = batches("fastplm", 0)
+    again, same_weights = batches("fastplm", 0)
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    other, other_weights = batches("fastplm", 1)
+    assert not all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    # With dropout, whose draws differ between the libraries; over two epochs.
+    theirs, _ = batches("transformers", 0)
+    assert ours == again == theirs != other
+    assert ours[:4] != ours[14:]
+    # Samples of similar length share a batch, which in the order of the file they do not.
+    grouped = sum(len(batch) * len(batch[0]) for batch in ours[:14])
+    args = arguments("classification")
+    task = prepare_task(args)
+    lengths = FeatureDataset(task.features(task.train)[0]).lengths
+    parts = [lengths[i : i + args.batch_size] for i in range(0, len(lengths), args.batch_size)]
+    assert grouped < sum(len(part) * max(part) for part in parts)
+
+
+def test_initial_weights_are_those_of_transformers(arguments):
+    pair = []
+    for library in LIBRARIES:
+        args = arguments("tagging", library=library, dropout=0.25)
+        model = build_model(args, prepare_task(args), seed=5)
+        assert model.dropout.p == model.bert.encoder.layer[0].attention.output.dropout.p == 0.25
+        pair.append(model)
+    ours, theirs = pair
+    assert type(ours) is fastplm.models.BertForTokenClassification
+    assert type(theirs) is transformers.BertForTokenClassification
+    assert (
+        ours.config.id2label == theirs.config.id2label == dict(enumerate(sorted({*TAGS.values()})))
+    )
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+
+
+def test_resume_within_a_seed(arguments, monkeypatch):
+    whole = finetune(arguments("tagging", "whole", steps=20))
+    step = module.FinetuningTrainer.training_step
+    calls = []
+
+    def killed(self, *args, **kwargs):
+        calls.append(0)
+        if len(calls) == 18:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.FinetuningTrainer, "training_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(arguments("tagging", "parts", steps=20, save_every=8))
+    parts = finetune(arguments("tagging", "parts", steps=20, save_every=8, resume=True))
+    assert len(calls) == 18 + 4  # in the second epoch, from step 16 on
+    for entry in ("loss", "scores"):
+        assert whole["seeds"][0][entry] == parts["seeds"][0][entry]
+    weights = [
+        transformers.AutoModelForTokenClassification.from_pretrained(run["seeds"][0]["model"])
+        for run in (whole, parts)
+    ]
+    assert all(map(torch.equal, *(model.state_dict().values() for model in weights)))
+    assert not list(Path(parts["seeds"][0]["model"]).parent.glob("checkpoint-*"))
+
+
+def test_bf16(arguments):
+    seen = set()
+
+    def spy(module, args, output):
+        seen.add(output.dtype)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda m, a, o: spy(m, a, o) if isinstance(m, torch.nn.Linear) else None
+    )
+    try:
+        finetune(arguments("classification", bf16=True, steps=1))
+    finally:
+        handle.remove()
+    assert seen == {torch.bfloat16}
+
+
+def test_questions_leave_padding_out(arguments, tmp_path):
+    for library in LIBRARIES:
+        args = arguments("qa", library=library)
+        task = prepare_task(args)
+        features = FeatureDataset(task.features(task.train)[0])
+        model = build_model(args, task, 0)
+        trainer = make_trainer(args, task, model, features, 0, tmp_path)
+        batch = trainer.data_collator([features[0], features[1]])
+        assert ("exclude_padding" in batch) == (library == "fastplm")
+
+
+# --- features and scores --------------------------------------------------------------------------
+
+
+def perfect(feature, task):
+    """The logits that say what the labels say; of a window without the answer, none."""
+    logits = []
+    for name in task.label_names:
+        labels = torch.tensor(feature[name])
+        scores = torch.zeros(*labels.shape, len(feature["input_ids"]) + 10)
+        if isinstance(task, QuestionAnswering) and labels == 0:
+            logits.append(scores)
+        else:
+            logits.append(scores.scatter(-1, labels.clamp(min=0)[..., None], 1.0))
+    return tuple(logits)
+
+
+@pytest.mark.parametrize("task", FILES)
+@pytest.mark.parametrize("length", [16, 64])
+def test_right_answers_score_one(task, length, arguments):
+    """Whatever is cut into windows."""
+    task = prepare_task(arguments(task, max_length=length))
+    for examples in (task.train, task.test):
+        features, notes = task.features(examples)
+        assert max(FeatureDataset(features).lengths) <= length
+        logits = [perfect(feature, task) for feature in features]
+        scores, _ = task.score(examples, notes, logits)
+        assert scores == dict.fromkeys(task.metrics, 1.0)
+        first = task.label_names[0]
+        others = [dict(feature, **{first: _other(feature[first])}) for feature in features]
+        logits = [perfect(feature, task) for feature in others]
+        assert task.score(examples, notes, logits)[0][task.metrics[0]] < 0.5
+
+
+def _other(label):
+    return [_other(each) for each in label] if isinstance(label, list) else 1 if label != 1 else 0
+
+
+def test_windows_overlap_and_hold_the_answer(arguments):
+    task = prepare_task(arguments("qa", max_length=16))
+    features, notes = task.features(task.train)
+    assert len(features) > len(task.train)
+    found = set()
+    for feature, (sample, places) in zip(features, notes, strict=True):
+        first, last = feature["start_positions"], feature["end_positions"]
+        if first:
+            context, (_, answer) = task.train[sample].texts[1], task.train[sample].target[0]
+            assert context[places[first][0] : places[last][1]] == answer
+            found.add(sample)
+    assert found == set(range(len(task.train)))
+    long = task._shortened(" ".join(NOUNS * 3), 5)
+    assert len(task.tokenizer(long, add_special_tokens=False)["input_ids"]) == 5
+
+
+def test_answer_tokens():
+    places = [None, None, (0, 3), (4, 8), (8, 9), (10, 12), None]
+    assert answer_tokens(places, 4, 9) == (3, 4)
+    assert answer_tokens(places, 5, 6) == (3, 3)
+    assert answer_tokens(places, 0, 12) == (2, 5)
+    assert answer_tokens(places, 4, 13) == answer_tokens([None, (3, 4)], 0, 4) == (0, 0)
+
+
+def test_best_spans():
+    places = [None, (0, 1), (2, 3), (4, 5), None]
+    start = torch.tensor([9.0, 1.0, 3.0, 0.0, 9.0, 9.0])
+    end = torch.tensor([9.0, 5.0, 1.0, 4.0, 9.0, 9.0])
+    spans = [(7.0, 2, 5), (6.0, 0, 1), (5.0, 0, 5), (4.0, 2, 3), (4.0, 4, 5), (2.0, 0, 3)]
+    assert sorted(best_spans(start, end, places, 20, 30)) == sorted(spans)
+    assert best_spans(start, end, places, 3, 30) == spans[:3]
+    assert [span[0] for span in best_spans(start, end, places, 20, 1)] == [6.0, 4.0, 4.0]
+    assert sorted(best_spans(start, end, places, 20, 2)) == sorted(spans[:2] + spans[3:])
+
+
+def test_squad_scores():
+    """By hand, with the definition of the evaluation script."""
+    assert exact_match("The  Cat!", "a cat") == 1 and exact_match("cats", "cat") == 0
+    # Two of "big black cat" (3 words) and "black cat sat down" (4 words) are common: 2*2/7.
+    assert words_f1("the big, black cat", "Black cat sat down") == 4 / 7
+    assert words_f1("dog dog", "dog") == 2 / 3
+    assert words_f1("dog", "cat") == words_f1("", "cat") == 0
+    assert exact_match("theory", "ory") == 0
+
+
+def test_several_answers_and_windows_count_once(arguments):
+    task = prepare_task(arguments("qa"))
+    example = task.train[0]
+    context = example.texts[1]
+    start = context.index("then")
+    more = type(example)(example.texts, (*example.target, (start, "then")), 0, example.where)
+    places = [(0, 3), (start, start + 4)]
+    logits = [(torch.tensor([0.0, 2]),) * 2, (torch.tensor([5.0, 1]),) * 2]
+    # The best span of both windows is characters 0 to 3 of the second.
+    scores, predictions = task.score([more], [(0, places), (0, places)], logits)
+    assert scores == {"f1": 0.0, "exact_match": 0.0} and context[:3] == "the"
+    both = context[: start + 4]
+    assert predictions == {"0 0": ["the", both, "then"]}
+    logits[1] = (torch.tensor([0.0, 1]),) * 2
+    assert task.score([more], [(0, places)] * 2, logits)[0] == {"f1": 1.0, "exact_match": 1.0}
+
+
+def test_f1_by_hand():
+    # Said 1: three times, two of them right; one 1 was missed: 2*2 / (3 + 3).
+    assert f1([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], 2) == 2 / 3
+    assert f1([0, 0], [0, 0], 2) == 0
+    # Class 0: 1; class 1: 2*1 / (1 + 2); class 2: 0.
+    assert f1([0, 1, 2], [0, 1, 1], 3) == (1 + 2 / 3 + 0) / 3
+
+
+def test_interval_by_hand():
+    """The quantiles are those of the tables."""
+    assert interval([0.25]) == {"mean": 0.25, "half_width": None}
+    # s = 1, n = 3: 4.30265273 / sqrt(3)
+    result = interval([1.0, 2.0, 3.0])
+    assert result["mean"] == 2 and f"{result['half_width']:.6f}" == "2.484138"
+    table = {1: "12.706205", 2: "4.302653", 4: "2.776445", 9: "2.262157", 30: "2.042272"}
+    assert {n: f"{student_t(0.95, n):.6f}" for n in table} == table
+    seeds = [{"scores": {"accuracy": value}} for value in (1.0, 2.0, 3.0)]
+    scores = {"accuracy": result}
+    shown = "accuracy 2.0000 ± 2.4841  (95 % interval of 3 seeds)"
+    assert summary({"seeds": seeds, "scores": scores}) == shown
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+MALFORMED = {
+    "no header": ("classification", "nothing but text\nmore", r":1: 'nothing but text'"),
+    "columns": ("classification", "text\tlabel\nfine\t1\nnot fine\n", r":3: 1 columns; expected 2"),
+    "no label": ("classification", "text\tlabel\nfine\t1\nwell\t\n", r":3: nothing in column 'lab"),
+    "unusual names": ("pair", "a,b,c\n1,2,3\n", r":1: columns \['a', 'b', 'c'\].*--text-columns"),
+    "one text": ("pair", "text,label\na,b\n", "2 of texts"),
+    "quotes": ("classification", 'text,label\na,b\n"c"d,e\n', r":3: "),
+    "JSON": ("classification", '{"text": "a", "label": 1}\n{"text": \n', r":2: no JSON"),
+    "no object": ("classification", '{"text": "a", "label": 1}\n3\n', r":2: a int"),
+    "nothing": ("classification", "text\tlabel\n\n", "nothing; expected one example"),
+    "one label": ("classification", "text\tlabel\na\tx\nb\tx\nc\tx\n", "one label alone"),
+    "no number": ("classification", "text\tlabel\na\t.5\nb\t2\nc\t?\n", "a number"),
+    "a word": ("tagging", "a\tX\n\nb\tY\nword\n", r":4: 'word'"),
+    "three": ("tagging", "a\tX\n\nb\tY\nc\tX\tY\n", r":4: "),
+    "not JSON": ("qa", '{"data": [\n{]}', r":2: no JSON"),
+    "no data": ("qa", "{}", "an object without 'data'"),
+    "wrong kind": ("qa", '{"data": [3]}', "a int where an object with 'paragraphs'"),
+    "no answer": ("qa", re.sub(r'"answers": \[[^]]*\]', '"answers": []', _qa()), "no answer"),
+    "elsewhere": ("qa", _qa().replace('"answer_start": 4', '"answer_start": 5'), "character 5"),
+    "answer": (
+        "choice",
+        '{"question": "a", "choices": ["b", "c"], "answer": 2}',
+        r":1: .*answer 2",
+    ),
+    "count": (
+        "choice",
+        '{"question": "a", "choices": ["b", "c"], "answer": 0}\n'
+        '{"question": "a", "choices": ["b", "c", "d"], "answer": 0}',
+        r":2: 3 choices; expected 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("task, content, expected", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_files(task, content, expected, arguments, tmp_path):
+    path = tmp_path / "broken.txt"
+    path.write_text(content)
+    with pytest.raises(DataError, match=expected) as raised:
+        prepare_task(arguments(task, data=path, eval_data=path))
+    assert str(path) in str(raised.value)
+
+
+def test_unreadable_files(tmp_path):
+    path = tmp_path / "latin.tsv"
+    with pytest.raises(DataError, match="cannot be read"):
+        read_examples("tagging", path)
+    path.write_bytes(b"text\tlabel\nfine\t1\ncaf\xe9\t0\n")
+    with pytest.raises(DataError, match=r"latin.tsv:3: no UTF-8"):
+        read_examples("classification", path)
+
+
+def test_labels(tmp_path, arguments):
+    path = tmp_path / "data.tsv"
+    path.write_text("stars\tsaid\n10\ta\n9\tb\n-1\tc\n9\td\n")
+    given = dict(data=path, text_columns=["said"], label_column="stars")
+    task = prepare_task(arguments("classification", eval_data=path, **given))
+    assert task.names == ["-1", "9", "10"]
+    assert [f["labels"] for f in task.features(task.train)[0]] == [2, 1, 0, 1]
+    task = prepare_task(arguments("classification", eval_data=path, threshold=9, **given))
+    assert task.names == ["negative", "positive"]
+    assert [f["labels"] for f in task.features(task.train)[0]] == [1, 0, 0, 0]
+    other = tmp_path / "other.tsv"
+    other.write_text("stars\tsaid\n8\ta\n")
+    with pytest.raises(DataError, match=r"other.tsv:2: the label '8'; expected .*-1, 9, 10"):
+        prepare_task(arguments("classification", eval_data=other, **given))
+
+
+def test_held_out_examples(files):
+    for task, path in files.items():
+        examples = read_examples(task, path)
+        train, test = hold_out(examples, 0.1)
+        assert (train, test) == hold_out(examples, 0.1)
+        assert len(test) == COUNT // 10 and len(train) + len(test) == COUNT
+        assert not {e.group for e in train} & {e.group for e in test}
+    contexts = [
+        {e.texts[1] for e in part} for part in hold_out(read_examples("qa", files["qa"]), 0.1)
+    ]
+    assert not contexts[0] & contexts[1]
+
+
+REAL = {
+    "classification": ("sentiment/movie.dev.tsv", 1060),
+    "pair": ("pairs/mrpc.test.txt", 1725),
+    "tagging": ("tagging/ewt-pos.dev.tsv", 2001),
+    "qa": ("qa/xquad.en.json", 1190),
+    "choice": ("choice/commonsenseqa.dev.jsonl", 950),
+}
+
+
+@pytest.mark.parametrize("task", REAL)
+def test_real_files(task):
+    folder = os.environ.get("FASTPLM_TEST_DATA")
+    root = Path(__file__).resolve().parents[3] / "shared" / "data"
+    name, count = REAL[task]
+    path = (Path(folder) if folder else root) / name
+    if not path.is_file():
+        pytest.skip(f"no {path}: set FASTPLM_TEST_DATA to the folder that has {name}")
+    assert len(read_examples(task, path)) == count
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_wrong_settings(arguments):
+    for name, value in {
+        "steps": 0,
+        "seeds": 0,
+        "epochs": 0.0,
+        "dropout": 1.0,
+        "max_length": 8,
+        "warmup": -1,
+        "library": "keras",
+    }.items():
+        with pytest.raises(ArgumentValueError, match=f"`{name}`"):
+            arguments("pair", **{name: value})
+    with pytest.raises(ArgumentValueError, match="`threshold` got 0 with the task qa"):
+        arguments("qa", threshold=0)
+    with pytest.raises(ArgumentValueError, match="`max_length` got 65; expected 64"):
+        prepare_task(arguments("pair", max_length=65))
+    with pytest.raises(ArgumentValueError, match="`warmup` got 4"):
+        finetune(arguments("tagging", warmup=4))
+    with pytest.raises(DataError, match="holds no run"):
+        finetune(arguments("tagging", "fresh", resume=True))
+
+
+def test_wrong_models(arguments, checkpoint, tmp_path):
+    with pytest.raises(DataError, match="a directory that tokenizer.save_pretrained wrote"):
+        finetune(arguments("tagging", model=tmp_path / "missing"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    for name, lacks, expected in (
+        ("other", "", r"lacks \d+ weights, such as \['bert\."),
+        ("small", "embeddings", "a tokenizer of"),
+    ):
+        path = tmp_path / name
+        if lacks:
+            config.vocab_size = 20
+            transformers.BertModel(config).save_pretrained(path)
+        else:
+            model = transformers.BertModel(config)
+            state = {f"encoder.{key}": value for key, value in model.state_dict().items()}
+            model.save_pretrained(path, state_dict=state)
+        tokenizer.save_pretrained(path)
+        args = arguments("tagging", model=path)
+        with pytest.raises(DataError, match=expected):
+            build_model(args, prepare_task(args), 0)
+    path = tmp_path / "distil"
+    small = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16, "vocab_size": 80}
+    config = transformers.DistilBertConfig(**small)
+    transformers.DistilBertModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    args = arguments("tagging", model=path)
+    with pytest.raises(DataError, match="a DistilBertForTokenClassification; .*--library"):
+        build_model(args, prepare_task(args), 0)
+    args.library = "transformers"
+    build_model(args, prepare_task(args), 0)
+
+
+def test_command_line_knows_every_task_and_setting():
+    commands = next(
+        action
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    options = {action.dest: action for action in commands.choices["finetune"]._actions}
+    assert set(options["task"].choices) == set(TASKS)
+    assert set(options["library"].choices) == set(LIBRARIES)
+    assert options.keys() - {"help"} == FinetuneArguments.__dataclass_fields__.keys()
