@@ -8,7 +8,6 @@ learn which of them.
 from __future__ import annotations
 
 import bisect
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from fastplm import models
 from fastplm._checks import check, check_choice
 from fastplm.data import (
     BlockDataset,
@@ -228,7 +228,8 @@ class Family:
 
     Args:
         tokenizer: the kind of vocabulary, see ``train_tokenizer``.
-        classes: the class that learns each objective; the first objective is the default.
+        classes: the class of ``fastplm.models`` that learns each objective; the first objective is
+            the default.
         unit: the default of ``--unit``.
     """
 
@@ -241,23 +242,23 @@ FAMILIES: Mapping[str, Family] = {
     "bert": Family(
         "wordpiece",
         {
-            "mlm+nsp": "fastplm.models.BertForPreTraining",
-            "mlm": "fastplm.models.BertForMaskedLM",
+            "mlm+nsp": "BertForPreTraining",
+            "mlm": "BertForMaskedLM",
         },
     ),
-    "roberta": Family("bytelevel", {"mlm": "transformers.RobertaForMaskedLM"}),
+    "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
     "albert": Family(
         "wordpiece",
         {
-            "mlm+sop": "transformers.AlbertForPreTraining",
-            "mlm": "transformers.AlbertForMaskedLM",
+            "mlm+sop": "AlbertForPreTraining",
+            "mlm": "AlbertForMaskedLM",
         },
         unit="ngram",
     ),
-    "electra": Family("wordpiece", {"rtd": "fastplm.models.ElectraForJointPreTraining"}),
-    "gpt2": Family("bytelevel", {"clm": "transformers.GPT2LMHeadModel"}),
-    "t5": Family("unigram", {"spans": "transformers.T5ForConditionalGeneration"}),
-    "bart": Family("bytelevel", {"denoise": "transformers.BartForConditionalGeneration"}),
+    "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
+    "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
+    "t5": Family("unigram", {"spans": "T5ForConditionalGeneration"}),
+    "bart": Family("bytelevel", {"denoise": "BartForConditionalGeneration"}),
 }
 
 
@@ -305,14 +306,8 @@ def choose_unit(family: str, objective: str, unit: str | None) -> str | None:
 
 
 def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:
-    """The untrained model of a family that learns an objective, with fused attention."""
-    import fastplm.hf
-
-    module, _, name = FAMILIES[family].classes[objective].rpartition(".")
-    model_class = getattr(importlib.import_module(module), name)
-    if module == "fastplm.models":
-        return model_class(config)
-    return model_class._from_config(config, attn_implementation=fastplm.hf.NAME)
+    """The untrained model of a family that learns an objective."""
+    return getattr(models, FAMILIES[family].classes[objective])(config)
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -180,9 +180,10 @@ class PretrainingTrainer(Trainer):
             for name, value in outputs.items()
             if name.endswith("_loss") and value is not None
         }
-        name, answer = PAIR_LABELS["next_sentence_label"]
-        if not self._makes_loss and "next_sentence_label" in inputs and answer in outputs:
-            total = summed(outputs[answer].detach(), inputs["next_sentence_label"])
+        for label, (name, answer) in PAIR_LABELS.items():
+            if self._makes_loss or label not in inputs or answer not in outputs:
+                continue
+            total = summed(outputs[answer].detach(), inputs[label])
             parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]
             # The Trainer scales the loss up because gradients are averaged over processes.
             share = loss / self.accelerator.num_processes
