@@ -112,7 +112,7 @@ class TiedLookup:
             and isinstance(self.embedding, nn.Embedding)
             and shares_table(self.embedding, decoder)
         )
-        self.weight = decoder.weight
+        self.weight: Any = getattr(decoder, "weight", None)  # an adapter's may be further inside
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., E]."""
@@ -145,25 +145,3 @@ def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> No
         f"0 to {vocab_size - 1}, the vocabulary of this model",
         "Use the tokenizer of the checkpoint, or resize_token_embeddings.",
     )
-
-
-def tied_inputs(
-    model: PreTrainedModel,
-    decoder: nn.Linear,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    labels: Tensor | None,
-) -> tuple[dict[str, Tensor | None], Tensor]:
-    """A backbone's inputs, and what stands in for the decoder's weight in the loss.
-
-    Where lookup and head share their table, their gradients are made in one buffer. The loss is the
-    one reader of that weight: logits, if asked for, use the decoder's own.
-    """
-    embedding = model.get_input_embeddings()
-    given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    if labels is None or input_ids is None or inputs_embeds is not None:
-        return given, decoder.weight
-    if not isinstance(embedding, nn.Embedding) or not shares_table(embedding, decoder):
-        return given, decoder.weight
-    rows, weight = tied_lookup(embedding, input_ids)
-    return {"inputs_embeds": rows}, weight

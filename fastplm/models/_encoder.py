@@ -117,6 +117,7 @@ class EncoderModel(FastplmModel):
         if ragged is not None:
             input_ids = None if input_ids is None else ragged.pack(input_ids)
             inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
+            assert position_ids is not None, "there is no cache"
             position_ids = ragged.pack(position_ids.expand(batch, seqlen))
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))

@@ -17,7 +17,7 @@ from fastplm.models._base import FastplmModel, TiedLookup, asked_for
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted
 from fastplm.models._ragged import flags, values_are_known
-from fastplm.nn._rows import as_normalizer, batch_share, labels_at
+from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 
 _logger = logging.get_logger(__name__)
 
@@ -175,12 +175,12 @@ class DoubleHeads(FastplmModel):
         # --- the two heads on them ---
         count = positions.shape[0]
         if targets is not None:
-            loss = ops.linear_cross_entropy(
+            loss = vocabulary_loss(
                 read[:count],
-                self.lm_head.weight if lookup is None else lookup.weight,
+                self.lm_head,
                 targets,
-                linear_bias=self.lm_head.bias,
-                normalizer=as_normalizer(num_items_in_batch, read.device),
+                num_items_in_batch,
+                None if lookup is None else lookup.weight,
             )
         if reads_one:
             mc_logits = head(read[count:].view(*lead, 1, -1)).squeeze(-1)

@@ -6,6 +6,7 @@ Source: Lewis et al. 2019 (arXiv 1910.13461).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
 )
 from transformers.models.bart import modeling_bart
 from transformers.utils.generic import can_return_tuple
@@ -25,20 +27,30 @@ from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import CausalLM, ScaledLoss
 from fastplm.models._ragged import RaggedBatch, flags, take
 from fastplm.models._seq2seq import (
-    ConditionalGeneration,
-    CrossAttention,
-    Seq2SeqModel,
+    SharedLookup,
     Unpad,
     can_pack,
     decoder_rows,
     padded,
     unpadded,
 )
+from fastplm.nn._rows import IGNORE_INDEX, labels_at, vocabulary_loss
 
 
 @drop_in
-class BartAttention(CrossAttention, modeling_bart.BartAttention):
-    """Attention, of packed queries and packed keys of another batch too."""
+class BartAttention(modeling_bart.BartAttention):
+    """Attention whose keys may be of another packed batch than its queries."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        cross_lengths: tuple[Tensor, int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if cross_lengths is not None and kwargs.get("key_value_states") is not None:
+            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
+        return super().forward(hidden_states, *args, **kwargs)
 
 
 class _Stack(FastplmModel):
@@ -167,7 +179,7 @@ class BartDecoder(_Stack, modeling_bart.BartDecoder):
         rows = None
         masks = (attention_mask, encoder_attention_mask)
         crosses = encoder_hidden_states is None or all(
-            isinstance(layer.encoder_attn, CrossAttention) for layer in self.layers
+            isinstance(layer.encoder_attn, BartAttention) for layer in self.layers
         )
         cached = past_key_values is not None or use_cache
         if crosses and not cached and can_pack(self, masks, kwargs):
@@ -176,7 +188,8 @@ class BartDecoder(_Stack, modeling_bart.BartDecoder):
                 read_rows = None
             rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad)
             if encoder_rows is None and encoder_hidden_states is not None:
-                encoder_rows = unpadded(encoder_attention_mask, None, None)
+                wanted = False if unpad is False else None
+                encoder_rows = unpadded(encoder_attention_mask, None, wanted)
                 if encoder_rows is not None:
                     encoder_hidden_states = encoder_rows.pack_rows(encoder_hidden_states)
             if rows is None and encoder_rows is not None:
@@ -220,27 +233,166 @@ class BartDecoder(_Stack, modeling_bart.BartDecoder):
 
 
 @drop_in
-class BartModel(Seq2SeqModel, transformers.BartModel):
-    """``transformers.BartModel`` with fused attention, on the tokens of both sides alone."""
+class BartModel(FastplmModel, transformers.BartModel):
+    """``transformers.BartModel`` with fused attention, each side unpadded once.
+
+    Hidden states of padding are 0. Transformers computes some there; nothing should read them. The
+    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
+    4 dimensions, ``output_attentions`` and, on the decoder's side, caches.
+    """
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        *,
+        unpad: Unpad = None,
+        decoder_unpad: Unpad = None,
+        output_rows: Tensor | None = None,
+        read_rows: Tensor | None = None,
+        extra_rows: Tensor | None = None,
+        lookup: SharedLookup | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with these arguments more.
+
+        Args:
+            unpad: of the encoder's batch. None = leave padding out where that is possible; False =
+                do not; an int = the number of rows to make room for, which fixes all shapes.
+            decoder_unpad: the same of the decoder's batch; False if ``unpad`` is False.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows that are
+                wanted, -1 in unused slots; the last hidden state is then [P, 1, E].
+            read_rows: bool [B, T], the decoder's rows that are wanted, in a last hidden state
+                [B, T, E] that may be 0 elsewhere.
+            extra_rows: bool [B, T], rows of the decoder to compute although its mask hides them.
+            lookup: takes the place of both word embeddings.
+        """
+        rows = None
+        if encoder_outputs is None:
+            if can_pack(self, (attention_mask,), kwargs):
+                rows = unpadded(attention_mask, None, unpad)
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                unpad=False if rows is None else rows,
+                lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
+                return_dict=True,
+                **kwargs,
+            )
+        ours = {
+            "unpad": False if decoder_unpad is None and unpad is False else decoder_unpad,
+            "output_rows": output_rows,
+            "read_rows": read_rows,
+            "extra_rows": extra_rows,
+            "encoder_rows": rows,
+            "lookup": None if lookup is None else partial(lookup, self.decoder.embed_tokens),
+        }
+        outputs = super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **ours,
+            **kwargs,
+        )
+        if rows is not None:
+            outputs["encoder_last_hidden_state"] = rows.pad(outputs.encoder_last_hidden_state)
+            if outputs.encoder_hidden_states is not None:
+                outputs["encoder_hidden_states"] = padded(outputs.encoder_hidden_states, rows)
+        return outputs
 
 
 @drop_in
-class BartForConditionalGeneration(
-    ConditionalGeneration, transformers.BartForConditionalGeneration
-):
+class BartForConditionalGeneration(FastplmModel, transformers.BartForConditionalGeneration):
     """``transformers.BartForConditionalGeneration`` whose loss never makes all logits.
 
     Source: Lewis et al. 2019 (arXiv 1910.13461).
     """
 
-    def _backbone(self) -> Callable[..., Any]:
-        return self.model
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent, with these differences.
 
-    def _embedding_class(self) -> type[nn.Embedding]:
-        return modeling_bart.BartScaledWordEmbedding
+        Args:
+            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
+                all batches that gradients are accumulated over. Default: of this batch.
+            kwargs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
-    def _head_bias(self) -> Tensor:
-        return self.final_logits_bias[0]
+        Returns:
+            ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label. Without a decoder's
+            mask, and if nothing but the loss is asked for, the decoder leaves out the rows after
+            the last label of each sequence, which no loss depends on.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        inputs = dict(
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache if labels is None else False,
+        )
+        if labels is None:
+            return super().forward(**inputs, return_dict=True)
+        given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+        if given is None:
+            given = self.prepare_decoder_input_ids_from_labels(labels)
+            inputs["decoder_input_ids"] = given
+        positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
+        if output_logits:
+            inputs["extra_rows"] = labels != IGNORE_INDEX
+        else:
+            inputs["output_rows"] = positions
+        lookup = SharedLookup(self.lm_head, modeling_bart.BartScaledWordEmbedding)
+        outputs = self.model(**inputs, lookup=lookup, return_dict=True)
+        hidden = outputs.last_hidden_state
+        if output_logits:
+            rows = ops.gather_rows(hidden.flatten(0, 1), positions)
+        else:
+            rows = hidden[:, 0]
+        bias = self.final_logits_bias[0]
+        loss = vocabulary_loss(rows, self.lm_head, targets, num_items_in_batch, lookup.weight, bias)
+        logits = self.lm_head(hidden) + bias if output_logits else None
+        others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
 
 @drop_in

@@ -128,6 +128,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
             given = input_ids if inputs_embeds is None else inputs_embeds
+            assert given is not None, "the backbone asks for it"
             check_shape(where, "labels", labels, given.shape[:2], "[B, T]")
             counted = labels != IGNORE_INDEX
             if attention_mask is not None:

@@ -149,8 +149,6 @@ class T5Stack(FastplmModel, modeling_t5.T5Stack):
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)
         check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
-        if asked_for(self, "output_attentions", kwargs):
-            kwargs["output_attentions"] = True
         if self.is_decoder and decoder_unpad is not None:
             unpad = decoder_unpad
         ragged = None
@@ -278,10 +276,12 @@ class _TwoStacks(FastplmModel):
                 read = _until_last(needed)
                 decoder_mask = read if decoder_mask is None else decoder_mask.bool() & read
             decoder_rows = _unpadded(decoder_mask, needed, decoder_unpad)
-            if decoder_rows is None and rows is not None:
-                ids, embeds = decoder_inputs["input_ids"], decoder_inputs["inputs_embeds"]
-                given = ids if embeds is None else embeds
-                decoder_rows = RaggedBatch.whole(given.shape[0], given.shape[1], given.device)
+            ids, embeds = decoder_inputs["input_ids"], decoder_inputs["inputs_embeds"]
+            given = ids if embeds is None else embeds
+            if decoder_rows is None and rows is not None and given is not None:
+                decoder_rows = RaggedBatch.whole(
+                    given.shape[0], given.shape[1], given.device, decoder_mask
+                )
         outputs = self.decoder(
             **decoder_inputs,
             encoder_hidden_states=states,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,7 @@ def vocabulary_loss(
     targets: Tensor,
     normalizer: float | Tensor | None,
     weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The mean cross-entropy of ``decoder(rows)``, which makes no logits if it is a linear layer.
 
@@ -132,19 +133,22 @@ def vocabulary_loss(
         targets: int64 [P], -100 = none.
         normalizer: what the sum of the losses is divided by; None = the number of targets.
         weight: stands for the decoder's own; None = that.
+        bias: [V], added to what a decoder gives that has none itself.
 
     Returns:
         fp32 [], 0 if nothing has a target.
     """
     if plain_linear(decoder):
+        own: Any = decoder
         return ops.linear_cross_entropy(
             rows,
-            decoder.weight if weight is None else weight,  # type: ignore[arg-type]
+            own.weight if weight is None else weight,
             targets,
-            linear_bias=decoder.bias,  # type: ignore[arg-type]
+            linear_bias=own.bias if bias is None else bias,
             normalizer=as_normalizer(normalizer, rows.device),
         )
     logits = decoder(rows)
+    logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer

@@ -227,6 +227,13 @@ def _inputs(name: str, vocab: int, mask: Tensor | None, pad: int) -> dict[str, T
     return inputs
 
 
+def _weights_like(value: Tensor) -> Tensor:
+    """Numbers in [-1, 1] of the same shape and dtype, the same in every run."""
+    return (
+        torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape).to(value.dtype)
+    )
+
+
 def _compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """What two models must agree on: nothing that belongs to padding."""
     mask = inputs.get("attention_mask")
@@ -249,7 +256,10 @@ def _compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str
     if "mc_loss" in compared:
         compared["loss"] = compared["loss"] + compared.pop("mc_loss")
     if "loss" not in compared:
-        compared["loss"] = sum(value.square().sum() for value in compared.values())
+        # Weighted, as the plain sum of squares behind a norm is a constant, with no gradient.
+        compared["loss"] = sum(
+            (value.square() * _weights_like(value)).sum() for value in compared.values()
+        )
     return compared
 
 

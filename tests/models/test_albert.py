@@ -91,15 +91,14 @@ def test_every_class_equals_its_parent(hold_drop_in, ours, padding, dtype):
 @pytest.mark.parametrize(
     "layers",
     [
-        {"num_hidden_groups": LAYERS},
-        {"num_hidden_groups": 2, "inner_group_num": 2},
+        {"num_hidden_layers": 2, "num_hidden_groups": 2, "inner_group_num": 2},
         {"num_hidden_layers": 1},
         {"num_hidden_layers": 0},
         {"num_hidden_layers": 5, "num_hidden_groups": 3},
-        {"embedding_size": 1},
-        {"embedding_size": 32},
-        {"embedding_size": 40},
-        {"chunk_size_feed_forward": 3},
+        {"num_hidden_layers": 2, "embedding_size": 1},
+        {"num_hidden_layers": 1, "embedding_size": 32},
+        {"num_hidden_layers": 2, "embedding_size": 40},
+        {"num_hidden_layers": 2, "chunk_size_feed_forward": 9},
     ],
     ids=lambda layers: " ".join(f"{name}={value}" for name, value in layers.items()),
 )
@@ -230,18 +229,19 @@ def layers_of(model):
 def tie_by_hand(model, mode):
     """The layers of a model of Transformers share modules."""
     first, *others = layers_of(model)
-    parts = {"attention": ["attention"], "none": []}
-    parts["feed_forward"] = ["ffn", "ffn_output", "full_layer_layer_norm"]
+    parts = {
+        "attention": ["attention"],
+        "feed_forward": ["ffn", "ffn_output", "full_layer_layer_norm"],
+    }
     for layer, part in itertools.product(others, parts[mode]):
         setattr(layer, part, getattr(first, part))
     return model
 
 
-@pytest.mark.parametrize("inner", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_shared_parts_add_up(hold, mode, inner):
+@pytest.mark.parametrize("mode", ["attention", "feed_forward"])
+def test_gradients_of_shared_parts_add_up(hold, mode):
     ids, labels = batch()
-    ours = AlbertForMaskedLM(shared(mode, inner_group_num=inner))
+    ours = AlbertForMaskedLM(shared(mode, inner_group_num=2))
     parent = tie_by_hand(parent_like(ours), mode)
 
     def run(model):
@@ -372,16 +372,17 @@ def test_gradient_checkpointing_changes_no_bit(mode):
 
 
 @pytest.mark.parametrize(
-    "cls",
+    ("cls", "backend"),
     [
-        AlbertForPreTraining,
-        pytest.param(AlbertForSequenceClassification, marks=pytest.mark.slow),
+        (AlbertForPreTraining, "eager"),
+        pytest.param(AlbertForPreTraining, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(AlbertForSequenceClassification, "aot_eager", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_once_for_all_batches_of_a_shape(hold, cls):
+def test_compiled_once_for_all_batches_of_a_shape(hold, cls, backend):
     torch._dynamo.reset()
     model = cls(config(num_hidden_layers=2, problem_type="single_label_classification"))
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for step in range(2):
         mask = MASK.roll(step, 0)
@@ -447,12 +448,13 @@ def test_a_real_checkpoint_predicts_the_same(hold, checkpoint):
     ids = truth.masked_fill(chosen, vocabulary.index("[MASK]"))
     labels = truth.masked_fill(~chosen, -100)
     ours, report = AlbertForMaskedLM.from_pretrained(path, output_loading_info=True)
-    assert not any(report.values()), report
+    assert not report["missing_keys"] and not report["mismatched_keys"]
     theirs = transformers.AlbertForMaskedLM.from_pretrained(path)
 
     def run(model, **more):
-        out = model.eval()(ids, attention_mask=mask, labels=labels, **more)
-        return {"loss": out.loss, "logits": out.logits[mask.bool()]}
+        with torch.no_grad():
+            out = model.eval()(ids, attention_mask=mask, labels=labels, **more)
+        return {"mean": out.loss, "logits": out.logits[mask.bool()]}
 
     hold(ours, theirs, lambda m: run(m, output_logits=True), run)
     right = [

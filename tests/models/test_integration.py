@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments, pipeline
 import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm.testing import GRADIENT_FACTOR, check_error
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, ReversedReductions, check_error
 
 from .conftest import FAMILIES, PADDINGS, small_config
 
@@ -108,14 +108,16 @@ def test_attentions_equal_the_parents_and_are_said_to_be_slow(hold, family, capl
         weights = {
             f"{i}": w[MASK.bool()[:, None].expand(-1, 2, -1)] for i, w in enumerate(out[name])
         }
-        assert len(weights) == 2
+        # The harness also looks at "sdpa", which has none.
+        assert len(weights) == (0 if model.config._attn_implementation == "sdpa" else 2)
         return {"loss": out.loss, **weights}
 
     logging.Logger.warning_once.cache_clear()
     ours = ours_of(family)
     run(ours)
     run(ours)
-    assert sum("output_attentions" in record.message for record in caplog.records) == 1
+    said = [r.message for r in caplog.records if "output_attentions" in r.message]
+    assert len(said) == len(set(said)) > 0, "it is said once"
     hold(ours, parent_of(family), run)
 
 
@@ -196,14 +198,25 @@ def test_a_model_on_another_device_looks_at_no_value(family):
 
 
 @every_family
-def test_half_precision_is_as_exact_as_the_parents(hold, family):
-    """fp16; bf16 is in the tests of each family."""
+def test_half_precision_is_as_exact_as_the_parents(family):
+    """fp16, to predict with; bf16 and gradients are in the tests of each family."""
     inputs = batch()
+    labels = inputs.pop("labels")
+    if family in ("bart", "t5"):
+        inputs["decoder_input_ids"] = labels.masked_fill(labels < 0, 5)
 
+    @torch.no_grad()
     def run(model):
-        return {"loss": model(**inputs).loss.to(torch.promote_types(model.dtype, torch.float32))}
+        logits = model(**inputs).logits
+        assert logits.isfinite().all(), "of padding too"
+        return logits[MASK.bool()]
 
-    hold(ours_of(family).half(), parent_of(family).half(), run)
+    ours, parent = ours_of(family).half(), parent_of(family).half()
+    parent.load_state_dict(ours.state_dict())
+    bases = [run(parent)]
+    with ReversedReductions():
+        bases.append(run(parent))
+    check_error("logits", run(ours), run(parent.double()), bases, FORWARD_FACTOR)
 
 
 @every_family
@@ -424,14 +437,14 @@ def test_two_processes_make_the_gradients_of_one(tmp_path):
     "family",
     [name if name == "bert" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-@pytest.mark.parametrize("unpad", [None, 30])
+@pytest.mark.parametrize("unpad", [pytest.param(None, marks=pytest.mark.slow), 30])
 def test_compiled_once_whatever_the_padding(hold, family, unpad):
     torch._dynamo.reset()
     model = ours_of(family)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     options = {} if unpad is None else {"unpad": unpad}
-    for seed in range(3):
+    for seed in range(2):
         inputs = batch(MASK.roll(seed, 0), seed)
         hold(
             model,

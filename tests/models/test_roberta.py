@@ -152,6 +152,27 @@ def test_a_padding_token_among_the_others_equals_the_parents(hold):
     hold(RobertaForMaskedLM(config()), parent_of(RobertaForMaskedLM, config()), run)
 
 
+@pytest.mark.parametrize("extra", [{}, {"output_attentions": True}], ids=["packed", "padded"])
+def test_rows_that_the_caller_chose_come_back_as_they_are(hold, extra):
+    """The mask hides a first token, and what is pooled there is nobody's business."""
+    mask = RIGHT.clone()
+    mask[1, 0] = 0
+    ids, _ = batch(mask)
+    rows = RaggedBatch.of(mask)
+
+    def packed(model):
+        out = model(ids, attention_mask=mask, unpad=rows, **extra)
+        alive = out.pooler_output[[0, 2, 3]]
+        return {"hidden": out.last_hidden_state[0].detach(), "pooled": alive.detach()}
+
+    def padded(model):
+        out = model(ids, attention_mask=mask)
+        alive = out.pooler_output[[0, 2, 3]]
+        return {"hidden": out.last_hidden_state[mask.bool()].detach(), "pooled": alive.detach()}
+
+    hold(RobertaModel(config()), parent_of(RobertaModel, config()), packed, padded)
+
+
 # --- the decoder ----------------------------------------------------------------------------------
 
 DECODER = {"is_decoder": True, "add_cross_attention": True}

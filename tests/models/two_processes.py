@@ -33,7 +33,8 @@ def loss_of(model, batch, rank):
 def data_parallel(config, state, batch, rank):
     model = BertForMaskedLM(config)
     model.load_state_dict(state)
-    loss_of(DistributedDataParallel(model), batch, rank).backward()
+    wrapped = DistributedDataParallel(model)
+    loss_of(wrapped, batch, rank).backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 

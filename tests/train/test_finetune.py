@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import re
+import runpy
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,7 @@ NOUNS = "river house teacher garden train letter window forest engine island".sp
 VERBS = "follows carries remembers builds opens paints".split()
 TAGS = {"the": "DET", **dict.fromkeys(NOUNS, "NOUN"), **dict.fromkeys(VERBS, "VERB")}
 COUNT = 60
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def sentence(i: int) -> str:
@@ -120,7 +123,7 @@ def checkpoint(tmp_path_factory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         initializer_range=0.2,
     )
     transformers.BertModel(config).save_pretrained(path / "model")
@@ -565,12 +568,46 @@ REAL = {
 @pytest.mark.parametrize("task", REAL)
 def test_real_files(task):
     folder = os.environ.get("FASTPLM_TEST_DATA")
-    root = Path(__file__).resolve().parents[3] / "shared" / "data"
+    root = REPOSITORY.parent / "shared" / "data"
     name, count = REAL[task]
     path = (Path(folder) if folder else root) / name
     if not path.is_file():
         pytest.skip(f"no {path}: set FASTPLM_TEST_DATA to the folder that has {name}")
     assert len(read_examples(task, path)) == count
+
+
+# --- examples and benchmark -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, task",
+    [("finetune_classification", "classification"), ("finetune_question_answering", "qa")],
+)
+def test_examples(name, task, checkpoint, files, tmp_path, monkeypatch, capsys):
+    path = REPOSITORY / "examples" / f"{name}.py"
+    words = [str(path), str(checkpoint), str(files[task])]
+    words += [str(files[task])] if task == "classification" else []
+    monkeypatch.setattr(sys, "argv", [*words, "1"])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path), run_name="__main__")
+    assert ("accuracy" if task == "classification" else "exact_match") in capsys.readouterr().out
+    assert list((tmp_path / "runs").rglob("model.safetensors"))
+
+
+def test_benchmark(checkpoint, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    benchmark = runpy.run_path(str(REPOSITORY / "benchmarks" / "finetuning.py"), run_name="test")
+    setting = benchmark["Setting"](files["pair"].name, None, 2, 4, 32, 1e-3, 8)
+    monkeypatch.setitem(benchmark["SETTINGS"], "pair", setting)
+    options = f"--model {checkpoint} --data {files['pair'].parent} --tasks pair --seeds 2"
+    words = ["finetuning.py", *options.split(), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert benchmark["main"]() == 0
+    shown = capsys.readouterr().out
+    (page,) = tmp_path.rglob("finetuning.md")
+    (rows,) = tmp_path.rglob("finetuning.csv")
+    assert page.read_text().splitlines()[-1] in shown
+    assert len(rows.read_text().splitlines()) == 1 + 2 * 2  # two scores, two libraries
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -590,8 +627,8 @@ def test_wrong_settings(arguments):
             arguments("pair", **{name: value})
     with pytest.raises(ArgumentValueError, match="`threshold` got 0 with the task qa"):
         arguments("qa", threshold=0)
-    with pytest.raises(ArgumentValueError, match="`max_length` got 65; expected 64"):
-        prepare_task(arguments("pair", max_length=65))
+    with pytest.raises(ArgumentValueError, match="`max_length` got 129; expected 128"):
+        prepare_task(arguments("pair", max_length=129))
     with pytest.raises(ArgumentValueError, match="`warmup` got 4"):
         finetune(arguments("tagging", warmup=4))
     with pytest.raises(DataError, match="holds no run"):
