@@ -102,13 +102,13 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
     )
 
 
-def plain_linear(module: nn.Module) -> bool:
-    """Whether calling a module is ``x @ weight.T + bias`` and nothing else.
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling a module does what its class says and nothing else.
 
     An adapter in its place, a hook, or a wrapper that shards its weight needs the call itself.
     """
     return (
-        type(module) is nn.Linear
+        type(module) is kind
         and "forward" not in vars(module)
         and not module._forward_pre_hooks
         and not module._forward_hooks
@@ -138,7 +138,7 @@ def vocabulary_loss(
     Returns:
         fp32 [], 0 if nothing has a target.
     """
-    if plain_linear(decoder):
+    if is_plain(decoder, nn.Linear):
         own: Any = decoder
         return ops.linear_cross_entropy(
             rows,

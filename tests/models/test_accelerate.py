@@ -12,11 +12,13 @@ import torch
 import torch._dynamo.testing
 import transformers
 from torch import nn
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm._checks import UnsupportedError
+from fastplm.models import _base
 from fastplm.testing import GRADIENT_FACTOR, check_error
 
 from .conftest import FAMILIES, small_config
@@ -44,6 +46,10 @@ MC = torch.tensor([[8], [4]])
 def plain(family: str = "bert", name: str = "BertForMaskedLM") -> transformers.PreTrainedModel:
     torch.manual_seed(1)
     return getattr(transformers, name)(small_config(family))
+
+
+def native() -> transformers.PreTrainedModel:
+    return models.BertForMaskedLM(small_config("bert"))
 
 
 def kinds(model: nn.Module) -> list[type]:
@@ -80,12 +86,12 @@ def test_there_and_back(family, name):
     parameters = list(model.parameters())
     assert fastplm.accelerate(model) is model
     assert type(model) is getattr(models, name)
-    native = getattr(models, name)(small_config(family))
-    expected = kinds(native)
+    made = getattr(models, name)(small_config(family))
+    expected = kinds(made)
     assert kinds(model) == expected, "as if the class of that name had been asked for"
-    for switched, made in zip(model.modules(), native.modules(), strict=True):
+    for one, other in zip(model.modules(), made.modules(), strict=True):
         # Assigning the class is the whole switch: no attribute may need its constructor.
-        assert vars(switched).keys() - {"_fastplm_attention_before"} == vars(made).keys()
+        assert vars(one).keys() - {"_fastplm_attention_before"} == vars(other).keys()
     assert model.config._attn_implementation == "fastplm"
     again = list(vars(model))
     fastplm.accelerate(model)
@@ -163,15 +169,16 @@ def test_copies_are_as_good(how, tmp_path):
 
 def test_hidden_states_are_recorded_whatever_the_class():
     """Transformers looks up what to record by class, and a switched model was made as another."""
-    for model in (
-        fastplm.accelerate(plain()),
-        fastplm.restore(models.BertForMaskedLM(small_config("bert"))),
-    ):
-        assert len(model(IDS, output_hidden_states=True).hidden_states) == 3
+    for made, change in ((plain(), fastplm.accelerate), (native(), fastplm.restore)):
+        # As in a process in which no model of the other class has been made.
+        for kind in (models.BertModel, transformers.BertModel):
+            dict.pop(_CAN_RECORD_REGISTRY, str(kind), None)
+        _base.drop_in(models.BertModel)
+        assert len(change(made)(IDS, output_hidden_states=True).hidden_states) == 3
 
 
 def test_a_model_of_our_classes_becomes_transformers():
-    model = fastplm.restore(models.BertForMaskedLM(small_config("bert")))
+    model = fastplm.restore(native())
     assert kinds(model) == kinds(plain())
     assert model.config._attn_implementation == "sdpa"
 
@@ -349,7 +356,9 @@ def test_other_models_of_transformers_get_the_attention():
     config = transformers.DistilBertConfig(
         vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
     )
-    model = fastplm.accelerate(transformers.DistilBertModel(config).eval())
+    model = transformers.DistilBertModel(config).eval()
+    for _ in range(2):
+        assert fastplm.accelerate(model) is model
     assert type(model) is transformers.DistilBertModel
     assert model.config._attn_implementation == "fastplm"
     with record_decisions() as decisions:

@@ -80,8 +80,10 @@ def test_loading_goes_both_ways(tmp_path):
 
 
 def test_others_are_transformers_with_our_attention(tmp_path):
-    model = models.AutoModel.from_config(copy.deepcopy(DISTIL))
+    config = copy.deepcopy(DISTIL)
+    model = models.AutoModel.from_config(config)
     assert type(model) is transformers.DistilBertModel
+    assert config._attn_implementation is None, "the caller's configuration is not changed"
     model.save_pretrained(tmp_path)
     loaded = models.AutoModel.from_pretrained(tmp_path)
     assert type(loaded) is transformers.DistilBertModel

@@ -1,0 +1,371 @@
+"""What users do to the models beside calling them by the book; BERT stands for its kin."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from torch import nn
+from transformers import BertConfig, GPT2Config
+from transformers.models.bert import modeling_bert
+
+from fastplm import models
+from fastplm._checks import ArgumentValueError
+
+VOCAB, ROWS, LENGTH = 37, 4, 9
+CONFIG = BertConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=20,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    initializer_range=0.3,
+    num_labels=3,
+)
+MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
+HOLES = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0, 1], [0] * 8 + [1], [1, 1, 0] * 3, [1] * 9])
+
+
+def pair(name="BertForMaskedLM", **changes):
+    own = copy.deepcopy(CONFIG)
+    for key, value in changes.items():
+        setattr(own, key, value)
+    parent = getattr(transformers, name)._from_config(
+        copy.deepcopy(own), attn_implementation="eager"
+    )
+    return getattr(models, name)(own), parent
+
+
+def batch(mask=MASK):
+    ids = torch.randint(4, VOCAB, (ROWS, LENGTH))
+    labels = ids.masked_fill(torch.rand(ROWS, LENGTH) > 0.3, -100)
+    labels[:, 0] = 7
+    return ids, labels.masked_fill(mask == 0, -100)
+
+
+def loss_of(**inputs):
+    return lambda model: {"loss": model(**inputs).loss}
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_may_have_holes_and_any_dtype(hold, dtype):
+    ids, labels = batch(HOLES)
+    hold(*pair(), loss_of(input_ids=ids, attention_mask=HOLES.to(dtype), labels=labels))
+
+
+def test_one_row_of_mask_positions_or_types_is_for_all_sequences(hold):
+    ids, labels = batch()
+    row = MASK[1:2]
+    mask = row.expand(ROWS, LENGTH)
+    labels = labels.masked_fill(mask == 0, -100)
+    places, types = torch.arange(LENGTH)[None] + 3, torch.arange(LENGTH)[None] % 2
+    given = {"input_ids": ids, "labels": labels, "position_ids": places, "token_type_ids": types}
+    hold(
+        *pair(),
+        loss_of(**given, attention_mask=row),
+        loss_of(**given, attention_mask=mask),
+    )
+
+
+@pytest.mark.parametrize("shape", [(ROWS, LENGTH + 3), (ROWS, LENGTH - 3), (ROWS + 1, LENGTH)])
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForQuestionAnswering"])
+def test_a_mask_of_another_shape_is_an_error(name, shape):
+    """Transformers takes some of them, and some fail deep inside."""
+    model, _ = pair(name)
+    ids, _ = batch()
+    for extra in ({}, {"unpad": False}):
+        with pytest.raises(ArgumentValueError, match="attention_mask"):
+            model(ids, attention_mask=torch.ones(shape), **extra)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OpenAIGPTLMHeadModel"])
+def test_so_it_is_for_causal_models(name):
+    cls = getattr(models, name)
+    model = cls(cls.config_class(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20))
+    ids, labels = batch()
+    for columns in (LENGTH - 3, LENGTH + 3):
+        with pytest.raises(ArgumentValueError, match="attention_mask"):
+            model(ids, attention_mask=torch.ones(ROWS, columns), labels=labels)
+
+
+def test_positions_in_any_order_twice_or_beside_a_label(hold):
+    """The loss is of what the positions name, each time that they do."""
+    ids, labels = batch()
+    positions = torch.tensor([18, -1, 0, 9, 0, 5, -1])
+    expected = torch.cat((labels.flatten(), torch.tensor([-100])))[positions]
+
+    def parent_run(model):
+        logits = model(ids, attention_mask=MASK).logits.flatten(0, 1)[positions.clamp(min=0)]
+        return {"loss": nn.functional.cross_entropy(logits, expected)}
+
+    run = loss_of(
+        input_ids=ids, attention_mask=MASK, labels=labels.int(), masked_positions=positions
+    )
+    hold(*pair(), run, parent_run)
+
+
+def test_labels_of_tokens_may_come_in_one_line(hold):
+    ids, _ = batch()
+    labels = (ids % 3).masked_fill(MASK == 0, -100)
+    hold(
+        *pair("BertForTokenClassification"),
+        loss_of(input_ids=ids, attention_mask=MASK, labels=labels.flatten()),
+    )
+
+
+def test_a_sequence_of_one_token(hold):
+    ids, labels = batch()
+    hold(*pair(), loss_of(input_ids=ids[:, :1], labels=labels[:, :1]))
+
+
+def test_embeddings_of_the_callers_get_their_gradient():
+    ids, labels = batch()
+    ours, parent = pair()
+    parent.load_state_dict(ours.state_dict())
+    gradients = []
+    for model in (ours, parent):
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=embeds, attention_mask=MASK, labels=labels).loss.backward()
+        gradients.append(embeds.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_nothing_labelled_in_an_accumulated_batch_is_loss_0(name):
+    ids, _ = batch()
+    shape = (ROWS,) if "Sequence" in name else (ROWS, LENGTH)
+    model, _ = pair(name)
+    loss = model(ids, labels=torch.full(shape, -100), num_items_in_batch=torch.tensor(5)).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+def test_chunks_of_the_feed_forward_part(hold):
+    ids, labels = batch()
+    hold(
+        *pair(chunk_size_feed_forward=3),
+        loss_of(input_ids=ids, attention_mask=MASK, labels=labels),
+    )
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification"])
+def test_outputs_by_configuration(hold, name):
+    ids, labels = batch()
+    labels = labels[:, 0] % 3 if "Sequence" in name else labels
+    asked = {"output_logits": True} if name == "BertForMaskedLM" else {}
+
+    def run(model, **extra):
+        loss, logits, states = model(ids, MASK, labels=labels, **extra)
+        return {"loss": loss, "states": torch.stack(states)[:, MASK.bool()]}
+
+    ours, parent = pair(name, return_dict=False, output_hidden_states=True)
+    hold(ours, parent, lambda model: run(model, **asked), run)
+
+
+# --- models that the user changed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1], [0, 1, 1], [1, 0, 1, 2], [2, 0]], ids=lambda order: "".join(map(str, order))
+)
+def test_layers_taken_out_or_repeated(hold, order):
+    ids, labels = batch()
+    ours, parent = pair()
+    parent.load_state_dict(ours.state_dict())
+    for model in (ours, parent):
+        layers = model.bert.encoder.layer
+        model.bert.encoder.layer = nn.ModuleList([layers[i] for i in order])
+    hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
+
+
+class Doubled(nn.Module):
+    """An adapter in place of a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, rows):
+        return self.base(rows) * 2 + rows.sum(-1, keepdim=True)
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs).tanh()
+
+
+class OwnSelfAttention(modeling_bert.BertSelfAttention):
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        out, weights = super().forward(hidden_states, attention_mask, **kwargs)
+        return out * 2, weights
+
+
+class OwnHead(modeling_bert.BertLMPredictionHead):
+    def forward(self, rows):
+        return super().forward(rows).tanh()
+
+
+def own_self_attention(model):
+    attention = model.bert.encoder.layer[-1].attention
+    attention.self.__class__ = OwnSelfAttention
+
+
+def own_layer(model):
+    model.bert.encoder.layer[-1] = OwnLayer(model.bert.encoder.layer[-1])
+
+
+def own_projections(model):
+    attention = model.bert.encoder.layer[-1].attention.self
+    attention.key, attention.query = Doubled(attention.key), Doubled(attention.query)
+
+
+def own_head(model):
+    model.cls.predictions.__class__ = OwnHead
+
+
+def hook_on_head(model):
+    model.cls.register_forward_hook(lambda module, args, logits: logits * 0.5)
+
+
+def hook_on_predictions(model):
+    model.cls.predictions.register_forward_hook(lambda module, args, logits: logits * 0.5)
+
+
+def hook_on_layer(model):
+    model.bert.encoder.layer[-1].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def hook_on_attention(model):
+    for module in (
+        model.bert.encoder.layer[-1].attention.self,
+        model.bert.encoder.layer[-1].attention,
+    ):
+        module.register_forward_hook(lambda module, args, out: (out[0] * 0.5, *out[1:]))
+
+
+def frozen(model):
+    model.bert.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        own_self_attention,
+        own_layer,
+        own_projections,
+        own_head,
+        hook_on_head,
+        hook_on_predictions,
+        hook_on_layer,
+        hook_on_attention,
+        frozen,
+    ],
+)
+def test_a_change_of_the_users_acts_as_in_the_parent(hold, change):
+    ids, labels = batch()
+    ours, parent = pair()
+    change(ours)
+    change(parent)
+    hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
+
+
+def test_the_table_may_be_larger_than_the_configuration_says():
+    model, parent = pair("BertModel")
+    for each in (model, parent):
+        each.set_input_embeddings(nn.Embedding(VOCAB + 8, 32))
+    parent.load_state_dict(model.state_dict())
+    ids = torch.full((1, 3), VOCAB + 7)
+    torch.testing.assert_close(model(ids)[0], parent(ids)[0])
+    with pytest.raises(ArgumentValueError, match="vocabulary"):
+        model(ids + 1)
+
+
+def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
+    """It would not leave out the rows that it is told to, and the head would read others."""
+    model, parent = pair()
+    model.bert = parent.bert
+    ids, labels = batch()
+    with pytest.raises(ArgumentValueError, match="base_model"):
+        model(ids, labels=labels)
+
+    own = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20)
+    own.pad_token_id = 0
+    model = models.GPT2ForSequenceClassification(own)
+    model.transformer = transformers.GPT2Model(copy.deepcopy(own))
+    with pytest.raises(ArgumentValueError, match="base_model"):
+        model(ids)
+
+
+def test_a_decoder_takes_an_encoder_mask_of_4_dimensions(hold):
+    ids, labels = batch()
+    states = torch.randn(ROWS, 5, 32)
+    seen = torch.rand(ROWS, 1, LENGTH, 5) < 0.7
+    seen[..., 0] = True
+
+    def run(model):
+        given = {
+            "encoder_hidden_states": states.to(model.dtype),
+            "encoder_attention_mask": torch.zeros(seen.shape, dtype=model.dtype).masked_fill(
+                ~seen, torch.finfo(model.dtype).min
+            ),
+        }
+        return {"loss": model(ids, attention_mask=MASK, labels=labels, **given).loss}
+
+    hold(*pair("BertLMHeadModel", is_decoder=True, add_cross_attention=True), run)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_bit(reentrant):
+    ids, labels = batch()
+    gradients = []
+    model, _ = pair()
+    for checkpointing in (False, True):
+        model = copy.deepcopy(model).train()
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(ids, attention_mask=MASK, labels=labels).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_compiled_once_for_all_sums_of_lengths(hold):
+    torch._dynamo.reset()
+    model, _ = pair()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for rows in (MASK, MASK.roll(1, 0), torch.ones_like(MASK).tril(), MASK.flip(1)):
+        ids, labels = batch(rows)
+        positions = torch.full((12,), -1)
+        found = (labels.flatten() != -100).nonzero().flatten()[:12]
+        positions[: len(found)] = found
+        given = {
+            "input_ids": ids,
+            "attention_mask": rows,
+            "labels": labels,
+            "masked_positions": positions,
+        }
+        hold(
+            model,
+            model,
+            lambda _, given=given: {"loss": compiled(**given, unpad=45 - 10).loss},
+            loss_of(**given, unpad=False),
+        )
+    assert counter.frame_count == 1
