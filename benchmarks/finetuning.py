@@ -45,15 +45,15 @@ SETTINGS = {
     "classification": Setting(
         "sentiment/movie.train.tsv", "sentiment/movie.test.tsv", 60, 16, 64, 2e-4, 500
     ),
-    "pair": Setting("pairs/mrpc.train.txt", "pairs/mrpc.test.txt", 80, 16, 128, 2e-4, 300),
+    "pair": Setting("pairs/mrpc.train.txt", "pairs/mrpc.test.txt", 160, 16, 64, 1e-4, 500),
     "tagging": Setting(
         "tagging/ewt-pos.dev.tsv", "tagging/ewt-pos.test.tsv", 60, 16, 64, 5e-4, 300
     ),
-    "qa": Setting("qa/xquad.en.json", None, 80, 8, 192, 3e-4, 100),
+    "qa": Setting("qa/xquad.en.json", None, 160, 8, 128, 5e-4, 100),
     "choice": Setting(
         "choice/commonsenseqa.train.jsonl",
         "choice/commonsenseqa.dev.jsonl",
-        80,
+        60,
         16,
         64,
         2e-4,

@@ -390,6 +390,22 @@ def _other(label):
     return [_other(each) for each in label] if isinstance(label, list) else 1 if label != 1 else 0
 
 
+def test_each_word_has_one_label(arguments):
+    """Its first token's, also where a word or a sentence goes on in a further feature."""
+    for length in (16, 64):
+        task = prepare_task(arguments("tagging", max_length=length))
+        features, notes = task.features(task.train)
+        assert (len(features) > len(task.train)) == (length == 16)
+        words = [(i, j) for i, example in enumerate(task.train) for j in range(len(example.texts))]
+        assert [place[:2] for places in notes for place in places] == words
+        for feature, places in zip(features, notes, strict=True):
+            labelled = [i for i, label in enumerate(feature["labels"]) if label != -100]
+            assert labelled == [place for _, _, place in places]
+            tokens = task.tokenizer.convert_ids_to_tokens(feature["input_ids"])
+            assert any(token.startswith("##") for token in tokens)
+            assert not any(tokens[place].startswith("##") for place in labelled)
+
+
 def test_windows_overlap_and_hold_the_answer(arguments):
     task = prepare_task(arguments("qa", max_length=16))
     features, notes = task.features(task.train)
