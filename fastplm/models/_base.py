@@ -105,7 +105,7 @@ class TiedLookup:
         labels: None if there will be no loss.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Linear, labels: Tensor | None) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, labels: Tensor | None) -> None:
         self.embedding: Any = model.get_input_embeddings()
         self.shared = (
             labels is not None

@@ -8,7 +8,7 @@ Mixins in front of Transformers' classes: the parent's own forward does the work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
+from fastplm._checks import check_shape
 from fastplm.hf import NAME
 from fastplm.models._base import FastplmModel, asked_for, check_input_ids
 from fastplm.models._ragged import (
@@ -40,7 +41,9 @@ class EncoderModel(FastplmModel):
     out of the tokens; nothing should read them.
 
     The padded path of the parent stays for: an attention implementation other than "fastplm",
-    masks of 4 dimensions, caches, ``output_attentions``.
+    masks of 4 dimensions, caches, ``output_attentions``, ``chunk_size_feed_forward``, layers or
+    attention of the user's own. A hook on the pooler runs twice where rows are left out; the second
+    run counts.
     """
 
     config: Any
@@ -87,14 +90,20 @@ class EncoderModel(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+        where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
+        # The user's table may be larger than the configuration knows.
+        vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
+        check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
-        if position_ids is None and past_key_values is None:
-            position_ids = self._positions(input_ids, given)
-        fused = self._is_fused(attention_mask, past_key_values, use_cache, kwargs)
+        if past_key_values is None:
+            attention_mask = _mask_of(where, attention_mask, batch, seqlen)
+            if position_ids is None:
+                position_ids = self._positions(input_ids, given)
+        masks = (attention_mask, encoder_attention_mask)
+        fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
 
         # --- which rows are computed ---
-        first = torch.arange(0, batch * seqlen, seqlen, device=given.device)
+        first = torch.arange(batch, device=given.device) * seqlen
         rows = first if isinstance(output_rows, str) else output_rows
         needed = None
         if rows is not None:
@@ -144,34 +153,25 @@ class EncoderModel(FastplmModel):
         )
 
         # --- back ---
-        hidden = outputs.last_hidden_state
+        hidden, slots = outputs.last_hidden_state, None
+        if last is not None:
+            slots = last.rank
+        elif ragged is not None:
+            slots = ragged.slots()
         changed: dict[str, Any] = {}
         if ragged is not None and outputs.get("hidden_states") is not None:
             changed["hidden_states"] = tuple(
                 None if state is None else ragged.pad(state) for state in outputs.hidden_states
             )
         if rows is not None:
-            slots = None
-            if last is not None:
-                slots = last.rank
-            elif ragged is not None:
-                slots = ragged.slots()
-            flat = hidden.flatten(0, 1)
-            changed["last_hidden_state"] = _rows_at(flat, rows, slots)
-            if self._pools():
-                changed["pooler_output"] = self._pooled(_rows_at(flat, first, slots))
+            changed["last_hidden_state"] = _rows_at(hidden, rows, slots)
         elif isinstance(unpad, RaggedBatch):
             changed["last_hidden_state"] = hidden if ragged is unpad else unpad.pack_rows(hidden)
-            if self._pools():
-                slots = None if ragged is None else ragged.slots()
-                changed["pooler_output"] = self._pooled(
-                    _rows_at(hidden.flatten(0, 1), first, slots)
-                )
         elif ragged is not None:
-            padded = changed["last_hidden_state"] = ragged.pad(hidden)
-            if self._pools():
-                # The parent pooled the first row of all; what it made of that is not used.
-                changed["pooler_output"] = self._pooled(padded[:, :1])
+            changed["last_hidden_state"] = ragged.pad(hidden)
+        if slots is not None and self._pools():
+            # The parent pooled the first row of all; what it made of that is not used.
+            changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
         return type(outputs)(**{**outputs, **changed})
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
@@ -185,41 +185,53 @@ class EncoderModel(FastplmModel):
         """The pooler's output for the first token of each sequence: [B, 1, E] -> [B, E]."""
         return self.pooler(first)
 
-    def _layers(self) -> list[tuple[Any, Any]]:
-        """(its index, the attention module) of each layer, in the order in which they run."""
-        return [(layer.attention.self.layer_idx, layer.attention) for layer in self.encoder.layer]
+    def _layers_are_ours(self) -> bool:
+        """Whether all attention is of our classes, which know of packed rows; the user's own may
+        not."""
+        blocks = [getattr(layer, "attention", None) for layer in self.encoder.layer]
+        return all(
+            isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
+            for block in blocks
+        )
 
     def _is_causal(self) -> bool:
         """Whether a row sees those before it alone, which may lie in a cache."""
         return bool(self.config.is_decoder)
 
     def _last_layer(self) -> int | None:
-        """The index of the last layer, None if it cannot compute some rows alone."""
-        layers = [] if self._is_causal() else self._layers()
-        if not layers:
+        """The index of the last layer, None if it cannot compute some rows alone.
+
+        Only asked where the layers are ours.
+        """
+        if self._is_causal():
             return None
-        index, attention = layers[-1]
-        alone = [other for other, _ in layers].count(index) == 1
-        return index if alone and isinstance(attention, EncoderAttention) else None
+        indices = [layer.attention.self.layer_idx for layer in self.encoder.layer]
+        alone = indices and indices.count(indices[-1]) == 1
+        return indices[-1] if alone else None
 
     def _has_our_attention(self) -> bool:
         return self.config._attn_implementation == NAME
 
     def _is_fused(
-        self, mask: Tensor | None, cache: Any, use_cache: bool | None, kwargs: dict[str, Any]
+        self,
+        masks: Iterable[Tensor | None],
+        cache: Any,
+        use_cache: bool | None,
+        kwargs: dict[str, Any],
     ) -> bool:
         """Whether rows can be left out: the parent's padded path does the rest."""
         if use_cache is None:
             use_cache = getattr(self.config, "use_cache", False)
         return (
             self._has_our_attention()
-            and (mask is None or mask.dim() == 2)
+            and all(mask is None or mask.dim() == 2 for mask in masks)
             and cache is None
             and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
             and not asked_for(self, "output_attentions", kwargs)
             # Its chunks have to divide the number of rows evenly.
             and not self.config.chunk_size_feed_forward
+            and self._layers_are_ours()
         )
 
     def _unpadded(
@@ -249,11 +261,21 @@ class EncoderModel(FastplmModel):
         return LastRows.of(index, needed, capacity, ragged, None if mask is None else mask.bool())
 
 
-def _rows_at(flat: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
-    """[N, E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
+def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
+    """The padding mask [B, T]; one of more dimensions is left to the parent."""
+    if mask is None or mask.dim() != 2:
+        return mask
+    if mask.shape[0] == 1:
+        mask = mask.expand(batch, -1)
+    check_shape(where, "attention_mask", mask, (batch, seqlen), "[batch, tokens]")
+    return mask
+
+
+def _rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
+    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
     if slots is not None:
         positions = take(slots, positions).masked_fill(positions < 0, -1)
-    return ops.gather_rows(flat, positions)[:, None]
+    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
 
 
 def cross_inputs(

@@ -15,7 +15,7 @@ from fastplm import ops
 from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
 from fastplm.models._base import FastplmModel, TiedLookup, asked_for
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import shifted
+from fastplm.models._heads import shifted, wanted_rows
 from fastplm.models._ragged import flags, values_are_known
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 
@@ -29,6 +29,10 @@ class CausalModel(EncoderModel):
     left, gets a different answer from each attention implementation of the parent; attention gives
     0 there. Nobody should read it.
     """
+
+    #: The class of our attention in each block.
+    _attention: type
+    h: Any
 
     @can_return_tuple
     def forward(
@@ -73,6 +77,9 @@ class CausalModel(EncoderModel):
 
     def _is_causal(self) -> bool:
         return True
+
+    def _layers_are_ours(self) -> bool:
+        return all(isinstance(getattr(block, "attn", None), self._attention) for block in self.h)
 
 
 def _two_dimensional(tensor: Tensor | None, most: int | None = None) -> Tensor | None:
@@ -170,7 +177,10 @@ class DoubleHeads(FastplmModel):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        read = ops.gather_rows(hidden.flatten(0, -2), rows) if all_rows else hidden[:, 0]
+        if all_rows:
+            read = ops.gather_rows(hidden.flatten(0, -2), rows)
+        else:
+            read = wanted_rows(self, hidden, rows)
 
         # --- the two heads on them ---
         count = positions.shape[0]
@@ -266,7 +276,8 @@ class LastTokenClassification(FastplmModel):
             return_dict=True,
             **{**kwargs, "use_cache": bool(kwargs.get("use_cache"))},
         )
-        logits = self.score(outputs.last_hidden_state[:, 0])
+        assert rows is not None, "the backbone has said what is missing"
+        logits = self.score(wanted_rows(self, outputs.last_hidden_state, rows))
         loss = None
         if labels is not None:
             config: Any = self.config  # type: ignore[attr-defined]

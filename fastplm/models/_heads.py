@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mas
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
 from fastplm.models._base import FastplmModel, TiedLookup
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -21,11 +21,33 @@ from fastplm.nn._rows import (
     vocabulary_loss,
 )
 
+#: (what comes before the projection to the vocabulary or None, that projection). A head that the
+#: user changed is called whole: it is the projection then, and makes logits.
+Head = tuple[Callable[[Tensor], Tensor] | None, Any]
+
+
+def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, rows: Tensor) -> Any:
+    return decoder(rows if transform is None else transform(rows))
+
+
+def wanted_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The last hidden state of a backbone that was told ``output_rows``: [P, 1, E] -> [P, E]."""
+    check(
+        hidden.shape[:2] == (positions.shape[0], 1),
+        type(model).__name__,
+        "base_model",
+        f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
+        f"{positions.shape[0]} rows, those that the head reads",
+        "Use the backbone of fastplm.models of that name; transformers' own does not leave out "
+        "rows.",
+    )
+    return hidden[:, 0]
+
 
 def labelled_loss(
     model: Any,
     transform: Callable[[Tensor], Tensor] | None,
-    decoder: nn.Linear,
+    decoder: nn.Module,
     labels: Tensor,
     positions: Tensor | None,
     normalizer: int | Tensor | None,
@@ -57,7 +79,10 @@ def labelled_loss(
         inputs["output_rows"] = positions
     outputs = model.base_model(**inputs, lookup=lookup, return_dict=True)
     hidden = outputs.last_hidden_state
-    rows = ops.gather_rows(hidden.flatten(0, 1), positions) if all_rows else hidden[:, 0]
+    if all_rows:
+        rows = ops.gather_rows(hidden.flatten(0, 1), positions)
+    else:
+        rows = wanted_rows(model, hidden, positions)
     loss = vocabulary_loss(
         rows if transform is None else transform(rows),
         decoder,
@@ -73,8 +98,7 @@ class MaskedLM(FastplmModel):
 
     base_model: Any
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        """(what comes before the projection to the vocabulary, that projection)."""
+    def _head(self) -> Head:
         raise NotImplementedError
 
     @can_return_tuple
@@ -133,7 +157,7 @@ class MaskedLM(FastplmModel):
                 inputs,
             )
         if labels is None or output_logits:
-            logits = decoder(transform(outputs.last_hidden_state))
+            logits = _logits(transform, decoder, outputs.last_hidden_state)
         return MaskedLMOutput(
             loss=loss,
             logits=logits,
@@ -147,8 +171,7 @@ class SequencePairPreTraining(FastplmModel):
 
     base_model: Any
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        """(what comes before the projection to the vocabulary, that projection)."""
+    def _head(self) -> Head:
         raise NotImplementedError
 
     def _pretrain(
@@ -197,7 +220,7 @@ class SequencePairPreTraining(FastplmModel):
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
         if all_rows:
-            logits = decoder(transform(outputs.last_hidden_state))
+            logits = _logits(transform, decoder, outputs.last_hidden_state)
         return outputs, loss, logits, pair_logits
 
 
@@ -224,8 +247,7 @@ class CausalLM(FastplmModel):
 
     base_model: Any
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
-        """(what comes before the projection to the vocabulary or None, that projection)."""
+    def _head(self) -> Head:
         raise NotImplementedError
 
     @can_return_tuple
@@ -252,6 +274,7 @@ class CausalLM(FastplmModel):
         Args:
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
                 With labels, ``logits`` are None, and so is the cache unless ``use_cache`` is True.
+                A ``loss_function`` that the user set gets logits, as in the parent.
             output_logits: return the logits beside the loss after all.
             num_items_in_batch: what the sum of the losses is divided by: the number of labels of
                 all batches that gradients are accumulated over. Default: of this batch.
@@ -267,6 +290,10 @@ class CausalLM(FastplmModel):
         """
         transform, decoder = self._head()
         targets = shifted(labels) if shift_labels is None else shift_labels
+        ignored = kwargs.pop("ignore_index", IGNORE_INDEX)
+        if targets is not None and ignored != IGNORE_INDEX:
+            targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
+        own_loss = targets is not None and hasattr(self, "_loss_function")
         if targets is not None and use_cache is None:
             use_cache = False
         inputs = dict(
@@ -283,19 +310,30 @@ class CausalLM(FastplmModel):
             inputs["encoder_hidden_states"] = encoder_hidden_states
             inputs["encoder_attention_mask"] = encoder_attention_mask
         loss = logits = None
-        if targets is None:
+        if targets is None or own_loss:
+            if targets is not None:
+                inputs["extra_rows"] = targets != IGNORE_INDEX
             outputs = self.base_model(**inputs, return_dict=True)
         else:
             outputs, loss = labelled_loss(
                 self, transform, decoder, targets, None, num_items_in_batch, output_logits, inputs
             )
-        if targets is None or output_logits:
+        if targets is None or output_logits or own_loss:
             hidden = outputs.last_hidden_state
             if isinstance(logits_to_keep, int):
                 hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
             else:
                 hidden = hidden[:, logits_to_keep]
-            logits = decoder(hidden if transform is None else transform(hidden))
+            logits = _logits(transform, decoder, hidden)
+        if own_loss:
+            loss = self.loss_function(  # type: ignore[attr-defined]
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,  # type: ignore[attr-defined]
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -323,7 +361,9 @@ class ScaledLoss(FastplmModel):
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
         if labels is None or num_items is None:
             return outputs
-        loss = outputs.loss * batch_share(labels, num_items)
+        share = batch_share(labels, num_items)
+        # A mean over no label is not a number.
+        loss = outputs.loss.masked_fill(share == 0, 0.0) * share
         return type(outputs)(**{**outputs, "loss": loss})
 
 
@@ -374,8 +414,16 @@ class TokenClassification(ScaledLoss):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if labels is not None and attention_mask is not None:
-            kwargs["extra_rows"] = labels != IGNORE_INDEX
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and attention_mask is not None and given is not None:
+            check_shape(
+                type(self).__name__,
+                "labels",
+                labels.flatten(),
+                (given.shape[:2].numel(),),
+                "one label a token",
+            )
+            kwargs["extra_rows"] = (labels != IGNORE_INDEX).view(given.shape[:2])
         outputs = super().forward(  # type: ignore[misc]
             input_ids,
             attention_mask=attention_mask,

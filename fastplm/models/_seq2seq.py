@@ -9,30 +9,41 @@ Each side is padded back only where the caller gets to see its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.utils.generic import can_return_tuple
 
 from fastplm.hf import NAME
-from fastplm.models._base import asked_for
-from fastplm.models._ragged import RaggedBatch, values_can_be_read
+from fastplm.models._base import FastplmModel, asked_for, check_input_ids
+from fastplm.models._encoder import _rows_at, cross_inputs
+from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
+from fastplm.nn._rows import IGNORE_INDEX, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 Unpad = bool | int | RaggedBatch | None
 
 
-def can_pack(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
-    """Whether rows can be left out: the parent's padded path does the rest."""
+def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
+    """Whether the attention is ours and gets none of what it does the parent's way."""
     return (
         model.config._attn_implementation == NAME
         and all(mask is None or mask.dim() == 2 for mask in masks)
-        and kwargs.get("cu_seq_lens_q") is None
         and not asked_for(model, "output_attentions", kwargs)
     )
 
 
-def unpadded(mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad) -> RaggedBatch | None:
+def until_last(chosen: Tensor) -> Tensor:
+    """bool [B, T]: True up to the last True of each row."""
+    return chosen.flip(1).cumsum(1).flip(1) > 0
+
+
+def unpadded(
+    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, gapless: bool = False
+) -> RaggedBatch | None:
     """The rows of a batch that are computed; None = all of them, padded.
 
     Args:
@@ -40,41 +51,378 @@ def unpadded(mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad) -> Ra
         extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
         unpad: None = leave padding out where that is possible; False = do not; an int = the number
             of rows to make room for, which fixes all shapes; a batch = these rows.
+        gapless: compute what lies between the first and the last of these rows as well.
     """
     if isinstance(unpad, RaggedBatch):
         return unpad
-    if mask is None or unpad is False:
+    counted = unpad is None or unpad is True
+    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
         return None
-    if unpad is not None and unpad is not True:
-        return RaggedBatch.of(mask, extra_rows, unpad)
-    return RaggedBatch.of(mask, extra_rows) if values_can_be_read(mask) else None
+    if gapless:
+        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
+        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
+    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
 
 
 def decoder_rows(
-    mask: Tensor | None, read_rows: Tensor | None, extra_rows: Tensor | None, unpad: Unpad
+    mask: Tensor | None,
+    read_rows: Tensor | None,
+    extra_rows: Tensor | None,
+    unpad: Unpad,
+    gapless: bool = False,
 ) -> RaggedBatch | None:
     """The rows that a causal decoder computes.
 
     Args:
-        mask, extra_rows, unpad: as in ``unpadded``.
+        mask, extra_rows, unpad, gapless: as in ``unpadded``.
         read_rows: bool [B, T], the rows whose last hidden state anybody looks at: those after the
             last one of a sequence influence none of them. None = all.
     """
     if read_rows is not None:
-        reached = read_rows.flip(1).cumsum(1).flip(1) > 0
+        reached = until_last(read_rows)
         if mask is None:
             mask = reached
         else:
             mask = mask.bool() & reached
             extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
-    return unpadded(mask, None if mask is None else extra_rows, unpad)
+    return unpadded(mask, None if mask is None else extra_rows, unpad, gapless)
 
 
-def padded(states: tuple[Tensor | None, ...] | None, rows: RaggedBatch | None) -> Any:
-    """Hidden states [1, N, E] of all layers -> [B, T, E]."""
-    if states is None or rows is None:
-        return states
-    return tuple(None if state is None else rows.pad(state) for state in states)
+def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> RaggedBatch | None:
+    """The rows of an encoder, found once for all that reads them; None = all of them, padded."""
+    rows = unpadded(mask, None, unpad, gapless)
+    asked = unpad is not None and unpad is not True
+    if rows is not None or mask is None or unpad is False:
+        return rows
+    if asked or values_can_be_read(mask):
+        # Nothing to leave out. Who gets no rows would count again, and wait for the device.
+        return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
+    return None
+
+
+class Stack(FastplmModel):
+    """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out, and only the tokens in between.
+
+    Hidden states of padding are 0; Transformers computes some there, which nothing should read. The
+    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
+    4 dimensions, caches, ``output_attentions``.
+    """
+
+    config: Any
+    embed_tokens: Any
+    gradient_checkpointing: bool
+    training: bool
+    #: Whether the distance of two rows counts, so that none between them may be left out.
+    gapless = False
+
+    def _packs(
+        self,
+        masks: Sequence[Tensor | None],
+        kwargs: dict[str, Any],
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+    ) -> bool:
+        """Whether rows can be left out: the parent's padded path does the rest."""
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        return (
+            past_key_values is None
+            and not use_cache
+            and kwargs.get("cu_seq_lens_q") is None
+            and is_fused(self, masks, kwargs)
+        )
+
+    def _on_rows(self, embeds: Tensor, rows: RaggedBatch, **kwargs: Any) -> Any:
+        """The parent's forward on packed rows [1, N, E]."""
+        return super().forward(  # type: ignore[misc]
+            inputs_embeds=embeds,
+            attention_mask=rows.key_mask_row(),
+            **rows.attention_arguments(),
+            **kwargs,
+        )
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        kwargs: dict[str, Any],
+        unpad: Unpad,
+        lookup: Callable[[Tensor], Tensor] | None,
+        *,
+        caching: dict[str, Any] | None = None,
+        states: Tensor | None = None,
+        states_mask: Tensor | None = None,
+        encoder_rows: RaggedBatch | None = None,
+        output_rows: Tensor | None = None,
+        read_rows: Tensor | None = None,
+        extra_rows: Tensor | None = None,
+    ) -> Any:
+        """The forward of all stacks.
+
+        Args:
+            kwargs: of the parent's forward.
+            unpad: as in ``unpadded``.
+            lookup: takes the place of the word embeddings.
+            caching: past_key_values and use_cache of a stack that takes them.
+            states, states_mask, encoder_rows: as in ``cross_inputs``.
+            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``.
+
+        Returns:
+            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
+            batch given as ``unpad`` it is [1, N, E].
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
+        check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+        batch, seqlen = given.shape[:2]
+        caching = caching or {}
+        kwargs = dict(kwargs, return_dict=True)
+
+        # --- which rows are computed ---
+        if output_rows is not None:
+            read_rows = flags(output_rows, batch * seqlen).view(batch, seqlen)
+        rows = None
+        if self._packs((attention_mask, states_mask), kwargs, **caching):
+            if read_rows is not None and asked_for(self, "output_hidden_states", kwargs):
+                extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
+                read_rows = None
+            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.gapless)
+            if rows is None and encoder_rows is not None:
+                rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
+
+        # --- the parent, on those ---
+        if inputs_embeds is None:
+            ids = given if rows is None else rows.pack(given)
+            inputs_embeds = (lookup or self.embed_tokens)(ids)
+        elif rows is not None:
+            inputs_embeds = rows.pack_rows(inputs_embeds)
+        assert inputs_embeds is not None
+        if states is not None:
+            kwargs.update(cross_inputs(states, states_mask, encoder_rows, rows))
+        if rows is None:
+            outputs = super().forward(  # type: ignore[misc]
+                inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
+            )
+        else:
+            if caching:
+                kwargs["use_cache"] = False
+            outputs = self._on_rows(inputs_embeds, rows, **kwargs)
+
+        # --- back ---
+        hidden = outputs.last_hidden_state
+        if output_rows is not None:
+            slots = None if rows is None else rows.slots()
+            outputs["last_hidden_state"] = _rows_at(hidden.flatten(0, 1), output_rows, slots)
+        elif rows is not None and rows is not unpad:
+            outputs["last_hidden_state"] = rows.pad(hidden)
+        if rows is not None and outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(
+                None if state is None else rows.pad(state) for state in outputs.hidden_states
+            )
+        return outputs
+
+
+class EncoderDecoder(FastplmModel):
+    """Mixin of an encoder and a decoder with fused attention, each unpadded once.
+
+    Hidden states of padding are 0. Transformers computes some there; nothing should read them. The
+    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
+    4 dimensions, ``output_attentions`` and, on the decoder's side, caches, which are the default
+    where ``use_cache`` is not given.
+    """
+
+    encoder: Any
+    decoder: Any
+
+    def _default_decoder_ids(self, input_ids: Tensor | None) -> Tensor | None:
+        return None
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        *,
+        unpad: Unpad = None,
+        decoder_unpad: Unpad = None,
+        output_rows: Tensor | None = None,
+        read_rows: Tensor | None = None,
+        extra_rows: Tensor | None = None,
+        lookup: SharedLookup | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """As the parent, with these arguments more.
+
+        Args:
+            unpad: of the encoder's batch. None = leave padding out where that is possible; False =
+                do not; an int = the number of rows to make room for, which fixes all shapes.
+            decoder_unpad: the same of the decoder's batch; False if ``unpad`` is False.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows that are
+                wanted, -1 in unused slots; the last hidden state is then [P, 1, E].
+            read_rows: bool [B, T], the decoder's rows that are wanted, in a last hidden state
+                [B, T, E] that may be 0 elsewhere.
+            extra_rows: bool [B, T], rows of the decoder to compute although its mask hides them.
+            lookup: takes the place of both word embeddings.
+        """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self._default_decoder_ids(input_ids)
+        kwargs["return_dict"] = True
+        rows = None
+        if self.encoder._packs((attention_mask,), kwargs):
+            gapless = self.encoder.gapless and encoder_outputs is None
+            rows = source_rows(attention_mask, unpad, gapless)
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                unpad=False if rows is None else rows,
+                lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
+                **kwargs,
+            )
+            states = encoder_outputs.last_hidden_state
+            if rows is not None:
+                encoder_outputs["last_hidden_state"] = rows.pad(states)
+        else:
+            if not isinstance(encoder_outputs, BaseModelOutput):
+                encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+            states = encoder_outputs.last_hidden_state
+            states = states if rows is None else rows.pack_rows(states)
+        outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=states,
+            encoder_attention_mask=attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            unpad=False if decoder_unpad is None and unpad is False else decoder_unpad,
+            output_rows=output_rows,
+            read_rows=read_rows,
+            extra_rows=extra_rows,
+            encoder_rows=rows,
+            lookup=None if lookup is None else partial(lookup, self.decoder.embed_tokens),
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=outputs.get("past_key_values"),
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.get("cross_attentions"),
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class ConditionalGeneration(FastplmModel):
+    """Mixin of an encoder-decoder with a language-model head, whose loss never makes all logits.
+
+    With labels and the loss alone asked for, what the decoder computes after the last label of a
+    sequence is left out: it cannot influence the loss.
+    """
+
+    lm_head: nn.Linear
+    prepare_decoder_input_ids_from_labels: Callable[[Tensor], Tensor]
+    _embedding_kind: type[nn.Embedding] = nn.Embedding
+    #: Whether the parent makes a cache beside a loss if asked to.
+    _caches_beside_loss = True
+
+    def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
+        raise NotImplementedError
+
+    def _scaled_rows(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _logits_bias(self) -> Tensor | None:
+        return None
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """As the parent, with these differences.
+
+        Args:
+            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and so is the cache
+                unless ``use_cache`` is True and the parent makes one too.
+            output_logits: return the logits beside the loss after all.
+            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
+                all batches that gradients are accumulated over. Default: of this batch.
+            kwargs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
+
+        Returns:
+            ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
+        """
+        lookup = SharedLookup(self.lm_head, self._embedding_kind)
+        positions = targets = None
+        if labels is not None:
+            use_cache = bool(use_cache) and self._caches_beside_loss
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            assert given is not None
+            positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
+            kwargs["lookup"] = lookup
+            if output_logits:
+                kwargs["extra_rows"] = labels != IGNORE_INDEX
+            else:
+                kwargs["output_rows"] = positions
+        outputs = self._backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden = self._scaled_rows(outputs.last_hidden_state)
+        bias = self._logits_bias()
+        loss = logits = None
+        if positions is not None and targets is not None:
+            rows = _rows_at(hidden.flatten(0, 1), positions, None) if output_logits else hidden
+            loss = vocabulary_loss(
+                rows[:, 0], self.lm_head, targets, num_items_in_batch, lookup.weight, bias
+            )
+        if labels is None or output_logits:
+            logits = self.lm_head(hidden)
+            logits = logits if bias is None else logits + bias
+        others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
 
 class SharedLookup:

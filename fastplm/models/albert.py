@@ -33,8 +33,6 @@ Source: Lan et al. 2019 (arXiv 1909.11942).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import transformers
@@ -50,6 +48,7 @@ from fastplm._checks import check, check_choice
 from fastplm.models._base import FastplmModel, drop_in
 from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (
+    Head,
     MaskedLM,
     MultipleChoice,
     QuestionAnswering,
@@ -58,6 +57,7 @@ from fastplm.models._heads import (
     TokenClassification,
 )
 from fastplm.models._ragged import LastRows
+from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
 
@@ -255,31 +255,37 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         # Some old configurations have `is_decoder`; the parent never looks.
         return False
 
-    def _last_layer(self) -> int | None:
+    def _layers_are_ours(self) -> bool:
         encoder = self.encoder
-        if not isinstance(encoder, AlbertTransformer) or not encoder.config.num_hidden_layers:
-            return None
-        calls = encoder.calls()
-        group = calls[-1]
-        if not isinstance(group, AlbertLayerGroup):
-            return None
-        attention = group.albert_layers[-1].attention
-        return len(calls) - 1 if isinstance(attention, AlbertAttention) else None
+        return isinstance(encoder, AlbertTransformer) and all(
+            isinstance(group, AlbertLayerGroup)
+            and all(
+                isinstance(getattr(layer, "attention", None), AlbertAttention)
+                for layer in group.albert_layers
+            )
+            for group in encoder.albert_layer_groups
+        )
+
+    def _last_layer(self) -> int | None:
+        # A call of a group, not the module, is told which rows are wanted.
+        return self.encoder.config.num_hidden_layers - 1 if self.encoder.calls() else None
 
     def _pooled(self, first: Tensor) -> Tensor:
         return self.pooler_activation(self.pooler(first[:, 0]))
 
 
-def _transform(head: modeling_albert.AlbertMLMHead, rows: Tensor) -> Tensor:
-    return head.LayerNorm(head.activation(head.dense(rows)))
+def _head(head: Any) -> Head:
+    if not is_plain(head, modeling_albert.AlbertMLMHead):
+        return None, head
+    return lambda rows: head.LayerNorm(head.activation(head.dense(rows))), head.decoder
 
 
 @drop_in
 class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
     """``transformers.AlbertForMaskedLM`` whose head and loss see the labelled tokens only."""
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        return partial(_transform, self.predictions), self.predictions.decoder
+    def _head(self) -> Head:
+        return _head(self.predictions)
 
 
 @drop_in
@@ -291,8 +297,8 @@ class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.Alber
     Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
     """
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        return partial(_transform, self.predictions), self.predictions.decoder
+    def _head(self) -> Head:
+        return _head(self.predictions)
 
     @can_return_tuple
     def forward(

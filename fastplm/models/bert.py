@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
-from fastplm.models._base import FastplmModel, drop_in
+from fastplm.models._base import drop_in
 from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (
     CausalLM,
+    Head,
     MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
+    SequencePairPreTraining,
     TokenClassification,
-    labelled_loss,
 )
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share
+from fastplm.nn._rows import is_plain
 
 
 @drop_in
@@ -42,6 +40,12 @@ class BertModel(EncoderModel, transformers.BertModel):
     """``transformers.BertModel`` with fused attention, on the tokens alone."""
 
 
+def _split(head: Any) -> Head:
+    if not is_plain(head, modeling_bert.BertLMPredictionHead):
+        return None, head
+    return head.transform, head.decoder
+
+
 @drop_in
 class BertForMaskedLM(MaskedLM, transformers.BertForMaskedLM):
     """``transformers.BertForMaskedLM`` whose head and loss see the labelled tokens only.
@@ -49,16 +53,20 @@ class BertForMaskedLM(MaskedLM, transformers.BertForMaskedLM):
     Source: Devlin et al. 2018 (arXiv 1810.04805).
     """
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        return self.cls.predictions.transform, self.cls.predictions.decoder
+    def _head(self) -> Head:
+        if not is_plain(self.cls, modeling_bert.BertOnlyMLMHead):
+            return None, self.cls
+        return _split(self.cls.predictions)
 
 
 @drop_in
 class BertLMHeadModel(CausalLM, transformers.BertLMHeadModel):
     """``transformers.BertLMHeadModel``, a decoder, whose loss never makes all logits."""
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-        return self.cls.predictions.transform, self.cls.predictions.decoder
+    def _head(self) -> Head:
+        if not is_plain(self.cls, modeling_bert.BertOnlyMLMHead):
+            return None, self.cls
+        return _split(self.cls.predictions)
 
 
 @drop_in
@@ -91,13 +99,16 @@ class BertForQuestionAnswering(QuestionAnswering, transformers.BertForQuestionAn
 
 
 @drop_in
-class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
+class BertForPreTraining(SequencePairPreTraining, transformers.BertForPreTraining):
     """``transformers.BertForPreTraining`` whose MLM head sees the labelled tokens only.
 
     ``loss = MLM loss + next-sentence loss``, or the one whose labels are given.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
     """
+
+    def _head(self) -> Head:
+        return _split(self.cls.predictions)
 
     @can_return_tuple
     def forward(
@@ -133,7 +144,6 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
-        head = self.cls.predictions
         inputs = dict(
             kwargs,
             input_ids=input_ids,
@@ -142,32 +152,17 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
         )
-        loss = prediction_logits = None
-        all_rows = output_logits or (labels is None and next_sentence_label is None)
-        if labels is not None:
-            outputs, loss = labelled_loss(
-                self,
-                head.transform,
-                head.decoder,
-                labels,
-                masked_positions,
-                num_items_in_batch,
-                all_rows,
-                inputs,
-            )
-        else:
-            rows = None if all_rows else "first"
-            outputs = self.bert(**inputs, output_rows=rows, return_dict=True)
-        seq_relationship_logits = self.cls.seq_relationship(outputs.pooler_output)
-        if next_sentence_label is not None:
-            nsp_loss = _next_sentence_loss(
-                seq_relationship_logits, next_sentence_label, num_sequences_in_batch
-            )
-            if labels is not None and num_sequences_in_batch is None:
-                nsp_loss = nsp_loss * batch_share(labels, num_items_in_batch)
-            loss = nsp_loss if loss is None else loss + nsp_loss
-        if all_rows:
-            prediction_logits = head(outputs.last_hidden_state)
+        outputs, loss, prediction_logits, seq_relationship_logits = self._pretrain(
+            self.cls.seq_relationship,
+            labels,
+            "next_sentence_label",
+            next_sentence_label,
+            masked_positions,
+            output_logits,
+            num_items_in_batch,
+            num_sequences_in_batch,
+            inputs,
+        )
         return BertForPreTrainingOutput(
             loss=loss,
             prediction_logits=prediction_logits,
@@ -175,17 +170,3 @@ class BertForPreTraining(FastplmModel, transformers.BertForPreTraining):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def _next_sentence_loss(
-    logits: Tensor, label: Tensor, num_sequences_in_batch: int | Tensor | None
-) -> Tensor:
-    check_tensor("BertForPreTraining", "next_sentence_label", label)
-    check_dtype("BertForPreTraining", "next_sentence_label", label, INTEGER)
-    label = label.flatten().long()
-    check_shape("BertForPreTraining", "next_sentence_label", label, logits.shape[:1], "[B]")
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = nn.functional.cross_entropy(logits, label, reduction="sum", ignore_index=IGNORE_INDEX)
-    if num_sequences_in_batch is None:
-        num_sequences_in_batch = (label != IGNORE_INDEX).sum()
-    return total / as_normalizer(num_sequences_in_batch, logits.device)

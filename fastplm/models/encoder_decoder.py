@@ -24,6 +24,7 @@ from fastplm.hf import NAME
 from fastplm.models._base import FastplmModel, asked_for, drop_in, share_config
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._ragged import values_can_be_read
+from fastplm.models._seq2seq import source_rows, until_last
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -216,6 +217,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder: Any = self.encoder
         decoder: Any = self.decoder
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
+        if attention_mask is not None and attention_mask.dim() != 2:
+            # Cross-attention gets it too, and is packed wherever the decoder is.
+            decoder_unpad = False
         if labels is None or not ours[1]:
             if ours[0]:
                 kwargs["unpad"] = unpad
@@ -256,7 +260,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         # --- encoder ---
         rows = None
         if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
-            rows = encoder._unpadded(attention_mask, None, unpad)
+            rows = source_rows(attention_mask, unpad)
         if encoder_outputs is None:
             if ours[0]:
                 to_encoder["unpad"] = unpad if rows is None else rows
@@ -283,8 +287,13 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             if decoder_attention_mask is None:
                 decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
-        if fused and loss_alone:
-            decoder_attention_mask = _before_the_end(labels, decoder_attention_mask, decoder_unpad)
+        counted = decoder_unpad is None or decoder_unpad is True
+        reaches = decoder_unpad is not False and (not counted or values_can_be_read(labels))
+        mask = decoder_attention_mask
+        if fused and loss_alone and reaches and (mask is None or mask.shape == labels.shape):
+            # No loss depends on the rows after the last label, as the decoder is causal.
+            read = until_last(labels != IGNORE_INDEX)
+            decoder_attention_mask = read if mask is None else read & mask.bool()
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
@@ -313,22 +322,3 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
         )
-
-
-def _before_the_end(labels: Tensor, mask: Tensor | None, unpad: bool | int | None) -> Tensor | None:
-    """The decoder's mask without the rows after the last label of each sequence.
-
-    No loss depends on them, as the decoder is causal.
-
-    Args:
-        labels: int64 [B, T].
-        mask: [B, T] of any dtype, 0 = padding; None = none.
-        unpad: as of the model.
-    """
-    counted = unpad is None or unpad is True
-    if unpad is False or (counted and not values_can_be_read(labels)):
-        return mask
-    if mask is not None and mask.shape != labels.shape:
-        return mask
-    read = (labels != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
-    return read if mask is None else read & mask.bool()

@@ -98,6 +98,8 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
+    _attention = GPT2Attention
+
     def forward(
         self,
         input_ids: Tensor | None = None,

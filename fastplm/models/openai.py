@@ -66,6 +66,7 @@ class _FusedLayers:
     position_ids: Tensor
     drop: nn.Dropout
     h: nn.ModuleList
+    _layers_are_ours: Callable[[], bool]
 
     def forward(
         self,
@@ -82,6 +83,7 @@ class _FusedLayers:
             asked_for(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
             or (attention_mask is not None and attention_mask.dim() != 2)
+            or not self._layers_are_ours()
         ):
             return super().forward(  # type: ignore[misc]
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
@@ -111,10 +113,17 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     """``transformers.OpenAIGPTModel`` with fused attention, on the tokens alone.
 
     Transformers lets nobody choose the attention of this model, so it is fused whatever
-    ``attn_implementation`` says. ``output_attentions`` runs on Transformers' own and says so once.
+    ``attn_implementation`` says. ``output_attentions`` runs on Transformers' own and says so once,
+    and so does a model with attention of the user's own.
+
+    With padding at the left, a row that sees no token is 0. In Transformers it looks at the future
+    instead (masked by -1e4, which padding outdoes), and ``OpenAIGPTLMHeadModel`` with a label at a
+    sequence's first token, predicted from such a row, has another loss: label it -100.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
+
+    _attention = Attention
 
     def forward(  # type: ignore[override]
         self,

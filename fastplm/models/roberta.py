@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -13,12 +12,14 @@ from fastplm.models._base import drop_in
 from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (
     CausalLM,
+    Head,
     MaskedLM,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
 )
+from fastplm.nn._rows import is_plain
 
 
 @drop_in
@@ -51,7 +52,9 @@ class _LanguageModelHead:
 
     lm_head: Any
 
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+    def _head(self) -> Head:
+        if not is_plain(self.lm_head, modeling_roberta.RobertaLMHead):
+            return None, self.lm_head
         return self._transform, self.lm_head.decoder
 
     def _transform(self, rows: Tensor) -> Tensor:

@@ -133,18 +133,22 @@ def vocabulary_loss(
         targets: int64 [P], -100 = none.
         normalizer: what the sum of the losses is divided by; None = the number of targets.
         weight: stands for the decoder's own; None = that.
-        bias: [V], added to what a decoder gives that has none itself.
+        bias: [V], added to what the decoder gives.
 
     Returns:
         fp32 [], 0 if nothing has a target.
     """
     if is_plain(decoder, nn.Linear):
         own: Any = decoder
+        if bias is None or own.bias is None:
+            bias = own.bias if bias is None else bias
+        else:
+            bias = own.bias + bias
         return ops.linear_cross_entropy(
             rows,
             own.weight if weight is None else weight,
             targets,
-            linear_bias=own.bias if bias is None else bias,
+            linear_bias=bias,
             normalizer=as_normalizer(normalizer, rows.device),
         )
     logits = decoder(rows)

@@ -429,6 +429,13 @@ def test_tying_and_the_bias_survive_a_resize_and_a_checkpoint(hold, vocab, tmp_p
     hold(loaded, parent, lambda m: {"loss": m(**inputs).loss})
 
 
+def test_a_head_with_a_bias_of_its_own_adds_both():
+    inputs = inputs_of(BartForConditionalGeneration, "right")
+    model, parent = pair(BartForConditionalGeneration)
+    model.lm_head = parent.lm_head = nn.Linear(32, VOCAB)
+    torch.testing.assert_close(model(**inputs).loss, parent(**inputs).loss)
+
+
 @pytest.mark.parametrize("kind", [int, torch.tensor])
 @pytest.mark.parametrize("ours", [BartForConditionalGeneration, BartForSequenceClassification])
 def test_accumulated_half_batches_are_one_batch(hold, ours, kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 from transformers import (
     AlbertConfig,
+    BartConfig,
     BertConfig,
     ElectraConfig,
     EncoderDecoderConfig,
@@ -23,7 +25,7 @@ from transformers import (
 import fastplm
 from fastplm import models
 from fastplm._checks import ArgumentValueError
-from fastplm.models import EncoderDecoderModel
+from fastplm.models import EncoderDecoderModel, _ragged
 
 pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
 
@@ -241,6 +243,51 @@ def test_embeddings_and_encoder_outputs_may_be_given(hold):
         return {"loss": first + second, "first": first, "second": second}
 
     hold(EncoderDecoderModel(copy.deepcopy(settings)), parent_of(settings), run)
+
+
+def test_a_mask_of_four_dimensions_gives_the_same_loss():
+    settings = config()
+    inputs = batch("right", settings)
+    model = EncoderDecoderModel(settings)
+    whole = {**inputs, "attention_mask": inputs["attention_mask"].bool()[:, None, None]}
+    torch.testing.assert_close(model(**whole).loss, model(**inputs).loss)
+    del whole["labels"], inputs["labels"]
+    read = inputs["decoder_attention_mask"].bool()
+    dense, packed = (model(**given, use_cache=False).logits[read] for given in (whole, inputs))
+    torch.testing.assert_close(dense, packed)
+
+
+def test_a_bart_decoder_equals_its_parent(hold):
+    importlib.import_module("fastplm.models.bart")
+    decoder = BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=48,
+        max_position_embeddings=20,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    settings = EncoderDecoderConfig.from_encoder_decoder_configs(
+        copy.deepcopy(CONFIGS["bert"]), decoder, pad_token_id=1, decoder_start_token_id=3
+    )
+    inputs = batch("right", config())
+    ours = EncoderDecoderModel(copy.deepcopy(settings))
+    assert type(ours.decoder) is models.BartForCausalLM
+    hold(ours, parent_of(settings), lambda model: loss_alone(model, inputs))
+
+
+def test_each_side_is_counted_once_though_nothing_is_padding(monkeypatch):
+    """Each count waits for the device."""
+    counts, inner = [], _ragged._counts_on_cpu
+    monkeypatch.setattr(
+        _ragged, "_counts_on_cpu", lambda *masks: counts.append(masks) or inner(*masks)
+    )
+    inputs = batch("right", config())
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    EncoderDecoderModel(config())(**inputs)
+    assert len(counts) == 2
 
 
 def test_only_rows_that_matter_are_computed():

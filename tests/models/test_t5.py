@@ -16,7 +16,7 @@ import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentValueError, UnsupportedError
-from fastplm.models import T5EncoderModel, T5ForConditionalGeneration, T5Model
+from fastplm.models import T5EncoderModel, T5ForConditionalGeneration, T5Model, _ragged
 from fastplm.models._base import restore_modules, switch_modules
 from fastplm.testing import GRADIENT_FACTOR, check_error
 
@@ -202,7 +202,8 @@ def test_a_decoder_with_a_cache_equals_the_parents(hold):
 
 
 @pytest.mark.parametrize(
-    "padding, options", [("right", {}), ("left", {}), ("holes", {}), ("left", {"decoder_unpad": False})]
+    "padding, options",
+    [("right", {}), ("left", {}), ("holes", {}), ("left", {"decoder_unpad": False})],
 )
 def test_a_mask_of_the_decoder_equals_the_parents(hold, padding, options):
     """Its rows may have labels, and holes in it move no other row; a packed encoder packs it."""
@@ -504,3 +505,37 @@ def test_a_decoder_without_inputs_is_the_parents_error():
     given = batch()
     with pytest.raises(ValueError, match="exactly one of input_ids"):
         T5Model(config())(given["input_ids"], given["attention_mask"], use_cache=False)
+
+
+def test_a_classifiers_decoder_of_another_length_is_the_parents_error():
+    given = inputs_of("T5ForSequenceClassification", "right")
+    given["decoder_input_ids"] = torch.randint(2, VOCAB, (ROWS, LENGTH + 2))
+    with pytest.raises(IndexError):
+        models.T5ForSequenceClassification(config())(**given)
+
+
+@pytest.mark.parametrize("unpad", [None, 20])
+def test_question_answering_computes_every_row_of_the_decoder(unpad):
+    given = inputs_of("T5ForQuestionAnswering", "right")
+    given["decoder_input_ids"] = given["input_ids"]
+    given["decoder_attention_mask"] = given["attention_mask"]
+    model = models.T5ForQuestionAnswering(config(num_labels=2))
+    assert torch.equal(model(**given).loss, model(**given, decoder_unpad=unpad).loss)
+
+
+@pytest.mark.parametrize("padding", ["right", "full"])
+@pytest.mark.parametrize("states", [False, True])
+def test_each_side_is_counted_once(monkeypatch, padding, states):
+    """Each count waits for the device."""
+    counts, inner = [], _ragged._counts_on_cpu
+    monkeypatch.setattr(
+        _ragged, "_counts_on_cpu", lambda *masks: counts.append(masks) or inner(*masks)
+    )
+    given = batch()
+    if padding == "full":
+        given["attention_mask"] = torch.ones_like(given["attention_mask"])
+    if states:
+        del given["input_ids"]
+        given["encoder_outputs"] = (torch.randn(ROWS, LENGTH, 16),)
+    T5ForConditionalGeneration(config())(**given)
+    assert len(counts) == 2
