@@ -205,9 +205,10 @@ def attention_varlen(
         sample_index: int64 [B], as in ``attention``.
 
     Returns:
-        [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. On one backend
-        the same bits as ``attention`` gives for the batch padded at the right to ``max_seqlen_q``
-        and ``max_seqlen_k``, dropout included.
+        [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. The same as
+        ``attention`` gives for the batch padded at the right to ``max_seqlen_q`` and
+        ``max_seqlen_k``: bit for bit on one backend, but "torch" (the CPU's), which works on other
+        shapes and agrees within rounding. What dropout drops is the same on all of them.
 
     Numerics:
         As ``attention``.

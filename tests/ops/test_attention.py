@@ -23,7 +23,14 @@ from fastplm.reference.attention import (
     dropout_threshold,
     t5_buckets,
 )
-from fastplm.testing import LAYOUTS, BudgetExceeded, assert_repeatable, assert_within_budget
+from fastplm.testing import (
+    GRADIENT_FACTOR,
+    LAYOUTS,
+    BudgetExceeded,
+    assert_repeatable,
+    assert_within_budget,
+    check_error,
+)
 
 BACKENDS = ("torch", "triton")
 QKV = ("query", "key", "value")
@@ -741,7 +748,8 @@ def test_an_int_seed_is_the_tensor(device):
     ),
     ids=("fp32-40-dropout", "fp32-70-bias", "fp16-130-dropout"),
 )
-def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, longest, dtype, extras):
+def test_padded_and_ragged_agree(device, backend, kind, longest, dtype, extras):
+    """Bit for bit; on the CPU's own backend, where lengths differ much, within PyTorch's error."""
     lengths_k = lengths_q = (longest, 0, 9)
     if kind == "cache":  # as many cached keys in each: the padded batch has one alignment
         lengths_k, lengths_q = (longest, 9, 14), (longest - 9, 0, 5)
@@ -764,14 +772,28 @@ def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, longest, dty
     packed_upstream = pack_rows(upstream, lengths_q, spare=3).nan_to_num(1.0)
     packed_out, packed_grads = out_and_grads(backend, ragged, packed_upstream)
 
-    def same(packed, dense, lengths):
-        rows = sum(lengths)
-        return torch.equal(packed[:rows], pack_rows(dense, lengths)) and not packed[rows:].any()
+    exact = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in padded.items()
+        if isinstance(value, torch.Tensor)
+    }
+    gold, gold_grads = out_and_grads("eager", padded | exact, upstream.double())
+    base, base_grads = out_and_grads("eager", padded, upstream)
 
-    assert same(packed_out, out, lengths_q)
-    assert same(packed_grads["query"], grads["query"], lengths_q)
-    assert same(packed_grads["key"], grads["key"], lengths_k)
-    assert same(packed_grads["value"], grads["value"], lengths_k)
+    def check(packed, dense, lengths, gold, base, siblings):
+        rows, dense = sum(lengths), pack_rows(dense, lengths)
+        assert not packed[rows:].any()
+        if backend != "torch" or "bias" in extras:
+            assert torch.equal(packed[:rows], dense)
+            return
+        gold, base = pack_rows(gold, lengths), pack_rows(base, lengths)
+        check_error("packed", packed[:rows], gold, [base, dense], GRADIENT_FACTOR, siblings)
+
+    check(packed_out, out, lengths_q, gold, base, ())
+    siblings = tuple(gold_grads.values())
+    for name, lengths in (("query", lengths_q), ("key", lengths_k), ("value", lengths_k)):
+        both = gold_grads[name], base_grads[name]
+        check(packed_grads[name], grads[name], lengths, *both, siblings)
     if "bias" in extras:
         assert torch.equal(packed_grads["bias_weight"], grads["bias_weight"])
 
