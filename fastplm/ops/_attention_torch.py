@@ -14,8 +14,8 @@ it goes through the formula below in chunks of a few megabytes of scores:
 The backward rebuilds P from whole rows, as the forward did, so it needs no statistics. It is taken
 for bf16 too, in which the flash kernel's own backward runs no faster than in fp32.
 
-fp16 is computed in fp32, as CPUs multiply it slowly; bf16 is multiplied as such, with softmax and
-sums in fp32.
+fp16 is computed in fp32, as CPUs multiply it slowly; bf16 is multiplied as such, but for the
+scores, with softmax and sums in fp32.
 """
 
 from __future__ import annotations
@@ -429,10 +429,8 @@ class _Chunk:
                 view.add_(mask)
         else:
             view.copy_(scores.new_zeros(()) if mask is None else mask)
-        if query.dtype is dtype:
-            scores.baddbmm_(query, key, alpha=self.call.scale)
-        else:
-            scores.add_(torch.bmm(query, key), alpha=self.call.scale)
+        # In fp32 for bf16 too: a product of 16 bits would round the exponents.
+        scores.baddbmm_(query.to(dtype), key.to(dtype), alpha=self.call.scale)
         probs = scores.softmax(-1)
         if dead is not None:
             probs.view(view.shape).masked_fill_(dead, 0.0)
