@@ -12,6 +12,7 @@ namespace fastplm {
 enum class Stream : uint32_t {
   kMaskSelect = 0,
   kMaskReplace = 1,
+  kDropout = 3,
   kNgram = 6,
   kSpan = 7,
   kNoise = 8,
@@ -30,12 +31,15 @@ struct WordLanes {
   FASTPLM_HD Words operator[](int lane) const { return {x[lane], y[lane], z[lane], w[lane]}; }
 };
 
+constexpr int kRounds = 10;
+constexpr int kDropoutRounds = 7;  // the fewest that pass all of BigCrush
+
 // Encrypts the counters in place.
-template <int kLanes>
+template <int kLanes, int kOfRounds = kRounds>
 FASTPLM_HD void philox4x32(uint64_t seed, WordLanes<kLanes>& counter) {
   uint32_t key0 = static_cast<uint32_t>(seed);
   uint32_t key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kOfRounds; ++round) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const uint64_t product0 = uint64_t{0xD2511F53} * counter.x[lane];
       const uint64_t product1 = uint64_t{0xCD9E8D57} * counter.z[lane];

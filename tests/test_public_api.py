@@ -92,7 +92,7 @@ def test_explain_names_the_backend_and_every_rejection():
             ops.attention(query, query, query)
 
     text = fastplm.explain(twice)
-    assert "-> torch  (2 calls)" in text and "not triton: CPU tensors" in text
+    assert "-> cpp  (2 calls)" in text and "not triton: CPU tensors" in text
     assert fastplm.explain(lambda: None) == "no fastplm op was called"
     with fastplm.use_backend("eager"):
         assert "not torch: eager was forced" in fastplm.explain(twice)

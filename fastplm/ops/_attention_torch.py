@@ -1,8 +1,8 @@
-"""The "torch" backend of attention: the fast path on a CPU, in stock PyTorch.
+"""The "torch" backend of attention: for CPUs where csrc/ is not built, and for fp64.
 
-Every call becomes a dense batch whose keys end with the last one that any query may see. A ragged
-batch runs in groups of sequences of about one length, each padded to the longest of its own; with
-a bias it is padded as a whole, as the table's gradient is one sum over all of it.
+Every call becomes a dense batch whose keys end with the last one that any query may see: a ragged
+batch is padded to its ``max_seqlen`` first. So a ragged batch and the same batch padded to that
+length run the same products on the same shapes, and get the same bits.
 
 Without dropout and bias that batch goes through PyTorch's flash kernel for CPUs. With one of them
 it goes through the formula below in chunks of a few megabytes of scores:
@@ -11,8 +11,7 @@ it goes through the formula below in chunks of a few megabytes of scores:
     dV = c * drop(P)^T dO     dP = c * drop(dO V^T)     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K         dK = scale * dS^T Q       dbias = sums of dS over equal distances
 
-The backward rebuilds P from whole rows, as the forward did, so it needs no statistics. It is taken
-for bf16 too, in which the flash kernel's own backward runs no faster than in fp32.
+The backward rebuilds P from whole rows, as the forward did, so it needs no statistics.
 
 fp16 is computed in fp32, as CPUs multiply it slowly; bf16 is multiplied as such, but for the
 scores, with softmax and sums in fp32.
@@ -68,15 +67,6 @@ def attention_fwd(call: _Call, stats: Tensor) -> tuple[Tensor, Tensor]:
     stats.zero_()
     if _is_empty(call):
         return _empty_like_projection(call.query).zero_(), stats
-    groups = _cpu_groups(call)
-    if groups:
-        out = call.query.new_zeros(call.query.shape)
-        for group in groups:
-            part, part_stats = attention_fwd(group.call, group.stats(stats))
-            out[group.rows_q] = group.flat(part)
-            if stats.numel():
-                stats[..., group.rows_q] = part_stats
-        return out, stats
     batch = _cpu_batch(call)
     if batch.key.shape[2] == 0:
         return _empty_like_projection(call.query).zero_(), stats
@@ -100,21 +90,6 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and of the bias table (no element without ``bias_grad``)."""
     grad_weight = call.query.new_empty(0)
-    groups = [] if _is_empty(call) else _cpu_groups(call)
-    if groups:
-        dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in call[:3])
-        for group in groups:
-            part_q, part_k, part_v, _ = attention_bwd(
-                group.call,
-                group.like(grad_out),
-                # Without statistics the output was not kept either.
-                group.like(out) if stats.numel() else out,
-                group.stats(stats),
-                False,
-            )
-            dq[group.rows_q] = group.flat(part_q)
-            dk[group.rows_k], dv[group.rows_k] = group.flat(part_k), group.flat(part_v)
-        return dq, dk, dv, grad_weight
     if bias_grad:
         assert call.bias_weight is not None
         grad_weight = call.bias_weight.new_zeros(call.bias_weight.shape)
@@ -123,7 +98,7 @@ def attention_bwd(
         dq, dk, dv = (_empty_like_projection(tensor).zero_() for tensor in call[:3])
         return dq, dk, dv, grad_weight
     grad_out = _pad(grad_out, batch.rows_q)
-    if _explicit(call) or _flash_bwd_is_slow(call):
+    if _explicit(call):
         grads, by_bucket = _explicit_bwd(call, batch, grad_out, bias_grad)
         if by_bucket is not None:
             grad_weight.copy_(by_bucket)
@@ -142,119 +117,11 @@ def _explicit(call: _Call) -> bool:
     return call.bias_weight is not None or call.seed is not None
 
 
-def _flash_bwd_is_slow(call: _Call) -> bool:
-    # Up to this length; beyond it, memory and half a causal mask speak for the kernel.
-    return call.query.dtype is torch.bfloat16 and call.max_seqlen_k <= 512
-
-
 def _is_empty(call: _Call) -> bool:
     return 0 in (*call.query.shape, *call.key.shape, call.batch, *call[6:8])
 
 
 # --- layouts --------------------------------------------------------------------------------------
-
-
-class _Group(NamedTuple):
-    """Some sequences of a ragged call, as a call of their own: dense if it is one sequence."""
-
-    call: _Call
-    rows_q: Tensor | slice
-    rows_k: Tensor | slice
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """The group's rows of a tensor [Nq, H, D], as its query lies."""
-        return _dense(tensor[self.rows_q], self.call.ragged)
-
-    def stats(self, stats: Tensor) -> Tensor:
-        """The group's part of the statistics [2, H, Nq], or of none at all [2, H, 0]."""
-        return stats[..., self.rows_q] if stats.numel() else stats
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        """What the group's call returned, as rows [n, H, D]."""
-        return tensor if self.call.ragged else tensor[0].transpose(0, 1)
-
-
-def _dense(rows: Tensor, ragged: bool) -> Tensor:
-    return rows if ragged else rows.transpose(0, 1)[None]
-
-
-# Sequences at least this long, as a share of the longest of a group, belong to it; and so do all
-# that are shorter than a bound, as a call costs more than their padding.
-_ALIKE, _SHORT = 0.85, 24
-# A batch with less padding than this is not worth taking apart.
-_WORTH_GROUPING = 0.2
-
-
-def _cpu_groups(call: _Call) -> list[_Group]:
-    """The sequences of a ragged call by their lengths; none if it had better run as a whole."""
-    if not call.ragged or call.batch < 2 or call.bias_weight is not None:
-        return []
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    # The public function could not look if it was traced.
-    for name, cu_seqlens, rows, longest in (
-        ("q", call.cu_seqlens_q, call.query, call.max_seqlen_q),
-        ("k", call.cu_seqlens_k, call.key, call.max_seqlen_k),
-    ):
-        _check_lengths_on_cpu("attention_varlen", name, cu_seqlens, rows.shape[0], longest)
-    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    lengths = [
-        (starts_q[b + 1] - starts_q[b], starts_k[b + 1] - starts_k[b]) for b in range(call.batch)
-    ]
-    scores = call.batch * call.max_seqlen_q * call.max_seqlen_k
-    if sum(q * k for q, k in lengths) > (1 - _WORTH_GROUPING) * scores:
-        return []
-    members: list[list[int]] = []
-    for b in sorted(range(call.batch), key=lambda b: lengths[b][::-1], reverse=True):
-        first = lengths[members[-1][0]] if members else (0, 0)
-        alike = all(
-            own >= _ALIKE * other or other <= _SHORT
-            for own, other in zip(lengths[b], first, strict=True)
-        )
-        if members and alike and lengths[b][0] <= max(first[0], _SHORT):
-            members[-1].append(b)
-        else:
-            members.append([b])
-    if len(members) == 1:
-        return []
-    return [_group(call, group, starts_q, starts_k) for group in members]
-
-
-def _group(call: _Call, members: list[int], starts_q: list[int], starts_k: list[int]) -> _Group:
-    index = call.sample_index
-    if index is None:
-        index = torch.arange(call.batch)
-    call = call._replace(sample_index=index[members])
-    if len(members) == 1:
-        (b,) = members
-        rows_q, rows_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
-        one = call._replace(
-            query=_dense(call.query[rows_q], False),
-            key=_dense(call.key[rows_k], False),
-            value=_dense(call.value[rows_k], False),
-            key_mask=None if call.key_mask is None else call.key_mask[rows_k][None],
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            max_seqlen_q=rows_q.stop - rows_q.start,
-            max_seqlen_k=rows_k.stop - rows_k.start,
-        )
-        return _Group(one, rows_q, rows_k)
-    pairs = []
-    for starts in (starts_q, starts_k):
-        parts = [torch.arange(starts[b], starts[b + 1]) for b in members]
-        lengths = torch.tensor([0] + [len(part) for part in parts], dtype=torch.int32)
-        pairs.append((torch.cat(parts), lengths))
-    (rows_of_q, lengths_q), (rows_of_k, lengths_k) = pairs
-    some = call._replace(
-        query=call.query[rows_of_q],
-        key=call.key[rows_of_k],
-        value=call.value[rows_of_k],
-        key_mask=None if call.key_mask is None else call.key_mask[rows_of_k],
-        cu_seqlens_q=lengths_q.cumsum(0).int(),
-        cu_seqlens_k=lengths_k.cumsum(0).int(),
-        max_seqlen_q=int(lengths_q.max()),
-        max_seqlen_k=int(lengths_k.max()),
-    )
-    return _Group(some, rows_of_q, rows_of_k)
 
 
 def _cpu_batch(call: _Call) -> _Batch:

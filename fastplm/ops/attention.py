@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import last_dim_contiguous
+from fastplm.ops._common import last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -476,6 +476,77 @@ def _empty_like_projection(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
+# --- backend "cpp": csrc/attention.h, one head of one sequence a thread ---------------------------
+
+
+def _cpp_rejects(*arguments: Any, forced: bool) -> str | None:
+    call = _Call(*arguments)
+    if call.query.dtype is torch.float64:
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(call.query, forced=forced)
+
+
+def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
+    """What the forward and the backward of csrc/ share."""
+    buckets = weight = None
+    if call.bias_weight is not None:
+        weight = call.bias_weight.float()
+        buckets = _buckets_of(call)
+    threshold = 0 if call.seed is None else dropout_threshold(call.dropout_p)
+    return (
+        *call[:6],
+        weight,
+        buckets,
+        call.seed,
+        call.sample_index,
+        threshold,
+        call.is_causal,
+        call.scale,
+    )
+
+
+def _cpp_outputs(call: _Call, *like: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that csrc/ fills, as these lie; 0 in the spare rows of a ragged call."""
+    outputs = [_empty_like_projection(tensor) for tensor in like]
+    if call.ragged:
+        # The public function could not look if it was traced.
+        for tensor, name, cu_seqlens, longest in (
+            (call.query, "q", call.cu_seqlens_q, call.max_seqlen_q),
+            (call.key, "k", call.cu_seqlens_k, call.max_seqlen_k),
+        ):
+            assert cu_seqlens is not None
+            _check_lengths_on_cpu("attention_varlen", name, cu_seqlens, tensor.shape[0], longest)
+        for position, output in enumerate(outputs):
+            cu_seqlens = call.cu_seqlens_k if position else call.cu_seqlens_q
+            assert cu_seqlens is not None
+            output[int(cu_seqlens[-1]) :] = 0.0
+    return outputs
+
+
+def _cpp_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _Call(*arguments)
+    (out,) = _cpp_outputs(call, call.query)
+    torch.ops.fastplm_C.attention(*_cpp_arguments(call), out)
+    return out, _statistics(call, "cpp")
+
+
+def _cpp_backward(
+    grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Call(*arguments)
+    dq, dk, dv = _cpp_outputs(call, *call[:3])
+    by_sample = grad_weight = call.query.new_empty(0)
+    weight = call.bias_weight
+    if bias_grad and weight is not None:
+        shape = (call.batch, call.query.shape[1], weight.shape[0])
+        by_sample = torch.zeros(shape, dtype=torch.float64)
+    shared = _cpp_arguments(call)
+    torch.ops.fastplm_C.attention_backward(*shared, grad_out, dq, dk, dv, by_sample)
+    if bias_grad and weight is not None:
+        grad_weight = by_sample.sum(0).t().to(weight.dtype).contiguous()
+    return dq, dk, dv, grad_weight
+
+
 # --- backend "torch" ------------------------------------------------------------------------------
 
 
@@ -520,15 +591,20 @@ def _bucket_table(
     return t5_buckets(num_buckets, bidirectional, max_distance).to(device)
 
 
+def _buckets_of(call: _Call) -> torch.Tensor:
+    assert call.bias_weight is not None
+    return _bucket_table(
+        call.bias_weight.shape[0],
+        call.bias_bidirectional,
+        call.bias_max_distance,
+        call.query.device,
+    )
+
+
 def _kernel_arguments(call: _Call) -> dict[str, Any]:
     arguments = call._asdict()
-    bidirectional = arguments.pop("bias_bidirectional")
-    max_distance = arguments.pop("bias_max_distance")
-    arguments["buckets"] = None
-    if call.bias_weight is not None:
-        arguments["buckets"] = _bucket_table(
-            call.bias_weight.shape[0], bidirectional, max_distance, call.query.device
-        )
+    del arguments["bias_bidirectional"], arguments["bias_max_distance"]
+    arguments["buckets"] = None if call.bias_weight is None else _buckets_of(call)
     arguments["dropout_threshold"] = dropout_threshold(arguments.pop("dropout_p"))
     return arguments
 
@@ -564,7 +640,8 @@ def _statistics(call: _Call, backend: str) -> torch.Tensor:
         lengths = call.max_seqlen_q, call.max_seqlen_k
         if not needs_statistics(query.dtype, query.shape[-1], *lengths, has_bias):
             rows = 0
-    if backend == "torch" and (call.seed is not None or call.bias_weight is not None):
+    rebuilt = call.seed is not None or call.bias_weight is not None
+    if backend == "cpp" or (backend == "torch" and rebuilt):
         rows = 0
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return query.new_empty((2, query.shape[1], rows), dtype=dtype)
@@ -624,7 +701,10 @@ _INPUTS = (
     "float dropout_p, bool is_causal, float scale, str backend"
 )
 
+_CSRC_REJECTS = rejects_of_csrc("attention")["cpp"]
+
 OP = Op("attention", reference=attention_ref, smoke=_smoke)
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(

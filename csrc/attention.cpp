@@ -1,0 +1,210 @@
+// fastplm_C::attention and its backward on the CPU: a head of a sequence is one thread's work, so
+// nothing is summed across threads and results do not depend on how many there are.
+#include "attention.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <atomic>
+
+#include "tensors.h"
+
+namespace fastplm {
+namespace {
+
+// [B, H, T, D] with any strides, or the packed rows [N, H, D] of sequences given by their starts.
+template <typename T>
+struct Heads {
+  Heads(const Tensor& tensor, const int32_t* starts)
+      : data(static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()))),
+        starts(starts),
+        batch_stride(starts ? 0 : tensor.stride(0)),
+        head_stride(tensor.stride(1)),
+        row_stride(tensor.stride(starts ? 0 : 2)),
+        length(starts ? 0 : tensor.size(2)) {}
+  int64_t seqlen(int64_t b) const { return starts ? starts[b + 1] - starts[b] : length; }
+  template <typename U>
+  Strided<U> head(int64_t b, int64_t h) const {
+    const int64_t row = starts ? starts[b] * row_stride : b * batch_stride;
+    return {data + row + h * head_stride, row_stride};
+  }
+
+  T* data;
+  const int32_t* starts;
+  int64_t batch_stride, head_stride, row_stride, length;
+};
+
+// The arguments that the forward and the backward share.
+struct Options {
+  Dense<bool> key_mask;
+  Dense<int32_t> cu_seqlens_q, cu_seqlens_k;
+  Dense<float> bias_weight;  // [buckets, H]
+  Dense<int64_t> buckets;    // [2 max_distance + 1]
+  Dense<int64_t> seed, sample_index;
+  int64_t dropout_threshold;
+  bool is_causal;
+  double scale;
+};
+
+template <typename T>
+struct Gradients {
+  Heads<T> out, query, key, value;
+  double* bias;  // [B, H, buckets], null: not asked for
+};
+
+template <typename T>
+FASTPLM_CLONES void run_head(const Head<T>& head, Scratch& scratch, Strided<T> out) {
+  HeadPass<T>(head, scratch).forward(out, scratch);
+}
+
+template <typename T>
+FASTPLM_CLONES void run_head_backward(const Head<T>& head, Scratch& scratch,
+                                      Strided<const T> grad_out, Strided<T> grad_query,
+                                      Strided<T> grad_key, Strided<T> grad_value,
+                                      double* grad_bias) {
+  HeadPass<T>(head, scratch)
+      .backward(grad_out, grad_query, grad_key, grad_value, grad_bias, scratch);
+}
+
+// Every head of every sequence, by whichever thread is free: `out` is written by the forward,
+// `gradients` by the backward.
+template <typename T>
+void run(const Tensor& query, const Tensor& key, const Tensor& value, const Options& options,
+         const Heads<T>* out, const Gradients<T>* gradients) {
+  const int32_t* starts_q = options.cu_seqlens_q.data();
+  const int32_t* starts_k = options.cu_seqlens_k.data();
+  const Heads<T> queries(query, starts_q), keys(key, starts_k), values(value, starts_k);
+  const int64_t batch =
+      starts_q ? options.cu_seqlens_q.tensor.size(0) - 1 : query.size(0);
+  const int64_t heads = query.size(1);
+  const int64_t dim = query.size(starts_q ? 2 : 3);
+  int64_t floats = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
+                                                  gradients != nullptr));
+  }
+  std::atomic<int64_t> next(0);
+  torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    for (int64_t task = next++; task < batch * heads; task = next++) {
+      const int64_t b = task / heads;
+      const int64_t h = task % heads;
+      const bool* mask = options.key_mask.data();
+      if (mask != nullptr) mask += starts_k ? starts_k[b] : b * keys.length;
+      Head<T> head{
+          queries.seqlen(b),
+          keys.seqlen(b),
+          dim,
+          queries.template head<const T>(b, h),
+          keys.template head<const T>(b, h),
+          values.template head<const T>(b, h),
+          mask,
+          options.is_causal,
+          static_cast<float>(options.scale),
+          {},
+          {},
+      };
+      if (options.bias_weight.defined) {
+        head.bias = {options.bias_weight.data() + h, heads, options.bias_weight.tensor.size(0),
+                     options.buckets.data(), (options.buckets.tensor.size(0) - 1) / 2};
+      }
+      if (options.seed.defined) {
+        const int64_t* sample_index = options.sample_index.data();
+        head.dropout = {static_cast<uint64_t>(*options.seed.data()),
+                        static_cast<uint64_t>(sample_index ? sample_index[b] : b),
+                        static_cast<uint32_t>(h),
+                        static_cast<uint32_t>(options.dropout_threshold)};
+      }
+      scratch.reserve(floats);
+      if (gradients == nullptr) {
+        run_head<T>(head, scratch, out->template head<T>(b, h));
+      } else {
+        double* bias = gradients->bias;
+        if (bias != nullptr) bias += task * head.bias.count;
+        run_head_backward<T>(head, scratch, gradients->out.template head<const T>(b, h),
+                             gradients->query.template head<T>(b, h),
+                             gradients->key.template head<T>(b, h),
+                             gradients->value.template head<T>(b, h), bias);
+      }
+    }
+  });
+}
+
+// Calls function(T{}) with the element type of a tensor.
+template <typename Function>
+void with_type(const Tensor& tensor, const Function& function) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return function(float{});
+    case ScalarType::Half:
+      return function(c10::Half{});
+    default:
+      return function(c10::BFloat16{});
+  }
+}
+
+void attention(const Tensor& query, const Tensor& key, const Tensor& value,
+               const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
+               const std::optional<Tensor>& cu_seqlens_k,
+               const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
+               const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
+               int64_t dropout_threshold, bool is_causal, double scale, Tensor& out) {
+  const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
+                        Dense<int32_t>(cu_seqlens_k), Dense<float>(bias_weight),
+                        Dense<int64_t>(buckets),     Dense<int64_t>(seed),
+                        Dense<int64_t>(sample_index), dropout_threshold,
+                        is_causal,                   scale};
+  with_type(query, [&](auto element) {
+    using T = decltype(element);
+    const Heads<T> result(out, options.cu_seqlens_q.data());
+    run<T>(query, key, value, options, &result, nullptr);
+  });
+}
+
+void attention_backward(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const std::optional<Tensor>& key_mask,
+                        const std::optional<Tensor>& cu_seqlens_q,
+                        const std::optional<Tensor>& cu_seqlens_k,
+                        const std::optional<Tensor>& bias_weight,
+                        const std::optional<Tensor>& buckets, const std::optional<Tensor>& seed,
+                        const std::optional<Tensor>& sample_index, int64_t dropout_threshold,
+                        bool is_causal, double scale, const Tensor& grad_out, Tensor& grad_query,
+                        Tensor& grad_key, Tensor& grad_value, Tensor& grad_bias) {
+  const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
+                        Dense<int32_t>(cu_seqlens_k), Dense<float>(bias_weight),
+                        Dense<int64_t>(buckets),     Dense<int64_t>(seed),
+                        Dense<int64_t>(sample_index), dropout_threshold,
+                        is_causal,                   scale};
+  with_type(query, [&](auto element) {
+    using T = decltype(element);
+    const int32_t* starts_q = options.cu_seqlens_q.data();
+    const int32_t* starts_k = options.cu_seqlens_k.data();
+    const Gradients<T> gradients{
+        Heads<T>(grad_out, starts_q), Heads<T>(grad_query, starts_q), Heads<T>(grad_key, starts_k),
+        Heads<T>(grad_value, starts_k),
+        grad_bias.numel() > 0 ? grad_bias.mutable_data_ptr<double>() : nullptr};
+    run<T>(query, key, value, options, nullptr, &gradients);
+  });
+}
+
+}  // namespace
+}  // namespace fastplm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
+  library.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, Tensor? bias_weight, Tensor? buckets, Tensor? seed, "
+      "Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
+      "Tensor(a!) out) -> ()");
+  library.def(
+      "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_weight, Tensor? buckets, "
+      "Tensor? seed, Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
+      "Tensor grad_out, Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, "
+      "Tensor(d!) grad_bias) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
+  library.impl("attention", TORCH_BOX(&fastplm::attention));
+  library.impl("attention_backward", TORCH_BOX(&fastplm::attention_backward));
+}
