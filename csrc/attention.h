@@ -20,8 +20,8 @@
 namespace fastplm {
 
 constexpr int64_t kLane = 16;
-using Floats = float __attribute__((vector_size(4 * kLane), aligned(4)));
-using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4)));
+using Floats = float __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
+using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
 
 constexpr int64_t kBlock = 48;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();

@@ -4,8 +4,8 @@ A backend is one implementation of an op:
 
 ====== ============================================================================
 eager  the reference in plain PyTorch: the specification, on any device
-torch  fast stock PyTorch (SDPA, chunked GEMMs): the default for CPU tensors
-cpp    ``csrc/`` on the CPU
+torch  fast stock PyTorch (SDPA, chunked GEMMs): CPU tensors
+cpp    ``csrc/`` on the CPU: the default there for the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
 ====== ============================================================================

@@ -1,0 +1,48 @@
+"""csrc/attention.h for each width of the vector unit, once with sanitizers looking on.
+
+The library holds all of them, of which one machine runs the widest that it has.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.compile
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+CPUINFO = Path("/proc/cpuinfo")
+WIDTHS = {
+    "default": ("", ()),
+    "avx2": ("avx2", ("-mavx2", "-mfma")),
+    "avx512": ("avx512bw", ("-march=x86-64-v4",)),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_attention_stays_within_its_arrays_and_is_right(width, tmp_path):
+    feature, flags = WIDTHS[width]
+    if feature and (not CPUINFO.exists() or feature not in CPUINFO.read_text().split()):
+        pytest.skip(f"this CPU has no {feature}")
+    program = tmp_path / "attention_asan"
+    source = ROOT / "tests/compile/attention_asan.cpp"
+    build = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wno-psabi", f"-I{ROOT / 'csrc'}", *flags]
+    build += [str(source), "-o", str(program)]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    # One width is enough for them: the accesses are the same, and they take long to compile.
+    options = sanitizers if width == "default" else []
+    built = subprocess.run([*build, *options], capture_output=True, text=True)
+    if built.returncode != 0 and options:  # not every compiler ships their libraries
+        plain = subprocess.run(build, capture_output=True, text=True)
+        assert plain.returncode == 0, plain.stderr
+    else:
+        assert built.returncode == 0, built.stderr
+    result = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    if built.returncode != 0:
+        pytest.skip("it passed without sanitizers, which this compiler does not have")
