@@ -8,6 +8,7 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fastplm._backends import BACKENDS, Backend, accepts_all, resolve
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
@@ -40,6 +42,7 @@ class Op:
         self.reference = reference
         self.smoke = smoke
         self.backends: dict[str, Backend] = {"eager": Backend("eager", accepts_all)}
+        self._formula: type[torch.autograd.Function] | None = None
         OPS[name] = self
 
     def backend(
@@ -62,26 +65,31 @@ class Op:
 
     def define(self, schema: str, *, fake: Callable[..., Any]) -> None:
         """Register an op without gradient: ``fastplm::<op>`` + ``schema``."""
-        self._define(self.name, schema, "forward", fake)
-        self._operator = getattr(torch.ops.fastplm, self.name).default
+        self._operator = self._define(self.name, schema, "forward", fake)
 
     def call(self, *arguments: Any) -> Any:
-        """Call the operator of an op without gradient; the last argument is the backend.
+        """Call the op's operator; the last argument is the backend.
 
-        Where nobody traces the call it goes straight to the backend: the operator is Python too,
-        and in the middle of a training step, when the caches have forgotten it, it takes as long as
-        the work itself.
+        Where nobody looks at operators the call goes straight to the backend, under an autograd
+        function of its own: dispatch to Python costs tens of microseconds a call, and in the
+        middle of a training step, when the caches have forgotten it, as long as the work itself.
         """
-        first = arguments[0]
-        is_traced = (
-            torch.compiler.is_compiling()
-            or type(first) is not torch.Tensor
-            or first.is_meta
-            or torch._C._len_torch_dispatch_stack() > 0
-        )
-        if is_traced:
+        if _is_watched(arguments):
             return self._operator(*arguments)
-        return self.backends[arguments[-1]].forward(*arguments[:-1])  # type: ignore[misc]
+        if (
+            self._formula is not None
+            and torch.is_grad_enabled()
+            and torch._C._any_requires_grad(*arguments)
+        ):
+            return self._formula.apply(*arguments)
+        return self._run("forward", arguments)
+
+    def call_backward(self, *arguments: Any) -> Any:
+        """The same of the backward's operator, which has no gradient."""
+        if _is_watched(arguments):
+            return self._backward_operator(*arguments)
+        with torch.no_grad():
+            return self._run("backward", arguments)
 
     def define_differentiable(
         self,
@@ -95,22 +103,68 @@ class Op:
     ) -> None:
         """Register ``fastplm::<op>_fwd``, ``fastplm::<op>_bwd`` and the formula that joins them."""
         forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
-        self._define(forward_name, forward_schema, "forward", fake_forward)
-        self._define(backward_name, backward_schema, "backward", fake_backward)
-        operator = getattr(torch.ops.fastplm, forward_name).default
-        formula = _autograd_kernel(operator, setup_context, backward)
-        _LIBRARY.impl(forward_name, formula, "Autograd", with_keyset=True)
+        self._operator = self._define(forward_name, forward_schema, "forward", fake_forward)
+        self._backward_operator = self._define(
+            backward_name, backward_schema, "backward", fake_backward
+        )
+        kernel = _autograd_kernel(self._operator, setup_context, backward)
+        _LIBRARY.impl(forward_name, kernel, "Autograd", with_keyset=True)
+        self._formula = _direct_formula(
+            functools.partial(self._run, "forward"), setup_context, backward
+        )
 
-    def _define(self, operator: str, schema: str, attribute: str, fake: Callable[..., Any]) -> None:
+    def _run(self, attribute: str, arguments: tuple[Any, ...]) -> Any:
+        implementation = getattr(self.backends[arguments[-1]], attribute)
+        # The public function has cast its arguments; a product inside is in their dtype.
+        with torch._C._DisableAutocast():
+            return implementation(*arguments[:-1])
+
+    def _define(
+        self, operator: str, schema: str, attribute: str, fake: Callable[..., Any]
+    ) -> torch._ops.OpOverload:
         def run(*arguments: Any) -> Any:
-            implementation = getattr(self.backends[arguments[-1]], attribute)
-            # The public function has cast its arguments; a product inside is in their dtype.
-            with torch._C._DisableAutocast():
-                return implementation(*arguments[:-1])
+            return self._run(attribute, arguments)
 
         _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.fastplm, operator).default
+
+
+def _is_watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.profiler._is_profiler_enabled
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(
+            isinstance(argument, torch.Tensor)
+            and (type(argument) not in _PLAIN or argument.is_meta)
+            for argument in arguments
+        )
+    )
+
+
+def _direct_formula(
+    run: Callable[[tuple[Any, ...]], Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> type[torch.autograd.Function]:
+    """The formula of ``_autograd_kernel`` around the backend itself."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = run(arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    return Direct
 
 
 def _autograd_kernel(

@@ -138,6 +138,15 @@ def attention(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> query = torch.zeros(1, 1, 2, 16)  # so that every key counts alike
+        >>> value = torch.tensor([1.0, 3.0]).view(1, 1, 2, 1).expand(1, 1, 2, 16)
+        >>> ops.attention(query, query, value, is_causal=True)[0, 0, :, 0]
+        tensor([1., 2.])
+        >>> hidden = torch.tensor([[False, False]])
+        >>> ops.attention(query, query, value, key_mask=hidden)[0, 0, :, 0]
+        tensor([0., 0.])
+
     Source: Vaswani et al. 2017, eq. 1; Dao 2023 (arXiv 2307.08691); bias: Raffel et al. 2020, §2.1.
     Reference: ``fastplm.reference.attention.attention_ref``.
     """
@@ -220,6 +229,13 @@ def attention_varlen(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> starts = torch.tensor([0, 2, 3], dtype=torch.int32)  # sequences of 2 and 1
+        >>> query = torch.zeros(3, 1, 16)
+        >>> value = torch.tensor([1.0, 3.0, 7.0]).view(3, 1, 1).expand(3, 1, 16)
+        >>> ops.attention_varlen(query, query, value, starts, starts, 2, 2)[:, 0, 0]
+        tensor([2., 2., 7.])
+
     Source: as ``attention``.
     Reference: ``fastplm.reference.attention.attention_varlen_ref``.
     """
@@ -265,7 +281,7 @@ def _run(call: _Call) -> torch.Tensor:
         for name in names
         if (tensor := getattr(call, name)) is not None
     }
-    return torch.ops.fastplm.attention_fwd(*call._replace(**aligned), backend)[0]
+    return OP.call(*call._replace(**aligned), backend)[0]
 
 
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None, bool, int]:
@@ -680,7 +696,7 @@ def _backward(ctx, grad_out, _grad_stats):
     bias_grad = ctx.needs_input_grad[bias]
     grad_out = last_dim_contiguous(grad_out)
     out = grad_out if out is None else out
-    grads = torch.ops.fastplm.attention_bwd(grad_out, out, stats, bias_grad, *inputs)
+    grads = OP.call_backward(grad_out, out, stats, bias_grad, *inputs)
     result: list[Any] = [None] * len(inputs)
     result[:3] = grads[:3]
     result[bias] = grads[3] if bias_grad else None

@@ -52,6 +52,11 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or positions that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> ops.gather_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, -1]))
+        tensor([[3., 4.],
+                [0., 0.]])
+
     Source: the masked positions of Devlin et al. 2018 (arXiv 1810.04805), §3.1, gathered before the
         prediction head as in ``run_pretraining.py`` of its authors.
     Reference: ``fastplm.reference.gather_rows.gather_rows_ref``.
@@ -66,7 +71,7 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return gather_rows_ref(input, positions)
     if input.stride(1) != 1:
         input = input.contiguous()
-    return torch.ops.fastplm.gather_rows_fwd(input, positions.contiguous(), backend)
+    return OP.call(input, positions.contiguous(), backend)
 
 
 def _check(input: torch.Tensor, positions: torch.Tensor) -> None:
@@ -185,7 +190,7 @@ def _backward(ctx, grad_out):
     (positions,) = ctx.saved_tensors
     if grad_out.stride(1) != 1:
         grad_out = grad_out.contiguous()
-    grad = torch.ops.fastplm.gather_rows_bwd(grad_out, positions, ctx.rows, ctx.backend)
+    grad = OP.call_backward(grad_out, positions, ctx.rows, ctx.backend)
     return grad, None, None
 
 

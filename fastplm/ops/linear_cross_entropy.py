@@ -109,6 +109,11 @@ def linear_cross_entropy(
             NaN, and so are the gradients.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> rows, weight = torch.zeros(3, 8), torch.randn(4, 8)  # all logits are 0
+        >>> ops.linear_cross_entropy(rows, weight, torch.tensor([2, -100, 0]))  # log 4
+        tensor(1.3863)
+
     Source: Wijmans et al. 2024 (arXiv 2411.09009), algorithms 1-3, without gradient filtering;
         Milakov and Gimelshein 2018 (arXiv 1805.02867) for the running maximum and sum; Szegedy et
         al. 2015 (arXiv 1512.00567), section 7, for label smoothing.
@@ -176,6 +181,12 @@ def linear_cross_entropy_with_sample(
         boundary between two tokens.
 
     Numerics, Determinism, Raises: as ``linear_cross_entropy``.
+
+    Examples:
+        >>> rows, weight, target = torch.zeros(3, 8), torch.randn(4, 8), torch.tensor([2, -100, 0])
+        >>> loss, sample = ops.linear_cross_entropy_with_sample(rows, weight, target, seed=0)
+        >>> sample
+        tensor([ 3, -1,  1])
 
     Source: Clark et al. 2020 (ELECTRA, arXiv 2003.10555), section 2, samples from the generator;
         Devroye 1986, "Non-Uniform Random Variate Generation", III.2, inversion by sequential
@@ -308,22 +319,20 @@ def _vocabulary_pass(
     if backend == "torch" and multiplies_in(input) is not input.dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     seed, sample_index, position, temperature = sampling or _Sampling()
-    loss, log_probability, row_max, row_sum, argmax, drawn, _ = (
-        torch.ops.fastplm.linear_cross_entropy_fwd(
-            last_dim_contiguous(input),
-            last_dim_contiguous(linear_weight),
-            None if linear_bias is None else last_dim_contiguous(linear_bias),
-            target.contiguous(),
-            seed,
-            sample_index,
-            position,
-            ignore_index,
-            label_smoothing,
-            temperature,
-            return_statistics,
-            kept_rows,
-            backend,
-        )
+    loss, log_probability, row_max, row_sum, argmax, drawn, _ = OP.call(
+        last_dim_contiguous(input),
+        last_dim_contiguous(linear_weight),
+        None if linear_bias is None else last_dim_contiguous(linear_bias),
+        target.contiguous(),
+        seed,
+        sample_index,
+        position,
+        ignore_index,
+        label_smoothing,
+        temperature,
+        return_statistics,
+        kept_rows,
+        backend,
     )
     if return_statistics:
         counts = target != ignore_index
@@ -583,7 +592,7 @@ def _backward(ctx, grad_loss, *_):
     if grad_loss is None:
         return None, None, None, *without
     needed = ctx.needs_input_grad[:3]
-    grads = torch.ops.fastplm.linear_cross_entropy_bwd(
+    grads = OP.call_backward(
         grad_loss.contiguous(),
         *ctx.saved_tensors,
         ctx.ignore_index,

@@ -75,6 +75,11 @@ def replaced_token_loss(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> ids, original = torch.tensor([5, 6, 7]), torch.tensor([5, 9, 7])
+        >>> ops.replaced_token_loss(torch.zeros(3, 8), torch.ones(8), (ids, original))  # log 2
+        tensor(0.6931)
+
     Source: Clark et al. 2020 (ELECTRA, arXiv 2003.10555), section 2, L_Disc.
     Reference: ``fastplm.reference.replaced_token_loss.replaced_token_loss_ref``.
     """
@@ -118,7 +123,7 @@ def replaced_token_loss(
         and weight.requires_grad
         and _sums_weight(input, backend)
     )
-    loss, _, _, _, _, counts = torch.ops.fastplm.replaced_token_loss_fwd(
+    loss, _, _, _, _, counts = OP.call(
         last_dim_contiguous(input),
         weight.contiguous(),
         bias,
@@ -414,9 +419,7 @@ def _backward(ctx, grad_loss, *_):
     if grad_loss is None:
         return (None,) * len(ctx.needs_input_grad)
     need_input, need_weight, need_bias, *others = ctx.needs_input_grad
-    grads = torch.ops.fastplm.replaced_token_loss_bwd(
-        grad_loss, *ctx.saved_tensors, need_input, need_weight, ctx.backend
-    )
+    grads = OP.call_backward(grad_loss, *ctx.saved_tensors, need_input, need_weight, ctx.backend)
     needed = (need_input, need_weight, need_bias)
     return *(g if n else None for g, n in zip(grads, needed, strict=True)), *(None for _ in others)
 
