@@ -38,6 +38,7 @@ struct Heads {
 struct Options {
   Dense<bool> key_mask;
   Dense<int32_t> cu_seqlens_q, cu_seqlens_k;
+  int64_t longest_q;
   Dense<float> bias_weight;  // [buckets, H]
   Dense<int64_t> buckets;    // [2 max_distance + 1]
   Dense<int64_t> seed, sample_index;
@@ -95,6 +96,7 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
           queries.seqlen(b),
           keys.seqlen(b),
           dim,
+          options.longest_q,
           queries.template head<const T>(b, h),
           keys.template head<const T>(b, h),
           values.template head<const T>(b, h),
@@ -145,15 +147,16 @@ void with_type(const Tensor& tensor, const Function& function) {
 
 void attention(const Tensor& query, const Tensor& key, const Tensor& value,
                const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
-               const std::optional<Tensor>& cu_seqlens_k,
+               const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q,
                const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
                const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
                int64_t dropout_threshold, bool is_causal, double scale, Tensor& out) {
   const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
-                        Dense<int32_t>(cu_seqlens_k), Dense<float>(bias_weight),
-                        Dense<int64_t>(buckets),     Dense<int64_t>(seed),
-                        Dense<int64_t>(sample_index), dropout_threshold,
-                        is_causal,                   scale};
+                        Dense<int32_t>(cu_seqlens_k), longest_q,
+                        Dense<float>(bias_weight),   Dense<int64_t>(buckets),
+                        Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
+                        dropout_threshold,           is_causal,
+                        scale};
   with_type(query, [&](auto element) {
     using T = decltype(element);
     const Heads<T> result(out, options.cu_seqlens_q.data());
@@ -164,17 +167,18 @@ void attention(const Tensor& query, const Tensor& key, const Tensor& value,
 void attention_backward(const Tensor& query, const Tensor& key, const Tensor& value,
                         const std::optional<Tensor>& key_mask,
                         const std::optional<Tensor>& cu_seqlens_q,
-                        const std::optional<Tensor>& cu_seqlens_k,
+                        const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q,
                         const std::optional<Tensor>& bias_weight,
                         const std::optional<Tensor>& buckets, const std::optional<Tensor>& seed,
                         const std::optional<Tensor>& sample_index, int64_t dropout_threshold,
                         bool is_causal, double scale, const Tensor& grad_out, Tensor& grad_query,
                         Tensor& grad_key, Tensor& grad_value, Tensor& grad_bias) {
   const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
-                        Dense<int32_t>(cu_seqlens_k), Dense<float>(bias_weight),
-                        Dense<int64_t>(buckets),     Dense<int64_t>(seed),
-                        Dense<int64_t>(sample_index), dropout_threshold,
-                        is_causal,                   scale};
+                        Dense<int32_t>(cu_seqlens_k), longest_q,
+                        Dense<float>(bias_weight),   Dense<int64_t>(buckets),
+                        Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
+                        dropout_threshold,           is_causal,
+                        scale};
   with_type(query, [&](auto element) {
     using T = decltype(element);
     const int32_t* starts_q = options.cu_seqlens_q.data();
@@ -193,12 +197,13 @@ void attention_backward(const Tensor& query, const Tensor& key, const Tensor& va
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
-      "Tensor? cu_seqlens_k, Tensor? bias_weight, Tensor? buckets, Tensor? seed, "
+      "Tensor? cu_seqlens_k, int longest_q, Tensor? bias_weight, Tensor? buckets, Tensor? seed, "
       "Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
       "Tensor(a!) out) -> ()");
   library.def(
       "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_weight, Tensor? buckets, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int longest_q, Tensor? bias_weight, "
+      "Tensor? buckets, "
       "Tensor? seed, Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
       "Tensor grad_out, Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, "
       "Tensor(d!) grad_bias) -> ()");

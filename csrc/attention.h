@@ -24,6 +24,7 @@ using Floats = float __attribute__((vector_size(4 * kLane), aligned(4), may_alia
 using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
 
 constexpr int64_t kBlock = 48;
+constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 FASTPLM_HD int64_t round_up(int64_t size, int64_t multiple) {
@@ -36,6 +37,13 @@ FASTPLM_HD Floats& at(float* pointer) {
 
 FASTPLM_HD const Floats& at(const float* pointer) {
   return *reinterpret_cast<const Floats*>(pointer);
+}
+
+FASTPLM_HD float sum_of(Floats lanes) {
+  for (int64_t width = kLane / 2; width > 0; width /= 2) {
+    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
 }
 
 // --- products -------------------------------------------------------------------------------------
@@ -90,6 +98,21 @@ FASTPLM_HD void product(int64_t rows, int64_t columns, int64_t depth, const floa
   }
   if (n < columns) {
     product_columns<1, kAdd>(rows, depth, a, a_row, a_col, b + n, b_row, c + n, c_row);
+  }
+}
+
+// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
+// for the product above would cost more.
+FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
+                               const float* key, float* scores, int64_t row_stride) {
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int64_t i = 0; i < rows; ++i) {
+      Floats sum = {};
+      for (int64_t d = 0; d < width; d += kLane) {
+        sum += at(query + i * width + d) * at(key + j * width + d);
+      }
+      scores[i * row_stride + j] = sum_of(sum);
+    }
   }
 }
 
@@ -156,12 +179,6 @@ FASTPLM_HD void exponential(Floats& x) {
   x = x < -87.0f ? Floats{} : p;
 }
 
-FASTPLM_HD float sum_of(const Floats& lanes) {
-  float sum = 0.0f;
-  for (int64_t i = 0; i < kLane; ++i) sum += lanes[i];
-  return sum;
-}
-
 // Products q k [columns] to probabilities; the hidden ones and those from `limit` on become 0.
 template <bool kBias>
 FASTPLM_HD void softmax_row(float* scores, int64_t columns, float scale, const float* bias,
@@ -221,6 +238,7 @@ struct Dropout {
 template <typename T>
 struct Head {
   int64_t seqlen_q, seqlen_k, dim;
+  int64_t longest_q;  // of all sequences: the way to compute is one for a padded and a ragged batch
   Strided<const T> query, key, value;
   const bool* key_mask;  // [Tk], true = attend; null: all
   bool is_causal;
@@ -297,8 +315,10 @@ class HeadPass {
     query_ = scratch.take(kBlock * width_);
     scores_ = scratch.take(kBlock * columns_);
     key_ = load_keys(head.key, scratch);
-    key_t_ = scratch.take(columns_ * width_);
-    transpose(key_, seen_, width_, columns_, key_t_);
+    if (head.longest_q > kFewQueries) {
+      key_t_ = scratch.take(columns_ * width_);
+      transpose(key_, seen_, width_, columns_, key_t_);
+    }
     if (head.bias.weight != nullptr) load_bias(scratch);
   }
 
@@ -410,7 +430,11 @@ class HeadPass {
   FASTPLM_HD void probabilities(int64_t first, int64_t rows, int64_t columns) {
     load_rows(head_.query.data + first * head_.query.stride, head_.query.stride, rows, head_.dim,
               width_, 1.0f, query_);
-    product<false>(rows, columns, width_, query_, width_, 1, key_t_, columns_, scores_, columns_);
+    if (key_t_ != nullptr) {
+      product<false>(rows, columns, width_, query_, width_, 1, key_t_, columns_, scores_, columns_);
+    } else {
+      inner_products(rows, std::min(columns, seen_), width_, query_, key_, scores_, columns_);
+    }
     for (int64_t i = 0; i < rows; ++i) {
       float* row = scores_ + i * columns_;
       const int64_t end = limit(first + i);
@@ -510,7 +534,7 @@ class HeadPass {
   float* query_;          // [kBlock, D16]
   float* scores_;         // [kBlock, columns]
   float* key_;            // [columns, D16]
-  float* key_t_;          // [D16, columns]
+  float* key_t_ = nullptr;      // [D16, columns], null: few queries
   float* line_ = nullptr;       // [Tq + columns]
   float* line_sums_ = nullptr;  // [Tq + columns]
 };

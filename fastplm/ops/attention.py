@@ -511,6 +511,7 @@ def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
     threshold = 0 if call.seed is None else dropout_threshold(call.dropout_p)
     return (
         *call[:6],
+        call.max_seqlen_q,
         weight,
         buckets,
         call.seed,

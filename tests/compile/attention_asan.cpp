@@ -132,8 +132,8 @@ void run(const Shape& s, std::mt19937& random) {
     }
   }
 
-  Head<float> head{tq,         tk, dim, query.in(), key.in(), value.in(), mask.get(), s.causal,
-                   static_cast<float>(scale), {}, {}};
+  Head<float> head{tq,         tk,       dim,      tq, query.in(), key.in(), value.in(),
+                   mask.get(), s.causal, static_cast<float>(scale), {}, {}};
   if (s.biased) head.bias = {bias_weight, 1, 4, bucket, kFurthest};
   if (s.threshold > 0) head.dropout = {kSeed, kSample, kHead, s.threshold};
   {
