@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # A process a core, of one thread each: two pools of threads on the same cores wait for each other.
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-gpu test-compile test-cpu test-slow bench gpu-report lint clean
+.PHONY: demo test test-gpu test-compile test-cpu test-slow bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
 	$(BIN)/fastplm demo
@@ -40,10 +40,14 @@ test-slow: $(VENV)/.test
 	$(call lane,slow,$(PYTEST) -m slow)
 
 bench: $(VENV)/.test
-	$(PYTEST) benchmarks/ --benchmark-only
+	$(PYTEST) benchmarks/ --benchmark-only --rows benchmarks/results
+	$(BIN)/python benchmarks/plots.py
 
 gpu-report:
 	$(PYTHON) benchmarks/gpu_report.py
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -51,7 +55,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The build uses the torch installed here: an isolated build environment would fetch another one.
 $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
@@ -63,6 +67,9 @@ $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	touch $@
 
 # fastplm is installed already, so this adds what the extra asks for and builds nothing again.
-$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
+$(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
 	$(PIP) 'fastplm[$*]'
 	touch $@
+
+# The site is built by a test.
+$(VENV)/.test: $(VENV)/.docs

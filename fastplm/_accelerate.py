@@ -40,6 +40,15 @@ def accelerate(model: _Model) -> _Model:
 
     Raises:
         UnsupportedError: there is nothing in it that could be made ours.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = fastplm.accelerate(BertModel(BertConfig(vocab_size=100, **sizes)))
+        >>> type(model).__module__
+        'fastplm.models.bert'
+        >>> type(fastplm.restore(model)).__module__
+        'transformers.models.bert.modeling_bert'
     """
     check(
         isinstance(model, nn.Module),

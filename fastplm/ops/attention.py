@@ -128,7 +128,8 @@ def attention(
         no gradient.
 
     Numerics:
-        Products in the input dtype (fp32 without TF32); bias, softmax and sums in fp32.
+        Products in the input dtype (fp32 without TF32; in C++ on a CPU in fp32 always); bias,
+        softmax and sums in fp32.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend, the gradient of the bias included;
@@ -216,8 +217,7 @@ def attention_varlen(
     Returns:
         [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. The same as
         ``attention`` gives for the batch padded at the right to ``max_seqlen_q`` and
-        ``max_seqlen_k``: bit for bit on one backend, but "torch" (the CPU's), which works on other
-        shapes and agrees within rounding. What dropout drops is the same on all of them.
+        ``max_seqlen_k``: bit for bit on one backend. What dropout drops is the same on all.
 
     Numerics:
         As ``attention``.

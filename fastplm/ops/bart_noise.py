@@ -122,6 +122,13 @@ def bart_noise(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> ids = torch.arange(10, 20)[None]
+        >>> tokens = dict(vocab_size=100, mask_token_id=4, pad_token_id=1)
+        >>> noised = ops.bart_noise(ids, **tokens, random_replace_prob=0.0, seed=0)
+        >>> noised.input_ids, noised.lengths
+        (tensor([[10, 11,  4, 15, 16, 17, 18,  4, 19,  1]]), tensor([9]))
+
     Source: Lewis et al. 2020 (arXiv 1910.13461), §2.2 and §5.1; Salmon et al. 2011 for the random
         bits.
     Reference: ``fastplm.reference.bart_noise.bart_noise_ref``.

@@ -104,6 +104,15 @@ def corrupt_spans(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> ids, sentinels = torch.arange(10, 20)[None], torch.tensor([99, 98])
+        >>> shares = dict(noise_density=0.4, mean_span_length=2.0)
+        >>> corrupted = ops.corrupt_spans(
+        ...     ids, sentinel_ids=sentinels, eos_token_id=1, **shares, seed=0
+        ... )
+        >>> corrupted.input_ids, corrupted.labels
+        (tensor([[10, 11, 12, 99, 15, 16, 17, 98,  1]]), tensor([[99, 13, 14, 98, 18, 19,  1]]))
+
     Source: Raffel et al. 2020 (arXiv 1910.10683), §3.1.4, and ``random_spans_noise_mask`` of its
         authors, which rounds halves to even; Salmon et al. 2011 for the random bits.
     Reference: ``fastplm.reference.corrupt_spans.corrupt_spans_ref``.
@@ -174,7 +183,7 @@ def span_corruption_fit(
 
     Args:
         input_length: tokens of the encoder, the EOS included.
-        The others as in ``span_corruption_lengths``.
+        the others: as in ``span_corruption_lengths``.
 
     Returns:
         (length, label length): 568 and 114 for the 512 tokens of T5.

@@ -126,6 +126,15 @@ def mask_tokens(
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
         BackendError: a forced backend cannot run the call.
 
+    Examples:
+        >>> ids = torch.arange(10, 30).view(2, 10)
+        >>> masked = ops.mask_tokens(ids, vocab_size=100, mask_token_id=4, seed=0)
+        >>> masked.input_ids
+        tensor([[10, 11, 12, 13, 14, 15, 16,  4,  4, 19],
+                [20, 21, 22,  4, 24, 25, 26, 27,  4, 29]])
+        >>> masked.positions, masked.labels
+        (tensor([ 7,  8, 13, 18]), tensor([17, 18, 23, 28]))
+
     Source: Devlin et al. 2018 (arXiv 1810.04805), appendix A.1, and ``create_pretraining_data.py``
         of its authors for the exact count in a row and for whole words; Lan et al. 2020 (arXiv
         1909.11942), §4.2, for runs of words; Salmon et al. 2011 for the random bits.
