@@ -1,7 +1,15 @@
-"""``pytest benchmarks/ --benchmark-only [--rows DIR]``: prints one table, optionally keeps rows."""
+"""``pytest benchmarks/ --benchmark-only``: prints one table of all rows, and what else is asked.
+
+--rows DIR              append the rows to DIR/<machine>/<op>.csv
+--compare REF           compare them with those of another commit, or with a folder of rows
+--full                  measure what takes minutes too: BERT-base at full size on a CPU,
+                        compiled models on a GPU
+--benchmark-json FILE   pytest-benchmark's own: the rows are in each entry's extra_info
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -19,18 +27,34 @@ def pytest_addoption(parser):
         default=None,
         help="append the rows to DIR/<machine>/<op>.csv (the committed ones: benchmarks/results)",
     )
+    parser.addoption("--compare", metavar="REF", help="compare the rows with those of REF")
+    parser.addoption(
+        "--full", action="store_true", help="measure cases and variants that take minutes too"
+    )
+
+
+def pytest_configure(config):
+    harness.SESSION.full = config.getoption("--full", False)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full", False):
+        return
+    left_out = [item for item in items if _is_full(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_full(item)]
+
+
+def _is_full(item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and getattr(callspec.params.get("case"), "full", False)
 
 
 @pytest.fixture
 def bench(benchmark):
     """``bench(case, direction)``: gate, time, and let the result show in the final table."""
-
-    def run(case, direction):
-        benchmark.group = f"{case.op}, {case.label}, {direction} (one round: every variant once)"
-        for row in harness.measure(case, direction, benchmark):
-            benchmark.extra_info[row.variant] = row.p50_us
-
-    return run
+    return functools.partial(harness.measure, benchmark=benchmark)
 
 
 @pytest.hookimpl(trylast=True)
@@ -40,7 +64,13 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section(f"fastplm benchmarks on {rows[0].machine}")
     terminalreporter.write_line(harness.table(rows))
-    target = config.getoption("--rows")
+    ref = config.getoption("--compare", None)
+    if ref is not None:
+        import compare
+
+        terminalreporter.section(f"compared with {ref}")
+        terminalreporter.write_line(compare.against(ref, rows))
+    target = config.getoption("--rows", None)
     if target is not None:
         for path in harness.write_rows(rows, target):
             terminalreporter.write_line(f"rows appended to {path}")

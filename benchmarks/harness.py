@@ -1,11 +1,15 @@
-"""How every benchmark measures: gate, interleaved rounds, medians, GB/s and GFLOP/s, rows.
+"""How every benchmark measures: gate, interleaved rounds, medians, rates beside ceilings, rows.
 
 A benchmark is a ``Case``: inputs, the variants to compare, and the bytes and FLOPs that the task
 needs (each input read once, each output written once), from which the rates follow. First every
 fused variant must pass the error budget on the case's small inputs: no speed on a red result. Then
 the variants take turns, one call each a round, so that whatever else the machine does hits all of
 them alike; medians and the 20th and 80th percentile are kept, slower rows too. A variant that fails
-becomes a row that says so.
+becomes a row that says so, and one that cannot run here (``Unavailable``) a row that says why.
+
+    python benchmarks/harness.py OP --rows DIR           # every case of test_OP.py
+    python benchmarks/harness.py OP --rows DIR --quick   # those of `pytest benchmarks/` alone
+    python benchmarks/harness.py --from-json FILE --rows DIR   # of pytest's --benchmark-json FILE
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ import csv
 import datetime
 import functools
 import importlib
+import json
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,17 @@ from fastplm.testing import assert_within_budget, peak_bytes
 Inputs = dict[str, Any]
 
 TARGETS_GPU = "H200"
+
+
+class Unavailable(Exception):
+    """A variant needs a package, a version or a device that is not here; its message says which.
+
+    Raised by a variant when it runs or in its gate: its row is skipped, and nothing has failed.
+    """
+
+
+class Differs(Exception):
+    """The answer of a variant that is not gated is not the reference's: its row has no speed."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +69,14 @@ class Case:
         bytes: moved by a forward that reads each input and writes each output once.
         flops: of the forward.
         training_bytes, training_flops: the same for forward and backward together.
+        dtype: of the products, which sets the ceiling of the FLOPs.
+        tokens: of one call, padding not among them; 0 if it has none.
         rounds: how often all variants run, where that is not the harness' own choice.
-        targets: (floor, must) of a direction: the microseconds that the arithmetic allows on the
-            ``TARGETS_GPU``, and those that fastplm must not exceed there.
+        full: too long for every run: left out of `pytest benchmarks/` without ``--full``, and of
+            this file's command with ``--quick``.
+        targets: (floor, must[, stretch]) of a direction: the microseconds that the arithmetic
+            allows on the ``TARGETS_GPU``, those that fastplm must not exceed there, and those to
+            stretch to.
     """
 
     op: str
@@ -70,16 +92,31 @@ class Case:
     flops: int = 0
     training_bytes: int = 0
     training_flops: int = 0
+    dtype: torch.dtype = torch.float32
+    tokens: int = 0
     rounds: int | None = None
-    targets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    full: bool = False
+    targets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.label.replace(" ", "_")
 
+    def needs(self, direction: str) -> tuple[int, int]:
+        """The bytes and FLOPs of a direction."""
+        return {
+            "forward": (self.bytes, self.flops),
+            "training": (self.training_bytes, self.training_flops),
+            "backward": (self.training_bytes - self.bytes, self.training_flops - self.flops),
+        }[direction]
+
 
 @dataclass
 class Row:
-    """One line of ``results/<machine>/<op>.csv``; times in microseconds, status "ok" or why not."""
+    """One line of ``results/<machine>/<op>.csv``; times in microseconds.
+
+    The status is "ok", "skipped: why", "differs: how" of a peer, "refused: why" by the gate, or
+    "failed: why".
+    """
 
     date: str
     machine: str
@@ -98,6 +135,13 @@ class Row:
     peak_mb: float | None  # MiB held at once beside the inputs
     vs_eager: float | None
     status: str
+    of_roofline: float | None = None  # the time that the ceilings allow, over the median
+    mfu: float | None = None  # FLOPs needed per second, over the data sheet's dense peak
+    tokens_per_s: float | None = None
+    launches: int | None = None  # kernels of one call, on CUDA
+
+
+COLUMNS = [column.name for column in fields(Row)]
 
 
 @dataclass
@@ -105,8 +149,10 @@ class Session:
     """Rows of this run; the plug-in in conftest.py prints and writes them."""
 
     rows: list[Row] = field(default_factory=list)
-    #: (floor, must) by (op, case, direction), on the GPU that they are meant for
-    targets: dict[tuple[str, str, str], tuple[float, float]] = field(default_factory=dict)
+    #: (floor, must[, stretch]) by (op, case, direction), on the GPU that they are meant for
+    targets: dict[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
+    #: whether cases and variants that take minutes are measured too
+    full: bool = False
 
 
 SESSION = Session()
@@ -122,48 +168,82 @@ def measure(
     """Gate and time all variants of ``case``; ``direction`` is one of ``case.directions``.
 
     ``benchmark`` is pytest-benchmark's fixture, if there is one: it then drives the rounds, each of
-    which runs every variant once.
+    which runs every variant once, and its JSON carries the rows.
+
+    Raises:
+        AssertionError: a gated variant was refused, or failed; after the rows are in ``SESSION``.
     """
     device = default_device()
     runners: dict[str, _Runner] = {}
-    failures: dict[str, str] = {}
-    for name, function in case.variants.items():
+    statuses: dict[str, str] = {}
+
+    def attempt(name: str, verdict: str, action: Callable[..., Any], *args: Any) -> Any:
+        """Whatever a variant dies of is its row; the others are measured all the same."""
         try:
-            if name in case.gated:
-                gate = case.gate or functools.partial(assert_within_budget, wrt=case.wrt)
-                gate(function, case.variants["eager"], case.make_small(device))
-            runners[name] = _Runner(case, function, direction, device)
-            runners[name].step()
-        # Whatever a variant dies of is its row; the others are measured all the same.
+            return action(*args)
+        except Unavailable as reason:
+            statuses[name] = f"skipped: {_first_line(reason)}"
+        except Differs as how:
+            statuses[name] = f"differs: {_first_line(how)}"
         except Exception as error:
-            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-            runners.pop(name, None)
+            statuses[name] = f"{verdict}: {type(error).__name__}: {_first_line(error)}"
+        runners.pop(name, None)
+        return None
+
+    for name, function in case.variants.items():
+        if name in case.gated:
+            attempt(name, "refused", _check, case, function, device)
+        if name not in statuses:
+            runner = attempt(name, "failed", _Runner, case, function, direction, device)
+            if runner is not None:
+                runners[name] = runner
+                attempt(name, "failed", runner.step)
 
     def one_round() -> None:
-        for runner in runners.values():
-            runner.step()
+        for name, runner in list(runners.items()):
+            attempt(name, "failed", runner.step)
 
     rounds = rounds or case.rounds or (50 if device.type == "cuda" else 7)
     one_round()
     for runner in runners.values():
         runner.times.clear()
     if benchmark is not None:
+        benchmark.group = f"{case.op}, {case.label}, {direction} (one round: every variant once)"
         benchmark.pedantic(one_round, rounds=rounds, iterations=1)
     else:
         for _ in range(rounds):
             one_round()
-    rows = [_row(case, direction, name, runner) for name, runner in runners.items()]
-    rows += [_row(case, direction, name, None, status) for name, status in failures.items()]
+    rows = []
+    for name in case.variants:
+        row = None
+        if name in runners:
+            row = attempt(name, "failed", _row, case, direction, name, runners[name])
+        rows.append(row or _row(case, direction, name, None, statuses[name]))
     eager = next((row.p50_us for row in rows if row.variant == "eager"), None)
     for row in rows:
         if eager and row.p50_us:
             row.vs_eager = round(eager / row.p50_us, 2)
     SESSION.rows += rows
     SESSION.targets |= targets([case])
-    gate = [f"{name}: {failures[name]}" for name in case.gated if name in failures]
-    if gate:
-        raise AssertionError("; ".join(gate))
+    if benchmark is not None:
+        benchmark.extra_info["rows"] = [asdict(row) for row in rows]
+    red = [
+        f"{name}: {statuses[name]}"
+        for name in case.gated
+        if not statuses.get(name, "skipped").startswith("skipped")
+    ]
+    if red:
+        raise AssertionError("; ".join(red))
     return rows
+
+
+def _check(case: Case, function: Callable[..., Any], device: torch.device) -> None:
+    gate = case.gate or functools.partial(assert_within_budget, wrt=case.wrt)
+    gate(function, case.variants["eager"], case.make_small(device))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:160]
 
 
 class _Runner:
@@ -199,23 +279,25 @@ class _Runner:
         self.calls += 1
         out = None if self.forward_timed else self._forward(inputs)
         if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             # The device sleeps while the call is enqueued: its own time is measured, not Python's.
             torch.cuda._sleep(self._SLEEP_CYCLES)
-            start.record()
-            self._call(inputs, out)
-            end.record()
-            end.synchronize()
-            self.times.append(start.elapsed_time(end) / 1e3)
-        else:
-            started = time.perf_counter()
-            self._call(inputs, out)
-            self.times.append(time.perf_counter() - started)
+        self.times.append(_seconds(lambda: self._call(inputs, out), self.device))
 
     def peak(self) -> int:
         """Bytes that one more run holds at once; not while its time is taken."""
         out = None if self.forward_timed else self._forward(self.sets[0])
         return peak_bytes(lambda: self._call(self.sets[0], out), self.device)
+
+    def launches(self) -> int | None:
+        """Kernels that one more run launches on a GPU; None where the profiler sees none."""
+        if self.device.type != "cuda":
+            return None
+        out = None if self.forward_timed else self._forward(self.sets[0])
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self._call(self.sets[0], out)
+            torch.cuda.synchronize()
+        return count_kernels(profile.events()) or None
 
     def _call(self, inputs: Inputs, out: Any) -> None:
         out = self._forward(inputs) if self.forward_timed else out
@@ -229,40 +311,135 @@ class _Runner:
             return self.function(**inputs)
 
 
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def count_kernels(events: Iterable[Any]) -> int:
+    """The kernels among a profiler's events; copies, fills and named ranges are none."""
+    return sum(
+        event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+        for event in events
+    )
+
+
+# --- ceilings -------------------------------------------------------------------------------------
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """What this machine reaches: bytes/s of a copy, FLOP/s of a matrix product in ``dtype``.
+
+    Measured once a process, the fastest of some calls after one that does not count. The copy, read
+    and write counted, is from one fp32 buffer to another of 256 MiB (1 GiB on a GPU), more than the
+    caches hold, so a call whose inputs lie in them may do better than this roofline. The product is
+    of two square matrices, 2048 wide (8192 on a GPU). All numbers are random: a GPU multiplies
+    zeros faster.
+    """
+    return _copy_rate(device), _product_rate(device, dtype)
+
+
+@functools.cache
+def _copy_rate(device: torch.device) -> float:
+    rows = 256 if device.type == "cuda" else 64
+    source = torch.randn(2**20, device=device).repeat(rows)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest(lambda: target.copy_(source), device)
+
+
+@functools.cache
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    width = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * width**3 / _fastest(lambda: torch.mm(a, b, out=out), device)
+
+
+def _fastest(call: Callable[[], Any], device: torch.device) -> float:
+    """The fewest seconds that a call took: of ten, or of those that fit in a second."""
+    times = [_seconds(call, device)]
+    while len(times) < 2 or (len(times) < 11 and sum(times) < 1):
+        times.append(_seconds(call, device))
+    return min(times[1:])
+
+
+def allowed_seconds(
+    moved: int, done: int, device: torch.device, dtype: torch.dtype
+) -> float | None:
+    """The time that the roofline allows for so many bytes and FLOPs."""
+    by_bytes = moved / _copy_rate(device) if moved else 0.0
+    by_flops = done / _product_rate(device, dtype) if done else 0.0
+    return max(by_bytes, by_flops) or None
+
+
+_HOPPER = {torch.bfloat16: 989.5e12, torch.float16: 989.5e12, torch.float32: 67e12}
+#: Dense FLOP/s of the data sheets by a part of the GPU's name, the first that fits; fp32 is that of
+#: the plain units, as PyTorch multiplies by default.
+PEAKS: dict[str, dict[torch.dtype, float]] = {
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12},
+    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12, torch.float32: 60e12},
+    "H100": _HOPPER,
+    "H200": _HOPPER,
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "L4": {torch.bfloat16: 121e12, torch.float16: 121e12, torch.float32: 30.3e12},
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The data sheet's dense FLOP/s; None where it is not known: a CPU, a slice of a GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if "MIG" in name:
+        return None
+    known = next((peaks for part, peaks in PEAKS.items() if part in name), {})
+    return known.get(dtype)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
 def _row(
     case: Case, direction: str, variant: str, runner: _Runner | None, status: str = "ok"
 ) -> Row:
-    p20 = p50 = p80 = gbs = flops = peak = None
-    if runner is not None:
-        times = torch.tensor(runner.times, dtype=torch.float64)
-        p20, p50, p80 = (round(1e6 * float(times.quantile(q)), 2) for q in (0.2, 0.5, 0.8))
-        moved, done = {
-            "forward": (case.bytes, case.flops),
-            "training": (case.training_bytes, case.training_flops),
-            "backward": (case.training_bytes - case.bytes, case.training_flops - case.flops),
-        }[direction]
-        gbs = round(moved / p50 / 1e3, 2) if moved else None
-        flops = round(done / p50 / 1e3, 2) if done else None
-        peak = round(runner.peak() / 2**20, 1)
-    return Row(
+    row = Row(
         **machine_line(),
         op=case.op,
         case=case.label,
         direction=direction,
         variant=variant,
-        p20_us=p20,
-        p50_us=p50,
-        p80_us=p80,
-        gb_per_s=gbs,
-        gflop_per_s=flops,
-        peak_mb=peak,
-        vs_eager=None,
+        **dict.fromkeys(COLUMNS[COLUMNS.index("p20_us") : COLUMNS.index("status")]),
         status=status,
     )
+    if runner is None:
+        return row
+    times = torch.tensor(runner.times, dtype=torch.float64)
+    p20, p50, p80 = (float(times.quantile(q)) for q in (0.2, 0.5, 0.8))
+    row.p20_us, row.p50_us, row.p80_us = (round(1e6 * p, 2) for p in (p20, p50, p80))
+    moved, done = case.needs(direction)
+    row.gb_per_s = round(moved / p50 / 1e9, 2) if moved else None
+    row.gflop_per_s = round(done / p50 / 1e9, 2) if done else None
+    row.peak_mb = round(runner.peak() / 2**20, 1)
+    allowed = allowed_seconds(moved, done, runner.device, case.dtype)
+    row.of_roofline = round(allowed / p50, 4) if allowed else None
+    peak = peak_flops(runner.device, case.dtype)
+    row.mfu = round(done / p50 / peak, 4) if peak and done else None
+    row.tokens_per_s = round(case.tokens / p50, 1) if case.tokens else None
+    row.launches = runner.launches()
+    return row
 
 
-def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """(floor, must) by (op, case, direction), if this is the GPU that they are meant for."""
+def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, ...]]:
+    """(floor, must[, stretch]) by (op, case, direction), if this is the GPU they are meant for."""
     if TARGETS_GPU not in machine_line()["machine"]:
         return {}
     return {
@@ -276,7 +453,7 @@ def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, fl
 def machine_line() -> dict[str, str]:
     """What every row says of where and when it was measured."""
     if torch.cuda.is_available():
-        machine = torch.cuda.get_device_name()
+        machine = torch.cuda.get_device_name() + _driver()
     else:
         machine = f"cpu {_cpu_name()} ({torch.get_num_threads()} threads)"
     try:
@@ -310,33 +487,62 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine_folder() -> str:
-    """Name of this machine's folder under results/."""
-    if not torch.cuda.is_available():
+def _driver() -> str:
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    return f" (driver {found[0]})" if found else ""
+
+
+def machine_folder(machine: str | None = None) -> str:
+    """Name of a machine's folder under results/; of this machine if none is given."""
+    machine = machine_line()["machine"] if machine is None else machine
+    if machine.startswith("cpu "):
         return "cpu"
-    return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return machine.split(" (")[0].lower().replace(" ", "-")
 
 
 def write_rows(rows: Sequence[Row], results: Path) -> list[Path]:
-    """Append rows to ``results/<machine>/<op>.csv``; returns the files written."""
-    written = []
-    for op in dict.fromkeys(row.op for row in rows):
-        path = results / machine_folder() / f"{op}.csv"
+    """Append rows to ``results/<machine>/<op>.csv``; returns the files written.
+
+    Raises:
+        ValueError: a file has other columns, and is left as it is; the other files are written.
+    """
+    files: dict[Path, list[Row]] = {}
+    for row in rows:
+        files.setdefault(results / machine_folder(row.machine) / f"{row.op}.csv", []).append(row)
+    refused = []
+    for path, its_rows in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not path.exists()
+        head = []
+        if path.exists():
+            with path.open(newline="") as file:
+                head = next(csv.reader(file), [])
+        if head and head != COLUMNS:
+            refused.append(path)
+            continue
         with path.open("a", newline="") as file:
             writer = csv.writer(file)
-            if fresh:
-                writer.writerow([f.name for f in fields(Row)])
-            for row in rows:
-                if row.op == op:
-                    writer.writerow([getattr(row, f.name) for f in fields(Row)])
-        written.append(path)
-    return written
+            if not head:
+                writer.writerow(COLUMNS)
+            writer.writerows([getattr(row, name) for name in COLUMNS] for row in its_rows)
+    if refused:
+        raise ValueError(
+            f"{', '.join(map(str, refused))}: other columns than {', '.join(COLUMNS)}; no row was "
+            "appended there. Move the file away, or give its rows the missing columns."
+        )
+    return list(files)
+
+
+def rows_of_json(path: Path) -> list[Row]:
+    """The rows that pytest-benchmark's ``--benchmark-json`` carries."""
+    entries = json.loads(path.read_text())["benchmarks"]
+    return [Row(**row) for entry in entries for row in entry["extra_info"].get("rows", ())]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text."""
+    """The rows as aligned text; a column that no row fills is left out."""
     head = (
         "op",
         "case",
@@ -346,51 +552,73 @@ def table(rows: Sequence[Row]) -> str:
         "p20-p80",
         "GB/s",
         "GFLOP/s",
+        "roofline",
+        "MFU",
+        "tokens/s",
+        "launches",
+        "peak MiB",
         "vs eager",
         "floor/must us",
     )
-    lines = [head]
+    lines = []
     for row in rows:
+        name = (row.op, row.case, row.direction, row.variant)
         if row.status != "ok":
-            lines.append((row.op, row.case, row.direction, row.variant, row.status, *[""] * 5))
+            lines.append((*name, row.status, *[""] * (len(head) - 5)))
             continue
         targets = SESSION.targets.get((row.op, row.case, row.direction))
         lines.append(
             (
-                row.op,
-                row.case,
-                row.direction,
-                row.variant,
+                *name,
                 f"{row.p50_us:,.0f}",
                 f"{row.p20_us:,.0f}-{row.p80_us:,.0f}",
                 "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
                 "" if row.gflop_per_s is None else f"{row.gflop_per_s:.1f}",
+                "" if row.of_roofline is None else f"{row.of_roofline:.0%}",
+                "" if row.mfu is None else f"{row.mfu:.1%}",
+                "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+                "" if row.launches is None else str(row.launches),
+                "" if row.peak_mb is None else f"{row.peak_mb:.1f}",
                 "" if row.vs_eager is None else f"{row.vs_eager:.2f}x",
                 "" if targets is None else "{:g}/{:g}".format(*targets),
             )
         )
+    used = [i for i in range(len(head)) if i < 6 or any(line[i] for line in lines)]
+    lines = [tuple(line[i] for i in used) for line in (head, *lines)]
     # A failure's message runs over the columns to its right instead of widening one.
-    widths = [max(len(line[i]) for line in lines if i < 4 or line[5]) for i in range(len(head))]
+    widths = [max(len(line[i]) for line in lines if i < 4 or line[5]) for i in range(len(used))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main() -> int:
-    """``python benchmarks/harness.py OP --rows DIR``: one op, rows kept as they come."""
+    """Rows of one op, kept as they come, or of what pytest-benchmark wrote."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("op")
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("op", nargs="?", help="of test_OP.py")
+    parser.add_argument("--rows", type=Path, required=True, help="append to DIR/<machine>/<op>.csv")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--quick", action="store_true", help="only what every run has time for")
+    parser.add_argument("--only", default="", help="cases with this in their label")
+    parser.add_argument("--from-json", type=Path, help="what --benchmark-json wrote")
     options = parser.parse_args()
+    if (options.op is None) == (options.from_json is None):
+        parser.error("either OP or --from-json")
+    if options.from_json:
+        for path in write_rows(rows_of_json(options.from_json), options.rows):
+            print(f"rows appended to {path}")
+        return 0
     sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
+    SESSION.full = not options.quick
     failed = False
     for case in importlib.import_module(f"test_{options.op}").CASES:
+        if (case.full and options.quick) or options.only not in case.label:
+            continue
         default = Case.__dataclass_fields__["directions"].default
         forward_alone = not case.wrt and case.directions == default
         for direction in ("forward",) if forward_alone else case.directions:
             SESSION.rows.clear()
             try:
                 measure(case, direction, rounds=options.rounds)
-            except AssertionError as error:  # the gate: its rows say "failed", with no speed
+            except AssertionError as error:  # the gate: its rows say "refused", with no speed
                 failed = True
                 print(f"RED {case.label}, {direction}: {error}")
             write_rows(SESSION.rows, options.rows)

@@ -20,7 +20,7 @@ from fastplm import ops, use_backend
 from fastplm.data import DataCollatorForMaskedTokens, embedded_corpus, train_tokenizer
 from fastplm.data._cache import default_cache
 from fastplm.data.words import word_ids, word_starts
-from harness import SESSION, Case, default_device
+from harness import Case, default_device
 
 GPU = default_device().type == "cuda"
 ROWS, LENGTH = 32, 512
@@ -217,6 +217,7 @@ def case(label, unit, make, variants, rows=ROWS):
         gate=functools.partial(assert_right, unit),
         # Ids in, ids and labels out.
         bytes=rows * LENGTH * 8 * 3,
+        tokens=rows * LENGTH,
     )
 
 
@@ -259,14 +260,5 @@ CASES = list(cases())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_collators(case, bench, capsys):
+def test_collators(case, bench):
     bench(case, "forward")
-    rows = [row for row in SESSION.rows if (row.op, row.case) == (case.op, case.label)]
-    slow = {row.variant: row.p50_us for row in rows}.get("transformers")
-    tokens = case.bytes // 24
-    with capsys.disabled():
-        print(f"\n{case.label}")
-        for row in rows:
-            if row.p50_us:
-                ratio = f"{slow / row.p50_us:8.1f}x transformers" if slow else ""
-                print(f"  {row.variant:30}{tokens / row.p50_us:8.2f} M tokens/s{ratio}")

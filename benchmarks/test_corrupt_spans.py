@@ -10,7 +10,7 @@ import torch
 
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_lengths
 from fastplm.reference.corrupt_spans import CorruptedSpans, corrupt_spans_ref
-from harness import Case, default_device
+from harness import Case, Unavailable, default_device
 
 GPU = default_device().type == "cuda"
 VOCAB, SENTINELS, EOS = 32_100, 100, 1
@@ -46,6 +46,8 @@ def numpy_mask(length):
 
 def numpy_collator(input_ids, sentinel_ids):
     """A collator's step on a batch: masks row by row, then sentinels in place of masked runs."""
+    if input_ids.is_cuda:
+        raise Unavailable("runs on the CPU alone")
     tokens, sentinels = input_ids.numpy(), sentinel_ids.numpy()
     batch, length = tokens.shape
     noise = np.stack([numpy_mask(length) for _ in range(batch)])
@@ -71,9 +73,11 @@ def assert_same_bits(variant, eager, inputs):
 
 
 def case(label, batch, length):
-    variants = {"eager": with_options(corrupt_spans_ref), "fastplm": with_options(corrupt_spans)}
-    if not GPU:
-        variants["numpy"] = numpy_collator
+    variants = {
+        "eager": with_options(corrupt_spans_ref),
+        "fastplm": with_options(corrupt_spans),
+        "numpy": numpy_collator,
+    }
     return Case(
         op="corrupt_spans",
         label=label,
@@ -83,6 +87,7 @@ def case(label, batch, length):
         gate=assert_same_bits,
         # int64 ids in, and int64 inputs and labels out.
         bytes=8 * batch * (length + sum(span_corruption_lengths(length))),
+        tokens=batch * length,
     )
 
 

@@ -77,6 +77,7 @@ def case(label, tokens, task, name, bytes_a_token):
         variants={"eager": variant("_ref"), "fastplm": variant("")},
         gate=assert_same,
         bytes=int(bytes_a_token * tokens),
+        tokens=tokens,
     )
 
 
@@ -93,8 +94,8 @@ def wanted(request, tokens):
 
 
 SIZES = [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)]
-#: None for a report on a GPU: all of it runs on the CPU, on corpora that are made first.
-CASES: list[Case] = []
+#: None for a report on a GPU: all of it runs on the CPU.
+CASES = [] if default_device().type == "cuda" else cases(SMALL)
 
 
 @on_cpu

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import peers
 from fastplm import ops
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref
 from harness import Case, default_device
@@ -61,22 +62,34 @@ def logits_then_bce_and_metrics(**inputs):
     return logits_then_bce(**inputs)
 
 
-def case(label, rows, width, padding=0.0, targets=None):
-    variants = {
-        "eager": replaced_token_loss_ref,
-        "eager, counts": with_counts(replaced_token_loss_ref),
-        "fastplm": ops.replaced_token_loss,
-        "fastplm, counts": with_counts(ops.replaced_token_loss),
-        "logits, then BCE": logits_then_bce,
-        "logits, then BCE, counts": logits_then_bce_and_metrics,
+def by_hand():
+    """The peers, and what a training loop logs beside the loss."""
+    eager, fused = replaced_token_loss_ref, ops.replaced_token_loss
+    return {
+        "eager": eager,
+        "eager, counts": with_counts(eager),
+        "fastplm": fused,
+        "fastplm, counts": with_counts(fused),
+        "logits, then BCE": peers.plain(logits_then_bce, eager),
+        "logits, then BCE, counts": peers.plain(logits_then_bce_and_metrics, eager),
     }
-    if GPU:
-        compiled = functools.partial(torch.compile, dynamic=False)
-        variants["compiled"] = compiled(replaced_token_loss_ref)
-        variants["compiled, counts"] = compiled(with_counts(replaced_token_loss_ref))
-        if not padding:  # where no boolean index breaks the graph
-            variants["compiled logits, then BCE"] = compiled(logits_then_bce)
-    size = width * DTYPE.itemsize
+
+
+def compiled():
+    op, eager = "replaced_token_loss", replaced_token_loss_ref
+    return {
+        "eager": eager,
+        "fastplm": ops.replaced_token_loss,
+        "compiled": peers.compiled(op, eager, dynamic=False),
+        "compiled logits, then BCE": peers.compiled(
+            f"{op}, logits", logits_then_bce, eager, dynamic=False
+        ),
+        "compiled, counts": peers.compiled(f"{op}, counts", with_counts(eager), dynamic=False),
+    }
+
+
+def case(label, rows, width, padding=0.0, targets=None, variants=by_hand):
+    known, size = variants(), width * DTYPE.itemsize
     counted = rows - round(rows * padding)
     # Of a row that counts: the row, its label, and its entry in the mask where there is one.
     forward_bytes = counted * (size + 1) + (rows if padding else 0)
@@ -85,8 +98,8 @@ def case(label, rows, width, padding=0.0, targets=None):
         label=label,
         make=inputs(rows, width, padding),
         make_small=inputs(257, width, padding),
-        variants=variants,
-        gated=("fastplm", "fastplm, counts"),
+        variants=known,
+        gated=[name for name in known if name.startswith("fastplm")],
         # Not the bias: its gradient is one number, whose rounding error is luck in the gate.
         wrt=("input", "weight"),
         bytes=forward_bytes,
@@ -95,23 +108,34 @@ def case(label, rows, width, padding=0.0, targets=None):
         training_bytes=forward_bytes + rows * size,
         # A product and a sum for the logit and for the weight's gradient, a product for the row's.
         training_flops=5 * counted * width,
+        dtype=DTYPE,
         targets=targets or {},
     )
 
 
-if GPU:
-    CASES = [
-        # On an H200, in microseconds: forward and gradient together.
-        case("BERT-base 256x128", 256 * 128, 768, targets={"training": (23, 29)}),
+def gpu_cases():
+    # On an H200, in microseconds: forward and gradient together.
+    base = functools.partial(
+        case, "BERT-base 256x128", 256 * 128, 768, targets={"training": (23, 29)}
+    )
+    return [
+        base(),
         case("BERT-base 256x128 padded 40 %", 256 * 128, 768, padding=0.4),
         case("ELECTRA-small 128x128", 128 * 128, 256),
+        base(variants=compiled),
     ]
-else:
-    CASES = [
+
+
+def cpu_cases():
+    return [
         case("BERT-base 8x128", 8 * 128, 768),
         case("BERT-base 8x128 padded 40 %", 8 * 128, 768, padding=0.4),
         case("ELECTRA-small 32x128", 32 * 128, 256),
+        case("BERT-base 8x128", 8 * 128, 768, variants=compiled),
     ]
+
+
+CASES = gpu_cases() if GPU else cpu_cases()
 
 
 @pytest.mark.parametrize("direction", ("forward", "training"))

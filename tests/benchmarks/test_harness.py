@@ -1,0 +1,367 @@
+"""What makes a row: the gate, the clock, the ceilings, and the file that it is appended to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastplm.reference.attention import attention_ref
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def draw(device):
+    names = ("query", "key", "value")
+    return {name: torch.randn(2, 2, 5, 8, device=device) for name in names}
+
+
+def wrongly_scaled(query, key, value):
+    return attention_ref(query, key, value, scale=1.1 * query.shape[-1] ** -0.5)
+
+
+def unavailable(harness):
+    def run(**inputs):
+        raise harness.Unavailable("it needs a GPU\nand more")
+
+    return run
+
+
+def broken(**inputs):
+    raise RuntimeError
+
+
+def make_case(harness, **changed):
+    given = dict(
+        op="attention",
+        label="tiny, 2 heads",
+        make=draw,
+        make_small=draw,
+        variants={"eager": attention_ref, "fastplm": attention_ref},
+        wrt=("query", "key", "value"),
+        bytes=1000,
+        flops=4000,
+        training_bytes=3000,
+        training_flops=9000,
+        tokens=10,
+    )
+    return harness.Case(**{**given, **changed})
+
+
+def by_variant(rows):
+    return {row.variant: row for row in rows}
+
+
+class FakeBenchmark:
+    """As much of pytest-benchmark's fixture as the harness asks for."""
+
+    def __init__(self):
+        self.extra_info, self.rounds = {}, 0
+
+    def pedantic(self, function, rounds, iterations):
+        self.rounds = rounds
+        for _ in range(rounds):
+            function()
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrt", [(), ("query", "key", "value")])
+def test_a_wrong_kernel_gets_no_time(harness, wrt):
+    variants = {"eager": attention_ref, "fastplm": wrongly_scaled, "other": attention_ref}
+    case = make_case(harness, variants=variants, wrt=wrt)
+    benchmark = FakeBenchmark()
+    with pytest.raises(AssertionError, match="fastplm: refused: BudgetExceeded: output"):
+        harness.measure(case, "forward", benchmark, rounds=2)
+    rows = by_variant(harness.SESSION.rows)
+    assert rows["fastplm"].status.startswith("refused: BudgetExceeded")
+    assert rows["fastplm"].p20_us is rows["fastplm"].p50_us is rows["fastplm"].p80_us is None
+    assert rows["fastplm"].vs_eager is rows["fastplm"].gflop_per_s is None
+    assert rows["eager"].status == rows["other"].status == "ok"
+    assert rows["other"].p50_us > 0, "who is not gated is measured all the same"
+    assert [row["status"] for row in benchmark.extra_info["rows"]].count("ok") == 2
+
+
+def test_a_right_kernel_with_a_wrong_gradient_gets_no_time(harness):
+    def without_key(query, key, value):
+        return attention_ref(query, key.detach() + 0 * key, value)
+
+    variants = {"eager": attention_ref, "fastplm": without_key}
+    with pytest.raises(AssertionError, match="gradient of key"):
+        harness.measure(make_case(harness, variants=variants), "training", rounds=2)
+
+
+def test_a_gate_of_the_case_is_asked(harness):
+    asked = []
+
+    def gate(variant, eager, inputs):
+        asked.append((variant, eager))
+        raise AssertionError("not this one")
+
+    with pytest.raises(AssertionError, match="not this one"):
+        harness.measure(make_case(harness, gate=gate), "forward", rounds=1)
+    assert asked == [(attention_ref, attention_ref)]
+
+
+def test_what_is_not_here_is_skipped_and_what_breaks_has_failed(harness):
+    def breaks_later(**inputs):
+        breaks_later.calls += 1
+        if breaks_later.calls == 3:
+            raise MemoryError("out of it")
+
+    breaks_later.calls = 0
+
+    def differs(**inputs):
+        raise harness.Differs("off by 2")
+
+    variants = {
+        "eager": attention_ref,
+        "fastplm": unavailable(harness),
+        "peer": unavailable(harness),
+        "other": differs,
+        "broken": broken,
+        "later": breaks_later,
+    }
+    rows = by_variant(harness.measure(make_case(harness, variants=variants), "forward", rounds=3))
+    assert rows["fastplm"].status == rows["peer"].status == "skipped: it needs a GPU"
+    assert rows["other"].status == "differs: off by 2"
+    assert rows["broken"].status == "failed: RuntimeError: "
+    assert rows["later"].status == "failed: MemoryError: out of it"
+    assert all(row.p50_us is None for name, row in rows.items() if name != "eager")
+    assert list(rows) == list(variants)
+
+
+def test_a_gated_variant_that_breaks_is_red(harness):
+    variants = {"eager": attention_ref, "fastplm": broken}
+    with pytest.raises(AssertionError, match="fastplm"):
+        harness.measure(make_case(harness, variants=variants), "forward", rounds=1)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_figures_follow_from_the_median(harness, monkeypatch):
+    times = iter([9.0, 9.0] * 2 + [1.0, 4.0, 2.0, 2.0, 3.0, 1.0])
+    monkeypatch.setattr(harness, "_seconds", lambda call, device: (call(), next(times))[1])
+    monkeypatch.setattr(harness, "peak_flops", lambda device, dtype: 1e5)
+    monkeypatch.setattr(harness, "_product_rate", lambda device, dtype: 1e4)
+    benchmark = FakeBenchmark()
+    rows = by_variant(harness.measure(make_case(harness), "training", benchmark, rounds=3))
+    assert benchmark.rounds == 3
+    eager, ours = rows["eager"], rows["fastplm"]
+    assert (eager.p50_us, ours.p50_us) == (2e6, 2e6)  # of 1, 2, 3 and of 4, 2, 1
+    assert eager.p20_us == 1.4e6 and ours.p80_us == 3.2e6
+    assert ours.vs_eager == 1.0 and ours.status == "ok"
+    # 9000 FLOPs in 2 s, where 0.9 s would do by the ceiling, and 0.09 s by the data sheet.
+    assert (ours.of_roofline, ours.mfu) == (0.45, 0.045)
+    assert ours.gflop_per_s == round(4500 / 1e9, 2)
+    assert ours.tokens_per_s == 5.0
+    assert ours.peak_mb is not None
+
+
+def test_directions_need_what_is_left_of_each_other(harness):
+    case = make_case(harness)
+    assert case.needs("forward") == (1000, 4000)
+    assert case.needs("training") == (3000, 9000)
+    assert case.needs("backward") == (2000, 5000)
+
+
+def test_the_roofline_is_the_slower_of_two(harness):
+    cpu = torch.device("cpu")
+    assert harness.allowed_seconds(2000, 1000, cpu, torch.float32) == 2e-6
+    assert harness.allowed_seconds(0, 1000, cpu, torch.float32) == 1e-6
+    assert harness.allowed_seconds(0, 0, cpu, torch.float32) is None
+
+
+def test_ceilings_count_the_fastest_of_some_calls(monkeypatch):
+    import harness
+
+    times = iter([0.1, 0.4, 0.2, 0.3])
+    monkeypatch.setattr(harness, "_seconds", lambda call, device: next(times))
+    # The first call does not count, and another does not fit in a second.
+    assert harness._fastest(lambda: None, torch.device("cpu")) == 0.2
+    assert next(times, "none") == "none"
+
+
+def test_ceilings_are_of_a_copy_and_of_a_product(monkeypatch):
+    import harness
+
+    monkeypatch.setattr(harness, "_fastest", lambda call, device: (call(), 2.0)[1])
+    device = torch.device("cpu")
+    for measured in (harness._copy_rate, harness._product_rate):
+        measured.cache_clear()
+    try:
+        copied, multiplied = harness.ceilings(device, torch.float32)
+    finally:
+        for measured in (harness._copy_rate, harness._product_rate):
+            measured.cache_clear()
+    assert copied == 2 * 2**28 / 2.0  # 256 MiB read and written
+    assert multiplied == 2 * 2048**3 / 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks_go_by_the_name_of_the_gpu(monkeypatch, name, peak):
+    import harness
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    assert harness.peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+    assert harness.peak_flops(torch.device("cuda"), torch.int8) is None
+    assert harness.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_kernels_are_counted_without_copies_fills_and_ranges(harness):
+    def event(name, device="CUDA", annotation=False):
+        kind = getattr(torch.autograd.DeviceType, device)
+        return SimpleNamespace(name=name, device_type=kind, is_user_annotation=annotation)
+
+    events = [
+        event("cudaLaunchKernel", "CPU"),
+        event("sm90_gemm"),
+        event("_attention_fwd_kernel"),
+        event("Memcpy DtoD (Device -> Device)"),
+        event("Memset (Device)"),
+        event("Optimizer.step", annotation=True),
+    ]
+    assert harness.count_kernels(events) == 2
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def lines(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_rows_are_appended_and_never_rewritten(harness, tmp_path):
+    rows = harness.measure(make_case(harness), "forward", rounds=1)
+    (path,) = harness.write_rows(rows, tmp_path)
+    assert path == tmp_path / harness.machine_folder() / "attention.csv"
+    first = path.read_bytes()
+    assert harness.write_rows(rows, tmp_path) == [path]
+    assert path.read_bytes().startswith(first)
+    head, *body = lines(path)
+    assert head == harness.COLUMNS and len(body) == 4
+    assert all(len(line) == len(head) for line in body)
+    row = dict(zip(head, body[0], strict=True))
+    assert row["case"] == "tiny, 2 heads" and row["status"] == "ok" and row["launches"] == ""
+
+
+def test_a_file_of_other_columns_is_left_as_it_is(harness, tmp_path):
+    rows = harness.measure(make_case(harness), "forward", rounds=1)
+    rows += harness.measure(make_case(harness, op="other"), "forward", rounds=1)
+    path = tmp_path / harness.machine_folder() / "attention.csv"
+    path.parent.mkdir(parents=True)
+    older = ",".join(harness.COLUMNS[:-1]) + "\r\n"
+    path.write_text(older, newline="")
+    with pytest.raises(ValueError, match="attention.csv: other columns"):
+        harness.write_rows(rows, tmp_path)
+    assert path.read_bytes().decode() == older
+    assert len(lines(path.with_name("other.csv"))) == 3, "other files are written"
+
+
+def test_the_committed_rows_have_all_columns():
+    import harness
+
+    for path in (BENCHMARKS / "results").glob("*/*.csv"):
+        head, *body = lines(path)
+        if head[:9] == harness.COLUMNS[:9]:  # the others are not of the harness
+            assert head == harness.COLUMNS, path
+            assert body and all(len(line) == len(head) for line in body), path
+
+
+def test_rows_of_the_json_are_those_of_the_run(harness, tmp_path, monkeypatch):
+    benchmark = FakeBenchmark()
+    rows = harness.measure(make_case(harness), "forward", benchmark, rounds=1)
+    # A machine's rows go to its own folder, wherever they are written.
+    benchmark.extra_info["rows"][1]["machine"] = "NVIDIA H200 (driver 570.1)"
+    source = tmp_path / "run.json"
+    entries = [{"extra_info": benchmark.extra_info}, {"extra_info": {}}]
+    source.write_text(json.dumps({"benchmarks": entries}))
+    assert harness.rows_of_json(source)[0] == rows[0]
+    arguments = ["harness.py", "--from-json", str(source), "--rows", str(tmp_path / "rows")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert harness.main() == 0
+    for folder in (harness.machine_folder(rows[0].machine), "nvidia-h200"):
+        assert len(lines(tmp_path / "rows" / folder / "attention.csv")) == 2
+
+
+def test_the_table_shows_what_there_is(harness):
+    variants = {"eager": attention_ref, "peer": unavailable(harness)}
+    harness.measure(make_case(harness, variants=variants, gated=()), "forward", rounds=1)
+    table = harness.table(harness.SESSION.rows)
+    head, first, second = table.splitlines()
+    assert "roofline" in head and "launches" not in head and "tiny, 2 heads" in first
+    assert second.endswith("skipped: it needs a GPU")
+
+
+# --- the command and the plug-in ------------------------------------------------------------------
+
+SCRIPT = """
+import pytest, torch
+from harness import Case
+
+def make(device):
+    return {"x": torch.ones(3, device=device)}
+
+def case(label, full):
+    variants = {"eager": torch.exp, "fastplm": torch.exp}
+    variants = {name: lambda x, f=function: f(x) for name, function in variants.items()}
+    return Case("toy", label, make, make, variants, full=full, bytes=24)
+
+CASES = [case("quick", False), case("slow", True)]
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_toy(case, bench):
+    bench(case, "forward")
+"""
+
+
+def measured(folder):
+    (path,) = folder.glob("*/toy.csv")
+    return {line[6] for line in lines(path)[1:]}
+
+
+@pytest.mark.slow
+def test_pytest_leaves_out_what_takes_minutes_and_its_json_gives_the_rows(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/test_toy.py").write_text(SCRIPT)
+    for name in ("harness.py", "conftest.py"):
+        (tmp_path / "benchmarks" / name).write_text((BENCHMARKS / name).read_text())
+
+    def run(*command):
+        subprocess.run([sys.executable, *command], check=True, cwd=tmp_path)
+
+    pytest_run = ("-m", "pytest", "benchmarks/", "--benchmark-only", "--rootdir", str(tmp_path))
+    run(*pytest_run, "--rows", "a", "--benchmark-json", "run.json")
+    assert measured(tmp_path / "a") == {"quick"}
+    run(*pytest_run, "--rows", "b", "--full")
+    assert measured(tmp_path / "b") == {"quick", "slow"}
+    run("benchmarks/harness.py", "--from-json", "run.json", "--rows", "c")
+    assert lines(next((tmp_path / "c").glob("*/*.csv"))) == lines(
+        next((tmp_path / "a").glob("*/*.csv"))
+    )
+    run("benchmarks/harness.py", "toy", "--rows", "d")
+    assert measured(tmp_path / "d") == {"quick", "slow"}
+    run("benchmarks/harness.py", "toy", "--rows", "e", "--quick")
+    assert measured(tmp_path / "e") == {"quick"}
+    run("benchmarks/harness.py", "toy", "--rows", "f", "--only", "low")
+    assert measured(tmp_path / "f") == {"slow"}
