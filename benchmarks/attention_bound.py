@@ -22,8 +22,10 @@ from test_attention import DTYPE, TARGETS, Shape, case
 from fastplm.triton_kernels import attention
 from fastplm.triton_kernels._compile import Report, compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
+from fastplm.triton_kernels._sass import DEVICES
 
-ARCH, SMS, CLOCK, BYTES_PER_S = 90, 132, 1.755e9, 4.3e12
+ARCH = 90
+_, SMS, CLOCK, BYTES_PER_S = DEVICES[ARCH]
 
 _PAGE = """# Attention: the kernels against their targets, by arithmetic
 

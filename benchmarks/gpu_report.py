@@ -1,192 +1,585 @@
 """``make gpu-report``: build, test and measure on this machine's GPU, with the Python it is given.
 
-Steps, each with its own time limit, each leaving what it has even if it is stopped:
+    python benchmarks/gpu_report.py              # under 9 minutes; RESULTS/<gpu>/ and a page there
+    python benchmarks/gpu_report.py --dry-run    # the whole of it without a GPU, on small shapes
 
-1. build the package (with csrc/, if a compiler is there) into build/site, from this checkout alone;
-2. the gpu lane of the tests, ``pytest -m gpu``;
-3. every op's benchmark: rows appended to RESULTS/<gpu>/<op>.csv;
-4. one page, RESULTS/<gpu>/report.md, and a bar chart beside it, speedup.png.
+Steps, each in a process of its own: the package with csrc/ into build/site, from this checkout
+alone; what works; ``pytest -m gpu``; every benchmark, the telling ones first; a short pre-training
+of ELECTRA-small with and without CUDA graphs; the memory of the loss; a profile of the kernels.
+Each gets its share of the time that is left, so none starves, and what one leaves unused goes to
+those after it. After each the page is written, RESULTS/<machine>/report.md with its pictures, from
+whatever rows are there: a report that is stopped keeps what it has.
 
-Nothing is downloaded. What is missing (a compiler, pytest, matplotlib, the GPU itself) is said on
-the page, and the other steps run. Without a GPU the same steps run on the CPU's small shapes.
+Nothing is downloaded. What is missing (a compiler, pytest, matplotlib, Nsight Compute, the GPU) is
+said on the page, and the other steps run. An op whose GPU tests fail has no speed on the page.
+
+A dry run puts the CPU in the place of the GPU and Triton's interpreter in that of its compiler, and
+the plain step in that of the CUDA graph; rows go to a temporary folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
-import importlib
+import hashlib
+import importlib.util
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+
+import plots
+import targets
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 SITE = ROOT / "build" / "site"
+LOGS = ROOT / "build" / "gpu-report"
+#: Seconds for everything; and with fewer left, no step is begun.
+BUDGET, LEAST = 500.0, 5.0
+#: What is run, in this order, and its share of the time that is left: a benchmark, or those of its
+#: cases with a text in their label, or a script. Benchmarks that are not named here come last.
+ORDER = {
+    "attention": 90,
+    "linear_cross_entropy": 40,
+    "bert: padding 0%": 30,
+    "pretrain.py": 24,
+    "replaced_token_loss": 10,
+    "gather_rows": 10,
+    "mask_tokens": 10,
+    "electra": 10,
+    "t5": 10,
+    "albert": 10,
+    "bart": 10,
+    "gpt2": 10,
+    "roberta": 10,
+    "profile_kernels.py": 18,
+    "bert: padding 30%": 6,
+    "bert: padding 50%": 6,
+    "memory.py": 6,
+}
+LAST_SHARE = 4
+#: What a dry run asks of the scripts.
+SMALL = {
+    "pretrain.py": (
+        *("--arch", "electra-tiny", "--batch-size", "4", "--seqlen", "32"),
+        *("--steps", "8", "--vocab-size", "4000"),
+    ),
+    "memory.py": ("--sizes", "1024", "2048"),
+    "profile_kernels.py": ("--most", "4"),
+}
 
 
 @dataclass
 class Step:
-    """One step: its outcome and the end of what it printed."""
+    """One step: its command and share of the time, then its outcome and what it printed."""
 
     name: str
-    outcome: str
-    seconds: float
-    output: str
+    command: Sequence[str]
+    share: float
+    most: float = float("inf")  # seconds
+    environment: dict[str, str] = field(default_factory=dict)
+    outcome: str = "not reached"
+    seconds: float = 0.0
+    rows: int = 0
+    output: str = ""
 
 
-def run(name: str, command: list[str], limit: float, log: Path) -> Step:
-    """Run a command in build/ (or ./fastplm would hide the built one) and keep its output."""
-    print(f"== {name}: {' '.join(command)}", flush=True)
+@dataclass(frozen=True)
+class Machine:
+    """Where the rows are: their folder's name, and the columns that every row begins with."""
+
+    folder: str
+    line: dict[str, str]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def script(name: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+
+
+def benchmarks() -> list[str]:
+    return sorted(path.stem.removeprefix("test_") for path in BENCHMARKS.glob("test_*.py"))
+
+
+def plan(options: argparse.Namespace) -> list[Step]:
+    """All steps in their order."""
+    rows = ["--rows", options.results]
+    rounds = ["--rounds", str(options.rounds)] if options.rounds else []
+    steps = [] if options.skip_build else [Step("build", [], 180, most=150)]
+    steps.append(Step("info", [sys.executable, "-m", "fastplm", "info"], 6, most=60))
+    if not options.skip_tests:
+        steps.append(Step("gpu tests", gpu_tests(options.dry_run), 40, most=150))
+    known = benchmarks()
+    named = {name.split(":")[0] for name in ORDER}
+    shares = ORDER | {name: LAST_SHARE for name in known if name not in named}
+    for name, share in shares.items():
+        benchmark, _, part = name.partition(": ")
+        if options.only is not None and benchmark.removesuffix(".py") not in options.only:
+            continue
+        if name.endswith(".py"):
+            small = SMALL[name] if options.dry_run else ()
+            steps.append(Step(name.removesuffix(".py"), script(name, *rows, *small), share))
+        elif benchmark in known:
+            some = ["--only", part] if part else []
+            command = script("harness.py", benchmark, "--quick", *some, *rows, *rounds)
+            steps.append(Step(f"benchmark {name}", command, share))
+    if options.dry_run:
+        for step in steps:
+            step.most = float("inf")
+            step.environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return steps
+
+
+def gpu_tests(dry_run: bool) -> list[str]:
+    """pytest on the gpu lane, ops first; a few tests of the interpreter in a dry run."""
+    folders = sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())
+    folders = [path for path in folders if not path.name.startswith(("_", "."))]
+    folders.sort(key=lambda path: path.name != "ops")
+    paths = [*folders, *sorted((ROOT / "tests").glob("test_*.py"))]
+    lane = ["-m", "gpu and not slow"]
+    if dry_run:
+        paths = [ROOT / "tests" / "ops" / "test_gather_rows.py"]
+        lane = ["-m", "not gpu and not slow"]
+    elif importlib.util.find_spec("xdist"):
+        # Kernels are compiled on the host, which has more cores than one.
+        lane += ["-n", "4", "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *map(str, paths), *lane, "-v", "-rN"]
+    command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    return [*command, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+
+
+def run(step: Step, limit: float) -> None:
+    """Run a step in build/ (or ./fastplm would hide the built one), and keep what it prints."""
+    print(f"== {step.name}, at most {limit:.0f} s: {' '.join(step.command)}", flush=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / (re.sub(r"\W+", "-", step.name) + ".log")
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(_paths()), "PYTHONUNBUFFERED": "1"}
-    with log.open("w") as sink:
-        try:
-            status = subprocess.run(
-                command,
+    process = None
+    step.outcome = "stopped with the report"
+    try:
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                step.command,
                 cwd=ROOT / "build",
-                env=environment,
+                env=environment | step.environment,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                timeout=limit,
-            ).returncode
-            outcome = "ok" if status == 0 else f"exit status {status}"
+                start_new_session=True,
+            )
+            status = process.wait(timeout=limit)
+        step.outcome = "ok" if status == 0 else f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        step.outcome = f"stopped after {limit:.0f} s"
+    except OSError as error:
+        step.outcome = f"not started: {error}"
+    finally:
+        if process is not None:
+            _end(process)
+        step.seconds += time.perf_counter() - started
+        step.output = log.read_text(errors="replace").strip()
+    print("\n".join(step.output.splitlines()[-25:]), flush=True)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End what a step began, its own processes included."""
+    for kind, grace in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, kind)
+            process.wait(timeout=grace)
+        except ProcessLookupError:
+            return
         except subprocess.TimeoutExpired:
-            outcome = f"stopped after {limit:.0f} s"
-    output = log.read_text(errors="replace").strip()
-    print("\n".join(output.splitlines()[-25:]), flush=True)
-    return Step(name, outcome, time.perf_counter() - started, output)
+            continue
 
 
-def _paths() -> list[str]:
-    inherited = os.environ.get("PYTHONPATH")
-    return [str(SITE), *([inherited] if inherited else [])]
-
-
-def build(logs: Path) -> Step:
-    """The package into build/site; plain copies where pip cannot build it."""
+def build(step: Step, limit: float) -> None:
+    """The package into build/site, unless it is there already; copies where pip cannot build it."""
+    stamp = SITE / "built-from"
+    source = _fingerprint()
+    if stamp.exists() and stamp.read_text() == source:
+        step.outcome, step.output = "ok", "nothing has changed since it was built"
+        return
     shutil.rmtree(SITE, ignore_errors=True)
-    flags = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--target", str(SITE)]
-    command = [sys.executable, "-m", "pip", "install", *flags, str(ROOT)]
-    step = run("build", command, 240, logs / "build.log")
-    if step.outcome != "ok":
-        shutil.rmtree(SITE, ignore_errors=True)
-        shutil.copytree(ROOT / "fastplm", SITE / "fastplm")
-        shutil.copytree(ROOT / "triton_kernels", SITE / "fastplm" / "triton_kernels")
-        step.outcome += "; the Python sources were copied and csrc/ is not built"
-    return step
-
-
-def benchmarked_ops() -> list[str]:
-    return sorted(p.stem.removeprefix("test_") for p in (ROOT / "benchmarks").glob("test_*.py"))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--rounds", type=int, help="timed rounds of each case")
-    parser.add_argument("--ops", nargs="*", help="default: every op with a benchmark")
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--budget", type=float, default=520, help="seconds for everything")
-    options = parser.parse_args()
-    deadline = time.perf_counter() + options.budget
-    logs = ROOT / "build" / "gpu-report"
-    logs.mkdir(parents=True, exist_ok=True)
-
-    def left() -> float:
-        return max(10.0, deadline - time.perf_counter())
-
-    steps = [build(logs)]
-    info = [sys.executable, "-m", "fastplm", "info"]
-    steps.append(run("info", info, min(120, left()), logs / "info.log"))
-    if not options.skip_tests:
-        pytest = ["-m", "pytest", str(ROOT / "tests"), "-m", "gpu", "-q", "--rootdir", str(ROOT)]
-        pytest = [
-            sys.executable,
-            *pytest,
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-        ]
-        steps.append(run("gpu tests", pytest, 0.5 * left(), logs / "tests.log"))
-    for op in options.ops or benchmarked_ops():
-        rows = ["--rows", str(options.results.resolve())]
-        rounds = ["--rounds", str(options.rounds)] if options.rounds else []
-        command = [sys.executable, str(ROOT / "benchmarks" / "harness.py"), op, *rows, *rounds]
-        steps.append(run(f"benchmark {op}", command, left(), logs / f"{op}.log"))
-    page = write_page(options.results, steps)
-    print(f"report: {page}")
-    return 0 if all(step.outcome == "ok" for step in steps) else 1
-
-
-def write_page(results: Path, steps: list[Step]) -> Path:
-    """RESULTS/<machine>/report.md from the latest rows of each op."""
-    sys.path[:0] = [str(ROOT / "benchmarks"), str(SITE)]
-    import harness
-    import plots
-
-    folder = results / harness.machine_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = harness.machine_line()
-    lines = [
-        f"# fastplm on {machine['machine']}",
-        "",
-        f"{datetime.date.today()}, torch {machine['torch']}, triton {machine['triton']}, commit "
-        f"{machine['commit']}. Made by `make gpu-report`; raw rows beside this page.",
-        "",
-        "| step | outcome | seconds |",
-        "|---|---|---|",
-    ]
-    for step in steps:
-        last = step.output.splitlines()[-1:] if step.name == "gpu tests" else []
-        outcome = "; ".join([step.outcome, *last]).replace("|", "/")
-        lines.append(f"| {step.name} | {outcome} | {step.seconds:.0f} |")
-    rows = plots.latest_rows(folder)
+    flags = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(SITE)]
+    step.command = [sys.executable, "-m", "pip", "install", "--verbose", *flags, str(ROOT)]
     try:
-        plots.draw(folder, folder / "speedup.png")
-        picture = "![speed relative to the eager reference](speedup.png)"
-    except ImportError:
-        picture = "No picture: matplotlib is not installed."
-    lines += [
+        run(step, limit)
+    finally:
+        if step.outcome != "ok":
+            shutil.rmtree(SITE, ignore_errors=True)
+            shutil.copytree(ROOT / "fastplm", SITE / "fastplm")
+            shutil.copytree(ROOT / "triton_kernels", SITE / "fastplm" / "triton_kernels")
+            step.outcome += "; the Python sources were copied and csrc/ is not built"
+    if step.outcome == "ok":
+        notices = re.findall(r"fastplm: NOTICE: (.+)", step.output)
+        step.output = "\n".join(["built", *notices])
+        stamp.write_text(source)
+
+
+def _fingerprint() -> str:
+    """Of the sources, the Python and the torch that a build is made with."""
+    digest = hashlib.sha256(sys.executable.encode())
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    files = [ROOT / "setup.py", ROOT / "pyproject.toml"]
+    for folder in ("csrc", "fastplm", "triton_kernels"):
+        files += sorted(path for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc")
+    for path in (*files, *filter(None, [version])):
+        if path.is_file():
+            digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def machine(dry_run: bool) -> Machine:
+    """Asked of the harness in a process of its own: this one needs no torch."""
+    code = (
+        "import json, harness; "
+        "print(json.dumps([harness.machine_folder(), harness.machine_line()]))"
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if dry_run else {}
+    paths = [str(BENCHMARKS), str(SITE)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "build",
+        env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        names = ("date", "machine", "torch", "triton", "commit")
+        return Machine("unknown", dict.fromkeys(names, "unknown") | {"machine": reason})
+    return Machine(*json.loads(done.stdout.splitlines()[-1]))
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+_SAID = r"(?P<said>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)"
+#: With and without xdist; a name may have spaces in it.
+_TEST = (
+    re.compile(rf"\[gw\d+\] \[ *\d+%\] {_SAID} (?P<name>\S+::.+)"),
+    re.compile(rf"(?P<name>\S+::.+?) {_SAID}( \(.*\)?)?( +\[ *\d+%\])?"),
+)
+_RED_OP = re.compile(r"ops/test_(\w+)\.py")
+
+
+def outcomes(output: str) -> dict[str, str]:
+    """What ``pytest -v`` said of each test, also of a run that was stopped."""
+    found = {}
+    for line in output.splitlines():
+        for form in _TEST:
+            if said := form.fullmatch(line.strip()):
+                found[said["name"]] = said["said"]
+                break
+    return found
+
+
+def failed_tests(steps: Sequence[Step]) -> list[str]:
+    text = next((step.output for step in steps if step.name == "gpu tests"), "")
+    return [name for name, said in outcomes(text).items() if said in ("FAILED", "ERROR")]
+
+
+def red_ops(steps: Sequence[Step]) -> list[str]:
+    """The ops whose GPU tests failed."""
+    return sorted({m[1] for name in failed_tests(steps) if (m := _RED_OP.search(name))})
+
+
+def note(step: Step) -> str:
+    """What a step's outcome does not say."""
+    lines = step.output.splitlines()
+    if step.name == "gpu tests" and (said := outcomes(step.output)):
+        kinds = list(said.values())
+        return ", ".join(f"{kinds.count(kind)} {kind.lower()}" for kind in dict.fromkeys(kinds))
+    if step.name == "build" and step.outcome == "ok":
+        return "; ".join(dict.fromkeys(lines))
+    if step.name in ("pretrain", "profile_kernels") or step.outcome.startswith("exit"):
+        return "".join(lines[-1:])
+    return ""
+
+
+def write_page(
+    results: Path,
+    here: Machine,
+    steps: Sequence[Step],
+    dry_run: bool = False,
+    pictures: bool = True,
+) -> Path:
+    """RESULTS/<machine>/report.md, from the latest rows there and what the steps said."""
+    folder = results / here.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = plots.latest_rows(folder)
+    red = red_ops(steps)
+    lines = [
+        f"# fastplm on {here.line['machine']}",
         "",
-        picture,
+        f"{datetime.date.today()}, torch {here.line['torch']}, triton {here.line['triton']}, "
+        f"commit {here.line['commit']}. Made by `make gpu-report`; the rows are beside this page.",
         "",
-        "Median of interleaved rounds, 20th to 80th percentile in brackets; a slower row is a row.",
-        "",
-        "Floor and must: what the arithmetic allows, and what fastplm is to reach, on an "
-        f"{harness.TARGETS_GPU}.",
-        "",
-        "| op | case | direction | variant | µs | floor µs | must µs | GB/s | GFLOP/s | peak MB | "
-        "vs eager | status |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    targets = _targets(harness)
-    for row in rows:
-        time_us = f"{row['p50_us']} [{row['p20_us']}–{row['p80_us']}]" if row["p50_us"] else ""
-        key = (row["op"], row["case"], row["direction"])
-        goals = [f"{goal:g}" for goal in targets.get(key, ())] or ["", ""]
-        rates = (row["gb_per_s"], row["gflop_per_s"], row["peak_mb"], row["vs_eager"])
-        cells = (*key, row["variant"], time_us, *goals, *rates)
-        lines.append("| " + " | ".join([*cells, row["status"].replace("|", "/")]) + " |")
+    if dry_run:
+        lines += [
+            "**Dry run**: the CPU in the place of the GPU on small shapes, Triton's interpreter in "
+            "that of its compiler, the plain step in that of the CUDA graph. No figure here is of "
+            "a GPU.",
+            "",
+        ]
+    lines += ["## Steps", "", "| step | outcome | seconds | rows | |", "|---|---|---|---|---|"]
+    for step in steps:
+        figures = (f"{step.seconds:.0f}", step.rows or "")
+        lines.append(_cells(step.name, step.outcome, *figures, note(step)[:400]))
+    for op in red:
+        lines += ["", f"GPU tests of `{op}` failed: no speed of it counts."]
+    for name in failed_tests(steps):
+        lines += ["", f"Failed: `{name}`"]
+    lines += ["", "## Targets", "", *_targets(results, here, rows, red)]
+    lines += ["", "## The three worst", "", *_worst(folder, here, rows, red)]
+    if pictures:  # which take seconds
+        lines += ["", "## Pictures", "", *_pictures(folder)]
+    lines += ["", "## All rows", "", *_rows(here, rows, red)]
     page = folder / "report.md"
-    page.write_text("\n".join(lines) + "\n")
+    scratch = page.with_suffix(".tmp")
+    scratch.write_text("\n".join(lines) + "\n")
+    os.replace(scratch, page)
     return page
 
 
-def _targets(harness: ModuleType) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """What the benchmarks know of floors; nothing of those that cannot be imported here."""
-    known: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for op in benchmarked_ops():
-        try:
-            known |= harness.targets(importlib.import_module(f"test_{op}").CASES)
-        except ImportError as error:
-            print(f"no targets of {op}: {error}")
-    return known
+def _cells(*cells: object) -> str:
+    text = (str(cell).replace("|", "/").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(text)} |"
+
+
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def _targets(
+    results: Path, here: Machine, rows: Sequence[plots.Row], red: Sequence[str]
+) -> Iterator[str]:
+    """Every target; those of the machine that this is not, from the rows of that one."""
+    name = here.line["machine"]
+    yield f"Of an NVIDIA {targets.GPU} in bfloat16; the floor is what the arithmetic allows."
+    yield ""
+    yield "| target | unit | floor | must | stretch | measured | |"
+    yield "|---|---|---|---|---|---|---|"
+    known = {
+        targets.GPU: targets.Rows(rows if targets.GPU in name else []),
+        "cpu": targets.Rows(rows if name.startswith("cpu") else plots.latest_rows(results / "cpu")),
+    }
+    for target in targets.TARGETS:
+        found = targets.judge(target, known[target.machine], red)
+        said = found.text
+        if found.measured is None and said == "not measured" and target.machine not in name:
+            said += (
+                f": needs an {targets.GPU}" if target.machine == targets.GPU else ": no such rows"
+            )
+        what = target.what + (" (rows of the CPU)" if target.machine == "cpu" else "")
+        goals = (_plain(target.floor), _plain(target.must), _plain(target.stretch))
+        yield _cells(what, target.unit, *goals, _plain(found.measured), said)
+    if targets.GPU not in name:
+        yield ""
+        yield f"This machine is no {targets.GPU}: the times to reach are not its own."
+
+
+def _worst(
+    folder: Path, here: Machine, rows: Sequence[plots.Row], red: Sequence[str]
+) -> Iterator[str]:
+    """The rows furthest from their targets, and where the profile says their time goes."""
+    counted = [row for row in rows if row["op"] not in red]
+    found = targets.worst(targets.Rows(counted), here.line["machine"])
+    if not found:
+        yield "No row has a target or a share of the roofline yet."
+    profiles, asked = _table(folder / "profile.csv"), _table(folder / "ncu.csv")
+    for number, (why, row) in enumerate(found, 1):
+        key = (row["op"], row["case"], row["direction"])
+        yield f"{number}. **{why}** ({', '.join((*key, row['variant']))})."
+        yield f"   {_reached(row)}"
+        kernels = _latest(profiles, key)
+        if not kernels:
+            yield "   No profile of it."
+            continue
+        total = sum(float(kernel["us"]) for kernel in kernels)
+        yield f"   The profile: {_spent(row, total, kernels)}"
+        for kernel in kernels[:4]:
+            yield (
+                f"   - {float(kernel['share']):.0%}, {float(kernel['us']):,.1f} µs in "
+                f"{float(kernel['launches']):g} launches: `{kernel['kernel']}`"
+            )
+        for kernel in _latest(asked, key)[:4]:
+            yield (
+                f"   - Nsight Compute, `{kernel['kernel']}`: {kernel['ncu_time']}, memory "
+                f"{kernel['dram_percent']} %, SM {kernel['sm_percent']} %, warps "
+                f"{kernel['warps_percent']} %, {kernel['registers']} registers"
+            )
+
+
+def _reached(row: plots.Row) -> str:
+    """The rates of a row, in words."""
+    parts = []
+    for column, unit, scale in (
+        ("gb_per_s", "GB/s", 1),
+        ("gflop_per_s", "GFLOP/s", 1),
+        ("of_roofline", "% of the roofline", 100),
+        ("mfu", "% of the peak", 100),
+        ("launches", "launches", 1),
+    ):
+        if (value := plots.number(row, column)) is not None:
+            parts.append(f"{_plain(scale * value)} {unit}")
+    return f"{_plain(plots.number(row, 'p50_us'))} µs: {', '.join(parts) or 'no rates'}."
+
+
+def _spent(row: plots.Row, total: float, kernels: Sequence[plots.Row]) -> str:
+    """What follows from the sum over the kernels."""
+    p50 = plots.number(row, "p50_us") or 0.0
+    launches = sum(float(kernel["launches"]) for kernel in kernels)
+    said = f"{total:,.1f} µs in {launches:g} launches."
+    if row["direction"] == "backward":
+        return said + " Its forward is among them."
+    if total < 0.8 * p50:
+        return said + f" {p50 - total:,.1f} µs of the median are in none of them: launching costs."
+    name = kernels[0]["kernel"]
+    return said + f" What to work on first is `{name}`."
+
+
+def _table(path: Path) -> list[plots.Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _latest(rows: Sequence[plots.Row], key: plots.Key) -> list[plots.Row]:
+    """The lines of one case, of the last time that it was looked at."""
+    of_case = [row for row in rows if (row["op"], row["case"], row["direction"]) == key]
+    return [row for row in of_case if row["date"] == of_case[-1]["date"]]
+
+
+def _pictures(folder: Path) -> Iterator[str]:
+    try:
+        drawn, missing = plots.draw(folder, folder)
+    except ImportError:
+        yield "None: matplotlib is not installed."
+        return
+    for path in drawn:
+        yield f"![{path.stem}]({path.name})"
+        yield ""
+    for reason in missing:
+        yield f"Not drawn, {reason}."
+        yield ""
+
+
+def _rows(here: Machine, rows: Sequence[plots.Row], red: Sequence[str]) -> Iterator[str]:
+    times = {
+        (target.key, target.variant): target for target in targets.TARGETS if target.unit == "µs"
+    }
+    yield "Medians of interleaved rounds, 20th to 80th percentile; a slower row is a row."
+    yield ""
+    columns = ("gb_per_s", "gflop_per_s", "of_roofline", "mfu", "tokens_per_s", "launches")
+    columns = (*columns, "peak_mb", "vs_eager")
+    names = "GB/s | GFLOP/s | of roofline | MFU | tokens/s | launches | peak MiB | vs eager"
+    yield f"| op | case | direction | variant | µs | floor | must | {names} | status | commit |"
+    yield "|" + 17 * "---|"
+    for row in rows:
+        key = (row["op"], row["case"], row["direction"])
+        goal = next(
+            (
+                target
+                for (wanted, variant), target in times.items()
+                if variant == row["variant"]
+                and target.machine in here.line["machine"]
+                and all(map(re.fullmatch, wanted, key))
+            ),
+            None,
+        )
+        goals = ("", "") if goal is None else (_plain(goal.floor), _plain(goal.must))
+        time_us = f"{row['p50_us']} [{row['p20_us']}–{row['p80_us']}]" if row["p50_us"] else ""
+        figures = [row.get(column) or "" for column in columns]
+        status = row["status"]
+        if row["op"] in red:
+            time_us, figures, status = "", [""] * len(columns), "refused: its GPU tests are red"
+        yield _cells(*key, row["variant"], time_us, *goals, *figures, status, row["commit"])
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def _lines(results: Path) -> int:
+    """Of all the tables there; the first of each is its head."""
+    files = results.rglob("*.csv") if results.is_dir() else ()
+    return sum(path.read_bytes().count(b"\n") - 1 for path in files)
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit(143)
+
+
+def report(steps: Sequence[Step], results: Path, budget: float, dry_run: bool = False) -> Path:
+    """Run the steps within ``budget`` seconds, with the page written after each."""
+    deadline = time.perf_counter() + budget
+    (ROOT / "build").mkdir(exist_ok=True)
+    here = None
+    try:
+        for number, step in enumerate(steps):
+            left = deadline - time.perf_counter()
+            if left < LEAST:
+                step.outcome = "not reached: the time was up"
+                continue
+            share = step.share / sum(later.share for later in steps[number:])
+            limit = min(step.most, left * share)
+            before = _lines(results)
+            try:
+                (build if step.name == "build" else run)(step, limit)
+            finally:
+                step.rows = _lines(results) - before
+            # Not before the package is built, which the harness imports.
+            here = here or machine(dry_run)
+            write_page(results, here, steps, dry_run, pictures=False)
+    finally:
+        page = write_page(results, here or machine(dry_run), steps, dry_run)
+        print(f"report: {page}", flush=True)
+    return page
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, help="where rows are; default: benchmarks/results")
+    parser.add_argument("--rounds", type=int, help="timed rounds of each case")
+    parser.add_argument("--only", nargs="*", help="benchmarks and scripts to run; default: all")
+    parser.add_argument("--skip-build", action="store_true", help="use build/site as it is")
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--budget", type=float, help=f"seconds for everything; default {BUDGET:g}")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU, on small shapes")
+    options = parser.parse_args(arguments)
+    if options.results is None:
+        scratch = tempfile.mkdtemp(prefix="fastplm-gpu-report-") if options.dry_run else None
+        options.results = Path(scratch or BENCHMARKS / "results")
+    options.results = options.results.resolve()
+    if options.dry_run:
+        options.rounds = options.rounds or 1
+    # Two cores take their time, and nobody waits for a dry run's GPU.
+    options.budget = options.budget or (3000 if options.dry_run else BUDGET)
+    return options
+
+
+def main() -> int:
+    options = parse()
+    signal.signal(signal.SIGTERM, _stop)
+    steps = plan(options)
+    report(steps, options.results, options.budget, options.dry_run)
+    return 0 if all(step.outcome == "ok" for step in steps) else 1
 
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ import triton
 from fastplm.triton_kernels import linear_cross_entropy
 from fastplm.triton_kernels._compile import compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
+from fastplm.triton_kernels._sass import DEVICES
 
-ARCH, SMS, CLOCK, BYTES_PER_S = 90, 132, 1.755e9, 4.3e12
+ARCH = 90
+_, SMS, CLOCK, BYTES_PER_S = DEVICES[ARCH]
 
 _PAGE = """# The vocabulary pass: its kernels against their targets, by arithmetic
 

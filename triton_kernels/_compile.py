@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import importlib
 import json
+import math
 import os
 import pkgutil
 import re
@@ -74,11 +75,24 @@ class Report:
     half: bool
     mix: dict[str, int]  # instructions of the inner loop, by kind
     cycles: dict[str, float]  # of one block and one iteration, by the unit that needs them
+    flops: int  # of the matmuls of an iteration
+    moved: int  # bytes that an iteration loads and stores
     overflows: list[str]
 
     def bound(self) -> tuple[str, float]:
         """The unit that an iteration of the inner loop keeps busy longest, and its cycles."""
         return max(self.cycles.items(), key=lambda item: item[1])
+
+    def roofline(self) -> tuple[str, float]:
+        """What an iteration takes on an SM that does nothing but its work, and the cycles.
+
+        "FLOPs": its matmuls at the full rate, as their tiles may come from the L2; where it has
+        none, "bytes" at the rate of memory.
+        """
+        if self.flops:
+            rates = _sass.TENSOR_FLOPS if self.mix["tensor"] else _sass.FP32_FLOPS
+            return "FLOPs", self.flops / rates[self.arch]
+        return "bytes", self.moved / _sass.DEVICES[self.arch].bytes_per_cycle
 
     def problems(self) -> list[str]:
         """Why this kernel must not ship; empty if it may."""
@@ -161,6 +175,7 @@ def _compile(
     registers = int(re.search(r"REG:(\d+)", usage).group(1))
     metadata = compiled.metadata
     mix, cycles = _sass.loop_mix(sass, metadata.num_warps, arch)
+    flops, moved = tile_work(compiled.asm["ttir"])
     tiles = (
         f"{parameter.name}={launch.arguments[parameter.name]}"
         for parameter in launch.kernel.params
@@ -185,8 +200,54 @@ def _compile(
         half=any(kind in str(source.signature) for kind in ("*fp16", "*bf16")),
         mix=mix,
         cycles=cycles,
+        flops=flops,
+        moved=moved,
         overflows=offset_overflows(compiled.asm["ttir"]),
     )
+
+
+_MATMUL = re.compile(r"tt\.dot .*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x")
+_MEMORY = re.compile(
+    r"tt\.(?:load|store|atomic_\w+) .*?(?:tensor<((?:\d+x)+))?!tt\.ptr<[a-z]+(\d+)>"
+)
+
+
+def tile_work(ttir: str) -> tuple[int, int]:
+    """(FLOPs of matmuls, bytes loaded and stored) of one iteration of the inner loop.
+
+    The Triton IR says what a tile asks for, however the machine code gets it. The loop is chosen by
+    the rules of ``_sass.inner_loop``.
+    """
+    flops, moved, opened, loops = [], [], [], []
+    for number, line in enumerate(ttir.splitlines()):
+        matmul, memory, text = _MATMUL.search(line), _MEMORY.search(line), line.strip()
+        flops.append(2 * math.prod(map(int, matmul.groups())) if matmul else 0)
+        shape = map(int, re.findall(r"\d+", memory[1] or "")) if memory else ()
+        moved.append(math.prod(shape) * int(memory[2]) // 8 if memory else 0)
+        if text.startswith("}"):
+            start, is_loop = opened.pop()
+            if is_loop:
+                loops.append(range(start, number))
+        if text.endswith("{"):
+            opened.append((number, "scf.for" in text or "scf.while" in text or text == "} do {"))
+
+    def total(counts: list[int], lines: range) -> int:
+        return sum(counts[lines.start : lines.stop])
+
+    def holding(counts: list[int]) -> list[range]:
+        found = [loop for loop in loops if total(counts, loop)]
+        return [
+            loop
+            for loop in found
+            if not any(loop.start < o.start and o.stop <= loop.stop for o in found)
+        ]
+
+    whole = range(len(flops))
+    if any(flops):
+        best = max(holding(flops), key=lambda loop: (total(flops, loop), -len(loop)), default=whole)
+    else:
+        best = max(holding(moved), key=len, default=whole)
+    return total(flops, best), total(moved, best)
 
 
 _SHAPING = ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans")
@@ -350,9 +411,9 @@ def table(reports: Iterable[Report]) -> str:
 
 _PAGE = """# The kernels, as compiled
 
-Written by `python -m fastplm.triton_kernels._compile --markdown docs/kernels.md` with Triton
-{triton}, without a GPU. Registers, shared memory and instructions are read from the machine code;
-blocks, warps and cycles follow from them by arithmetic. **No time on this page is measured.**
+Written by `python benchmarks/static_report.py` with Triton {triton}, without a GPU. Registers,
+shared memory and instructions are read from the machine code; blocks, warps and cycles follow from
+them by arithmetic. **No time on this page is measured.**
 
 - `blocks/SM`, `warps/SM`: how many an SM holds at once, as registers, shared memory (and tensor
   memory on sm_100) allow.
@@ -365,7 +426,12 @@ blocks, warps and cycles follow from them by arithmetic. **No time on this page 
   `issue` is every instruction, 4 warp instructions a clock; `shared` moves 128 bytes a clock,
   shuffles and the operands that the tensor cores read there included. Code behind a branch inside
   the loop is counted as if taken.
-- `tensor share`: cycles of the tensor cores over those of the bound, the most that can be reached.
+- `kFLOP`, `KB`: of the matmuls of one iteration, and what it loads and stores, from the Triton IR.
+- `roofline`: the cycles of those FLOPs at the full rate (their operands may come from the L2), or
+  where there is no matmul of those bytes, at the SM's share of memory.
+  {devices}
+- `over it`: the bound over the roofline. A matmul loop is ideal at 1.00, a kernel without matmuls
+  waits for memory alone below 1.
 """
 
 
@@ -373,21 +439,28 @@ def page(reports: Iterable[Report]) -> str:
     """The reports as a Markdown page, a table for each op."""
     head = (
         "kernel|case|arch|tiles|warps|stages|registers|shared KB|blocks/SM|warps/SM|"
-        "tensor|MUFU (ex2)|fp32|int|smem|bound|tensor share"
+        "tensor|MUFU (ex2)|fp32|int|smem|bound|kFLOP|KB|roofline|over it"
     ).split("|")
     tables: dict[str, list[tuple[Any, ...]]] = {}
     for r in reports:
         rows = tables.setdefault(r.op, [tuple(head), ("---",) * len(head)])
         unit, cycles = r.bound()
-        share = f"{r.cycles['tensor'] / cycles:.0%}" if r.mix["tensor"] else "-"
+        roof = r.roofline()[1]
+        work = (f"{r.flops / 1000:.0f}", f"{r.moved / 1024:.1f}", f"{roof:.0f}")
         memory = (f"{r.shared / 1024:.1f}", r.blocks, r.blocks * r.warps)
         special = f"{r.mix['mufu']} ({r.mix['ex2']})"
         counts = (r.mix["tensor"], special, r.mix["fp32"], r.mix["integer"], r.mix["shared"])
         where = (r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, r.registers)
-        rows.append((*where, *memory, *counts, f"{unit} {cycles:.0f}", share))
+        over = f"{cycles / roof:.2f}" if roof else "-"
+        rows.append((*where, *memory, *counts, f"{unit} {cycles:.0f}", *work, over))
     rates = ", ".join(f"{rate} (sm_{arch})" for arch, rate in _sass.TENSOR_FLOPS.items())
     rates = f"`tensor`: {rates} 16-bit FLOPs a clock; `MUFU`: 16 results a clock."
-    sections = [_PAGE.format(triton=triton.__version__, rates=rates)]
+    shares = (
+        f"{device.bytes_per_cycle:.1f} (sm_{arch}, {device.name})"
+        for arch, device in _sass.DEVICES.items()
+    )
+    devices = f"That is {', '.join(shares)} bytes a clock."
+    sections = [_PAGE.format(triton=triton.__version__, rates=rates, devices=devices)]
     for op, rows in tables.items():
         lines = ("| " + " | ".join(map(str, row)) + " |" for row in rows)
         sections.append(f"## {op}\n\n" + "\n".join(lines) + "\n")

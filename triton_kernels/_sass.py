@@ -17,8 +17,33 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+
+class Device(NamedTuple):
+    """Of an architecture: its SMs, their clock, and what its memory moves."""
+
+    name: str
+    sms: int
+    clock: float
+    bytes_per_s: float
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """The share of memory that one SM has, if all of them read."""
+        return self.bytes_per_s / self.sms / self.clock
+
+
+#: The data sheets of A100 80GB and B200, whose clock follows from its dense bf16 FLOPs; of the H200
+#: a clock of 1.755 GHz, and what a copy on the device reads and writes.
+DEVICES = {
+    80: Device("A100", 108, 1.41e9, 2.039e12),
+    90: Device("H200", 132, 1.755e9, 4.3e12),
+    100: Device("B200", 148, 1.855e9, 8.0e12),
+}
 TENSOR_FLOPS = {80: 2048, 90: 4096, 100: 8192}
+#: Of the fp32 lanes: 64, then 128, a product and a sum each.
+FP32_FLOPS = {80: 128, 90: 256, 100: 256}
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)

@@ -5,10 +5,6 @@ Runs in a process of its own, because this one may have switched Triton's interp
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,31 +97,13 @@ for arch in _compile.ARCHS:
 """
 
 
-def run_reports(*arguments: str) -> list[Report]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    reports = [Report(**json.loads(line)) for line in run.stdout.splitlines()]
-    assert reports, run.stderr
-    return reports
-
-
-def compile_reports(*flags: str) -> list[Report]:
-    return run_reports("-m", "fastplm.triton_kernels._compile", "--json", *flags)
-
-
 def assert_shippable(reports: list[Report]) -> None:
     bad = [(f"{r.kernel} [{r.case}] sm_{r.arch}", r.problems()) for r in reports if r.problems()]
     assert not bad
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[Report]:
-    return compile_reports()
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory) -> dict[tuple[str, int], Report]:
+def planted(tmp_path_factory, run_reports) -> dict[tuple[str, int], Report]:
     folder = tmp_path_factory.mktemp("planted")
     Path(folder, "planted.py").write_text(PLANTED)
     found = run_reports("-c", SCRIPT, str(folder))
@@ -149,8 +127,8 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
 
 
 @pytest.mark.slow
-def test_the_long_list_of_configurations():
-    assert_shippable(compile_reports("--all"))
+def test_the_long_list_of_configurations(run_reports):
+    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", "--json", "--all"))
 
 
 def test_the_page_has_a_row_for_every_report(planted):

@@ -1,0 +1,317 @@
+"""A short pre-training of ELECTRA-small, step by step and as one CUDA graph.
+
+    python benchmarks/pretrain.py --rows benchmarks/results [--steps 60] [--arch electra-small]
+
+A step is everything: masking, generator, sampling, discriminator, backward, clipping and AdamW, in
+bfloat16 by autocast with the published dropout. Both trainings start from the same weights and see
+the same text, whose tokens are random, some far more frequent than others. Their losses must be as
+close as two trainings in which nothing but dropout's bits and fp32 differ; otherwise the graph has
+no speed. Rows of op "electra_pretraining", losses in electra_pretraining_losses.csv, and the
+kernels of a step in profile.csv. Without CUDA the plain step takes the graph's place, and the rows
+say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import profile_kernels
+import torch
+from torch import Tensor
+
+import harness
+from fastplm.models.electra_joint import ElectraForJointPreTraining
+from fastplm.nn import TokenMasker
+from fastplm.testing import peak_bytes
+from fastplm.train.presets import configuration
+
+#: Steps before the graph is captured, and before times count.
+WARM_UP = 4
+PARTS = ("mlm_loss", "rtd_loss")
+PLAIN, GRAPH = "fastplm", "fastplm, CUDA graph"
+MASK_TOKEN = 103
+#: Ids below it are special tokens, in BERT's vocabulary.
+FIRST_TOKEN = 1000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained; ``dropout_seed`` and ``bf16`` are what the budget of the losses varies."""
+
+    arch: str
+    batch: int
+    seqlen: int
+    steps: int
+    vocab: int = 30522
+    dropout: float = 0.1
+    bf16: bool = True
+    dropout_seed: int = 0
+
+    def __str__(self) -> str:
+        name = self.arch.replace("electra", "ELECTRA")
+        return f"{name} {self.batch}x{self.seqlen} dropout {self.dropout:g} bf16 AdamW"
+
+
+@dataclass
+class Training:
+    """What a training leaves: the parts of its losses [steps, 2], seconds a step, bytes at most."""
+
+    losses: Tensor
+    seconds: list[float]
+    peak: int
+    profiled: profile_kernels.Profiled
+    flops: float
+
+
+class Model:
+    """Model, optimizer and the batch at hand, which lies in buffers that a graph can read."""
+
+    def __init__(self, setting: Setting, device: torch.device) -> None:
+        self.setting, self.device = setting, device
+        torch.manual_seed(0)
+        config = configuration(
+            setting.arch,
+            vocab_size=setting.vocab,
+            block_size=setting.seqlen,
+            dropout=setting.dropout,
+            attention_dropout=setting.dropout,
+        )
+        self.model = ElectraForJointPreTraining(config).to(device).train()
+        masker = TokenMasker(
+            setting.vocab, MASK_TOKEN, mask_replace_prob=1.0, random_replace_prob=0.0
+        )
+        self.masker = masker.to(device)
+        on_gpu = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 5e-4, weight_decay=0.01, capturable=on_gpu, fused=on_gpu
+        )
+        generator = torch.Generator().manual_seed(0)
+        shape = (setting.steps, setting.batch, setting.seqlen)
+        rare = torch.rand(shape, generator=generator) ** 4
+        text = FIRST_TOKEN + (rare * (setting.vocab - FIRST_TOKEN)).long()
+        self.text = text.to(device)
+        self.index = torch.arange(setting.batch, device=device)
+        self.ids = self.text[0].clone()
+        torch.manual_seed(setting.dropout_seed)
+
+    def load(self, step: int) -> None:
+        self.ids.copy_(self.text[step])
+        self.index += self.setting.batch  # samples by their place in the training stream
+
+    def step(self) -> Tensor:
+        """One step on the batch at hand; the parts of its loss [2]."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setting.bf16):
+            masked = self.masker(self.ids, None, self.index)
+            out = self.model(
+                masked.input_ids,
+                labels=masked.labels,
+                masked_positions=masked.positions,
+                sample_index=self.index,
+            )
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return torch.stack([out.mlm_loss.float(), out.rtd_loss.float()])
+
+    def captured(self) -> Callable[[], Tensor]:
+        """The step as one graph; without CUDA, where there are none, the step."""
+        if self.device.type != "cuda":
+            return self.step
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            out = self.step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def flops(self) -> float:
+        """That a step needs: multiply-adds of every weight matrix and of attention, thrice over
+        (forward, and both gradients), of the tokens that each part is of."""
+        tokens, seqlen = self.ids.numel(), self.setting.seqlen
+        masked = round(0.15 * tokens)
+        config = self.model.config
+
+        def encoder(sizes) -> float:
+            width, embedded = sizes.hidden_size, sizes.embedding_size
+            layer = 4 * width**2 + 2 * width * sizes.intermediate_size + 2 * seqlen * width
+            projection = embedded * width if embedded != width else 0
+            return tokens * (sizes.num_hidden_layers * layer + projection)
+
+        small = config.generator
+        head = small.hidden_size * small.embedding_size + small.embedding_size * small.vocab_size
+        large = config.discriminator
+        detection = tokens * (large.hidden_size**2 + large.hidden_size)
+        return 6.0 * (encoder(small) + masked * head + encoder(large) + detection)
+
+
+def train(setting: Setting, device: torch.device, graph: bool = False) -> Training:
+    """The losses and times of all steps; with ``graph``, all but the first few are replays."""
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    model = Model(setting, device)
+    step = model.step
+    losses, marks = [], []
+    side = torch.cuda.Stream() if on_gpu and graph else None
+    for number in range(setting.steps):
+        if graph and number == WARM_UP:
+            step = model.captured()
+        marks.append(_mark(on_gpu))
+        if side is not None and number < WARM_UP:
+            # As a capture wants it: what is allocated lazily is so on another stream.
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                model.load(number)
+                losses.append(step().detach().clone())
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            model.load(number)
+            losses.append(step().detach().clone())
+    marks.append(_mark(on_gpu))
+    if on_gpu:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated(device)
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    else:
+        peak = peak_bytes(step, device)
+        seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    curve = torch.stack(losses).cpu()  # before the profile trains on
+    return Training(
+        losses=curve,
+        seconds=seconds[WARM_UP + 1 :],
+        peak=peak,
+        profiled=profile_kernels.profile(step, device, calls=3),
+        flops=model.flops(),
+    )
+
+
+def _mark(on_gpu: bool):
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def row(setting: Setting, variant: str, training: Training | None, status: str) -> harness.Row:
+    """The row of a training; of one that went wrong, without its speed."""
+    device = harness.default_device()
+    label = str(setting)
+    if device.type != "cuda" and variant == GRAPH:
+        label += ", no CUDA: plain step in the graph's place"
+    made = harness.Row(
+        **harness.machine_line(),
+        **dict(op="electra_pretraining", case=label, direction="training", variant=variant),
+        **dict.fromkeys(("p20_us", "p50_us", "p80_us", "gb_per_s", "gflop_per_s", "peak_mb")),
+        vs_eager=None,
+        status=status,
+    )
+    if training is None or status != "ok":
+        return made
+    times = torch.tensor(training.seconds, dtype=torch.float64)
+    p20, p50, p80 = (float(times.quantile(q)) for q in (0.2, 0.5, 0.8))
+    made.p20_us, made.p50_us, made.p80_us = (round(1e6 * p, 2) for p in (p20, p50, p80))
+    made.gflop_per_s = round(training.flops / p50 / 1e9, 2)
+    made.peak_mb = round(training.peak / 2**20, 1)
+    peak = harness.peak_flops(device, torch.bfloat16)
+    made.mfu = round(training.flops / p50 / peak, 4) if peak else None
+    made.tokens_per_s = round(setting.batch * setting.seqlen / p50, 1)
+    if device.type == "cuda":
+        kernels = sum(launches for _, launches, _ in training.profiled)
+        made.launches = 1 if variant == GRAPH else round(kernels)
+    return made
+
+
+def verdict(plain: Tensor, graph: Tensor, other: Tensor) -> str:
+    """ "ok" if the graph's losses are as close to the plain ones as those of the other training."""
+    budget = (plain - other).abs().amax(0)
+    error = (plain - graph).abs().amax(0)
+    wrong = [
+        f"{name} off by {error[i]:.3g}, where {budget[i]:.3g} is allowed"
+        for i, name in enumerate(PARTS)
+        if not error[i] <= budget[i]  # nor is it if it is NaN
+    ]
+    return f"refused: {'; '.join(wrong)}" if wrong else "ok"
+
+
+def write_losses(path: Path, setting: Setting, trainings: dict[str, Training]) -> None:
+    names = (*("date", "machine", "torch", "triton", "commit"), "setting", "training", "step")
+    begins = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if begins:
+            writer.writerow([*names, *PARTS])
+        for name, training in trainings.items():
+            for step, values in enumerate(training.losses.tolist()):
+                where = (*harness.machine_line().values(), str(setting), name, step)
+                writer.writerow([*where, *(round(value, 5) for value in values)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, required=True, help="append to DIR/<machine>/")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--arch", default="electra-small")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=128)
+    parser.add_argument("--vocab-size", type=int, default=30522)
+    options = parser.parse_args()
+    if options.steps < WARM_UP + 3:
+        parser.error(f"--steps: {WARM_UP + 3} or more")
+    device = harness.default_device()
+    setting = Setting(
+        options.arch, options.batch_size, options.seqlen, options.steps, options.vocab_size
+    )
+    folder = options.rows / harness.machine_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    trainings = {PLAIN: train(setting, device)}
+    written = row(setting, PLAIN, trainings[PLAIN], "ok")
+    harness.write_rows([written], options.rows)
+    print(harness.table([written]), flush=True)
+    profile_kernels.write_profile(
+        folder, written.op, written.case, written.direction, trainings[PLAIN].profiled
+    )
+    try:
+        trainings[GRAPH] = train(setting, device, graph=True)
+        # The other training: dropout's bits and the precision are all that differs.
+        other = replace(setting, bf16=False, dropout_seed=1)
+        trainings["fp32, other dropout"] = train(other, device)
+        plain, graph, other = (training.losses for training in trainings.values())
+        status = verdict(plain, graph, other)
+    except Exception as error:  # a row, as with every variant that fails
+        status = f"failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:160]}"
+    written = row(setting, GRAPH, trainings.get(GRAPH), status)
+    harness.write_rows([written], options.rows)
+    print(harness.table([written]), flush=True)
+    if status.startswith("failed"):
+        return 1
+    if status == "ok":
+        profile_kernels.write_profile(
+            folder, written.op, written.case, written.direction, trainings[GRAPH].profiled
+        )
+    write_losses(folder / "electra_pretraining_losses.csv", setting, trainings)
+    ends = ", ".join(
+        f"{name} {' + '.join(f'{value:.4f}' for value in training.losses[-1].tolist())}"
+        for name, training in trainings.items()
+    )
+    stub = "" if device.type == "cuda" else "; no CUDA: the plain step in the graph's place"
+    print(f"losses (MLM + detection) after {setting.steps} steps: {ends}{stub}")
+    return 0 if status == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What the kernels' machine code allows, for a machine without a GPU, and whether it got worse.
+
+    python benchmarks/static_report.py             compile, write the rows and the page
+    python benchmarks/static_report.py --check     compile, name every kernel that got worse
+
+Every kernel in every shipped configuration becomes machine code for sm_80, sm_90 and sm_100. A row
+of ``results/static/kernels.csv``, and of docs/kernels.md, which explains its columns, says of the
+inner loop: its instructions by kind, the cycles of an iteration by the unit that is busy for them,
+the largest of these (the bound), and the FLOPs and bytes of the tile with the cycles of the
+roofline. Nothing in it is measured; it is exact, so that a regression in generated code shows where
+no GPU is.
+
+How to read a row: ``bound_cycles`` over ``roofline_cycles`` is how far the instructions are from
+the tile's own work. A matmul loop is ideal at 1; a kernel without matmuls waits for memory alone
+below 1, and above 1 its instructions are what takes the time. ``bound_unit`` names the unit to
+relieve. Few ``warps_per_sm`` mean that a loop will hardly reach its bound.
+
+Worse, for ``--check``, is: a bound of more cycles for the same work (FLOPs of the tile, or bytes
+where it has no matmul, so that tiles of another size compare), more bytes for the same FLOPs, more
+registers or spills, fewer warps on an SM, or matmuls that lost HGMMA. There is no tolerance, as
+nothing is noisy: a change that is meant to cost something says so by writing the file again. A file
+of another Triton version has other code and cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import triton
+
+from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels._compile import ARCHS, Report, compile_all, kernel_modules, page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "static" / "kernels.csv"
+PAGE = ROOT / "docs" / "kernels.md"
+
+Row = dict[str, str]
+Key = tuple[str, ...]
+#: A kernel may be launched several times in one case; ``launch`` counts them.
+KEY = ("op", "kernel", "case", "arch", "launch")
+
+
+def rows(reports: Iterable[Report]) -> list[Row]:
+    """The reports as the lines of the file."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    found = []
+    for r in reports:
+        where = (r.op, r.kernel, r.case, r.arch)
+        seen[where] += 1
+        unit, cycles = r.bound()
+        line, roof = r.roofline()
+        numbers = dict(
+            triton=triton.__version__,
+            **dict(zip(KEY, (*where, seen[where]), strict=True)),
+            tiles=r.tiles,
+            warps=r.warps,
+            stages=r.stages,
+            registers=r.registers,
+            spills=r.spills,
+            shared_bytes=r.shared,
+            blocks_per_sm=r.blocks,
+            warps_per_sm=r.blocks * r.warps,
+            hgmma=int(r.hgmma),
+            **{f"n_{kind}": r.mix[kind] for kind in _sass.KINDS},
+            **{f"cycles_{name}": f"{count:.6g}" for name, count in r.cycles.items()},
+            bound_unit=unit,
+            bound_cycles=f"{cycles:.6g}",
+            tile_flops=r.flops,
+            tile_bytes=r.moved,
+            roofline_of=line,
+            roofline_cycles=f"{roof:.6g}",
+        )
+        found.append({name: str(value) for name, value in numbers.items()})
+    return found
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, lines: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def by_key(lines: Iterable[Row]) -> dict[Key, Row]:
+    return {tuple(line[name] for name in KEY): line for line in lines}
+
+
+def _cycles_per_work(row: Row) -> float:
+    """A smaller tile takes fewer cycles an iteration and more iterations."""
+    return float(row["bound_cycles"]) / (int(row["tile_flops"]) or int(row["tile_bytes"]) or 1)
+
+
+def _bytes_per_flop(row: Row) -> float:
+    return int(row["tile_bytes"]) / int(row["tile_flops"]) if int(row["tile_flops"]) else 0.0
+
+
+def _column(name: str, sign: int = 1) -> Callable[[Row], float]:
+    return lambda row: sign * float(row[name])
+
+
+#: What may not grow, and the columns that say how.
+_MEASURES: Mapping[str, tuple[Callable[[Row], float], tuple[str, ...]]] = {
+    "more cycles for the same work": (
+        _cycles_per_work,
+        ("bound_cycles", "bound_unit", "tile_flops", "tile_bytes"),
+    ),
+    "more bytes for the same FLOPs": (_bytes_per_flop, ("tile_flops", "tile_bytes")),
+    "more registers": (_column("registers"), ("registers",)),
+    "spills": (_column("spills"), ("spills",)),
+    "fewer warps on an SM": (_column("warps_per_sm", -1), ("warps_per_sm", "warps")),
+    "no HGMMA": (_column("hgmma", -1), ("hgmma",)),
+}
+
+
+def worse(now: Iterable[Row], before: Iterable[Row]) -> list[str]:
+    """A line for every kernel that is in both lists and got worse: which, in what, from and to."""
+    known = by_key(before)
+    found = []
+    for key, row in by_key(now).items():
+        old = known.get(key)
+        if old is None:
+            continue
+        reasons = []
+        for name, (measure, columns) in _MEASURES.items():
+            is_now, was = measure(row), measure(old)
+            if is_now > was:
+                changes = (f"{c} {old[c]} -> {row[c]}" for c in columns if old[c] != row[c])
+                times = f", {is_now / was:.2f}x" if was > 0 else ""
+                reasons.append(f"{name}{times} ({', '.join(changes)})")
+        if reasons and row["tiles"] != old["tiles"]:
+            reasons.append(f"tiles were {old['tiles']}, are {row['tiles']}")
+        if reasons:
+            found.append(f"{name_of(key)}: {'; '.join(reasons)}")
+    return found
+
+
+def changed(now: Iterable[Row], before: Iterable[Row]) -> list[str]:
+    """A line for every kernel that is new, gone, or not what the file says."""
+    now, before = by_key(now), by_key(before)
+    found = [f"{name_of(key)}: gone" for key in before if key not in now]
+    for key, row in now.items():
+        if key not in before:
+            found.append(f"{name_of(key)}: new")
+        elif row != before[key]:
+            names = (name for name in row if row[name] != before[key].get(name))
+            found.append(f"{name_of(key)}: other {', '.join(names)}")
+    return found
+
+
+def name_of(key: Key) -> str:
+    _, kernel, case, arch, launch = key
+    return f"{kernel} [{case}{f', launch {launch}' if launch != '1' else ''}] sm_{arch}"
+
+
+def not_comparable(before: Iterable[Row]) -> str | None:
+    """Why machine code of now cannot be held against these rows; None if it can."""
+    versions = {row["triton"] for row in before}
+    if versions == {triton.__version__}:
+        return None
+    return f"the rows are of Triton {', '.join(sorted(versions))}, this is {triton.__version__}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the committed rows")
+    options = parser.parse_args()
+    before = read(RESULTS) if options.check else []
+    if options.check and (reason := not_comparable(before)):
+        print(f"cannot compare: {reason}", file=sys.stderr)
+        return 2
+    reports = list(compile_all(kernel_modules(), ARCHS))
+    now = rows(reports)
+    if not options.check:
+        write(RESULTS, now)
+        PAGE.write_text(page(reports), encoding="utf-8")
+        print(f"{len(now)} rows: {RESULTS}, {PAGE}")
+        return 0
+    slower, other = worse(now, before), changed(now, before)
+    for line in slower:
+        print(f"WORSE {line}")
+    for line in other:
+        print(f"changed {line}")
+    if other:
+        print("If that is meant: python benchmarks/static_report.py writes the rows and the page.")
+    print(f"{len(now)} kernels, {len(slower)} worse, {len(other)} changed")
+    return 1 if other else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

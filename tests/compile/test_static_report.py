@@ -1,0 +1,192 @@
+"""The static report: what the committed rows say of today's machine code, and what it flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels._compile import Report, page, tile_work
+
+pytestmark = pytest.mark.compile
+
+#: Compiles attention's streaming forward, as shipped but for its launch configuration.
+PLANTED = """
+import dataclasses, json, sys
+from fastplm.triton_kernels import _compile, attention
+from fastplm.triton_kernels._launch import record_launches
+
+label = "bfloat16 D=64 T=1024 ragged"
+case = dict(attention.compile_cases())[label]
+for config in json.loads(sys.argv[1]):
+    attention._TABLE["stream_fwd"][90, True, 64] = (tuple(config),)
+    with record_launches(90) as launches:
+        case()
+    (launch,) = (each for each in launches if "stream_fwd" in each.kernel.__name__)
+    report = _compile.compile_launch("attention", label, 90, launch)
+    print(json.dumps(dataclasses.asdict(report)))
+"""
+#: BLOCK_Q, BLOCK_K, num_warps, num_stages
+CONFIGS = {"as shipped": (128, 64, 8, 3), "one warp": (64, 64, 1, 3), "tiny tiles": (16, 16, 4, 3)}
+
+
+@pytest.fixture
+def static_report(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("static_report")
+
+
+@pytest.fixture
+def committed(static_report):
+    rows = static_report.read(static_report.RESULTS)
+    if reason := static_report.not_comparable(rows):
+        pytest.skip(reason)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def planted(run_reports) -> dict[str, Report]:
+    found = run_reports("-c", PLANTED, json.dumps(list(CONFIGS.values())))
+    return dict(zip(CONFIGS, found, strict=True))
+
+
+def test_no_kernel_is_worse_than_the_committed_rows_and_these_are_todays(
+    static_report, committed, reports
+):
+    now = static_report.rows(reports)
+    assert not static_report.worse(now, committed)
+    meant = "if this is meant: python benchmarks/static_report.py"
+    assert not static_report.changed(now, committed), meant
+    assert static_report.PAGE.read_text(encoding="utf-8") == page(reports), meant
+
+
+def test_badly_configured_kernels_are_flagged(static_report, committed, planted):
+    shipped = static_report.rows([planted["as shipped"]])
+    assert not static_report.worse(shipped, committed)
+    (name,) = (static_report.name_of(key) for key in static_report.by_key(shipped))
+    for config in ("one warp", "tiny tiles"):
+        (line,) = static_report.worse(static_report.rows([planted[config]]), committed)
+        assert line.startswith(f"{name}: more cycles for the same work"), line
+        assert "no HGMMA" in line
+    assert "more bytes for the same FLOPs" in line
+
+
+def test_the_machine_code_does_the_work_of_the_tile(reports):
+    redundant = set()
+    for r in reports:
+        where = (r.kernel, r.case, r.arch)
+        done = r.cycles["tensor"] * _sass.TENSOR_FLOPS[r.arch]
+        if done:
+            assert r.flops <= done, where
+            if r.flops < done:
+                redundant.add(r.kernel)
+        elif r.flops:  # by the lanes, an instruction of which may do two on sm_100
+            lanes = 2 * 32 * r.warps * r.mix["fp32"]
+            assert 0.5 * r.flops <= lanes <= 1.2 * r.flops, where
+        else:
+            assert r.roofline()[0] == "bytes" and r.moved > 0, where
+    # A tile with fewer rows than its warps have in one instruction is multiplied more than once.
+    assert redundant <= {"attention_stream_bwd_dkdv"}
+
+
+LOOPS = """
+module {
+  tt.func public @_kernel(%x_ptr: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x"(#loc))) {
+    %0 = tt.load %x_ptr : !tt.ptr<i64> loc(#loc)
+    %1 = scf.for %i = %c0 to %n step %c1 iter_args(%a = %z) -> (tensor<64x32xf32>)  : i32 {
+      %2 = tt.load %p, %m, %z : tensor<64x16x!tt.ptr<bf16>> loc(#loc)
+      %3 = "tt.reduce"(%2) <{axis = 1 : i32}> ({
+      ^bb0(%l: f32, %r: f32):
+        tt.reduce.return %l : f32
+      }) : (tensor<64x16xf32>) -> tensor<64xf32> loc(#loc)
+      %4 = scf.if %c -> (tensor<16x32xbf16>) {
+        %5 = tt.load %q : tensor<16x32x!tt.ptr<bf16>> loc(#loc)
+        scf.yield %5
+      } else {
+        scf.yield %z
+      } loc(#loc)
+      %6 = tt.dot %2, %4, %a : tensor<64x16xbf16> * tensor<16x32xbf16> -> tensor<64x32xf32>
+      scf.yield %6
+    } loc(#loc)
+    scf.for %i = %c0 to %n step %c1  : i32 {
+      %7 = tt.atomic_rmw max, acq_rel, gpu, %p, %v, %m : (tensor<8x!tt.ptr<i32>>, tensor<8xi32>)
+    } loc(#loc)
+    tt.store %o, %1, %m : tensor<64x32x!tt.ptr<f32>> loc(#loc)
+  } loc(#loc)
+} loc(#loc)
+"""
+
+
+def test_the_work_of_a_tile_is_that_of_its_inner_loop():
+    assert tile_work(LOOPS) == (2 * 64 * 16 * 32, 64 * 16 * 2 + 16 * 32 * 2)
+    without = "".join(line + "\n" for line in LOOPS.splitlines() if "tt.dot" not in line)
+    assert tile_work(without) == (0, 64 * 16 * 2 + 16 * 32 * 2)
+    straight = without.replace("scf.for", "scf.if")
+    assert tile_work(straight) == (0, 8 + 64 * 16 * 2 + 16 * 32 * 2 + 8 * 4 + 64 * 32 * 4)
+    # In a nest, the loop that has no other loop with work inside.
+    (dot,) = (line + "\n" for line in LOOPS.splitlines() if "tt.dot" in line)
+    opened = "    scf.for %o = %a to %b step %c  : i32 {\n"
+    nested = LOOPS.replace("    %0 = tt.load", f"{opened}{dot}    %0 = tt.load")
+    nested = nested.replace("    tt.store", "    } loc(#loc)\n    tt.store")
+    assert tile_work(nested) == tile_work(LOOPS)
+    # Of two loops with the same matmul, the shorter: the other is for tiles with a mask.
+    load = "      %7 = tt.load %p : tensor<4x!tt.ptr<i8>> loc(#loc)\n"
+    twice = LOOPS.replace("    tt.store", f"{opened}{load}{dot}    }} loc(#loc)\n    tt.store")
+    assert tile_work(twice) == (tile_work(LOOPS)[0], 4)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(bound_cycles=2), "more cycles for the same work"),
+        (dict(bound_cycles=2, tile_flops=2, tile_bytes=2), None),  # a tile twice as large
+        (dict(bound_cycles=0.6, tile_flops=0.5, tile_bytes=0.5), "more cycles for the same work"),
+        (dict(tile_bytes=2), "more bytes for the same FLOPs"),
+        (dict(registers=1.1), "more registers"),
+        (dict(spills=1), "spills (spills 0 -> 8)"),
+        (dict(warps_per_sm=0.5), "fewer warps on an SM (warps_per_sm 16 -> 8)"),
+        (dict(hgmma=0), "no HGMMA"),
+        (dict(bound_cycles=0.9, registers=0.9, warps_per_sm=2), None),
+    ],
+)
+def test_what_counts_as_worse(static_report, changes, said):
+    before = dict.fromkeys(static_report.KEY, "1") | dict(
+        tiles="T", warps="8", bound_unit="issue", registers="100", spills="0", hgmma="1",
+        warps_per_sm="16", bound_cycles="500", tile_flops="4096", tile_bytes="1024",
+    )  # fmt: skip
+    after = before | {
+        name: f"{8 * factor if name == 'spills' else float(before[name]) * factor:g}"
+        for name, factor in changes.items()
+    }
+    found = static_report.worse([after], [before])
+    assert [said in line for line in found] == ([True] if said else []), found
+    assert static_report.changed([after], [before])
+    assert not static_report.changed([before], [before])
+
+
+def test_check_names_what_got_worse(static_report, reports, tmp_path, monkeypatch, capsys):
+    # Every kernel's code would take minutes: as if it had been compiled.
+    compiled = list(reports)
+    monkeypatch.setattr(static_report, "compile_all", lambda *arguments: compiled)
+    monkeypatch.setattr(static_report, "RESULTS", tmp_path / "static" / "kernels.csv")
+    monkeypatch.setattr(static_report, "PAGE", tmp_path / "kernels.md")
+
+    def run(*flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["static_report.py", *flags])
+        return static_report.main(), capsys.readouterr().out
+
+    assert run()[0] == 0
+    assert run("--check") == (0, f"{len(compiled)} kernels, 0 worse, 0 changed\n")
+    first, last = compiled[0], compiled.pop()
+    compiled[0] = dataclasses.replace(first, spills=first.spills + 4)
+    code, said = run("--check")
+    assert code == 1
+    assert f"WORSE {first.kernel} [{first.case}] sm_{first.arch}: spills (" in said
+    assert f"changed {last.kernel} [{last.case}" in said and "gone" in said
+    monkeypatch.setattr(static_report.triton, "__version__", "0")
+    assert run("--check")[0] == 2
