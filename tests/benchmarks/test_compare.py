@@ -112,6 +112,10 @@ def test_the_table_has_a_line_for_each_variant_and_names_the_slow_ones():
 @pytest.fixture
 def session(monkeypatch):
     monkeypatch.setattr(harness, "SESSION", harness.Session())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where the machine is busy
+    yield
+    torch.set_num_threads(threads)
 
 
 def turn(repeats: int):
