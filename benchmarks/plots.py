@@ -396,7 +396,10 @@ def padding(rows: list[Row]) -> Figure | str:
         if on_cpu:
             axes.plot(*zip(*CPU_MUST.items(), strict=True), ":", color="black", label="to reach")
         axes.set_title(setting, fontsize=9.5, loc="left")
-        axes.set_xticks(shares, [f"{share} %" for share in shares])
+        # Labels this close would run into each other.
+        apart = [b - a >= 10 for a, b in zip([-10, *shares], shares, strict=False)]
+        labels = [f"{share} %" if far else "" for share, far in zip(shares, apart, strict=True)]
+        axes.set_xticks(shares, labels)
         axes.set_xlabel("padding", fontsize=9.5)
         axes.margins(x=0.12, y=0.12)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
