@@ -39,7 +39,8 @@ test-cpu: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(call lane,slow,$(PYTEST) -m slow)
 
-bench: $(VENV)/.test
+# Beside the peers that PyTorch brings; any other one that is installed joins in.
+bench: $(VENV)/.test $(VENV)/.peers
 	$(PYTEST) benchmarks/ --benchmark-only --rows benchmarks/results
 	$(BIN)/python benchmarks/plots.py
 
@@ -67,7 +68,7 @@ $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	touch $@
 
 # fastplm is installed already, so this adds what the extra asks for and builds nothing again.
-$(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
+$(VENV)/.test $(VENV)/.docs $(VENV)/.peers $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
 	$(PIP) 'fastplm[$*]'
 	touch $@
 
