@@ -287,7 +287,7 @@ class Scratch {
 template <typename T>
 class HeadPass {
  public:
-  // Floats that a pass takes; `products` of them hold [kBlock, Tk].
+  // Of scratch that a pass takes: tiles by key, by score and by query, and what is drawn or masked.
   static int64_t floats(int64_t seqlen_q, int64_t seqlen_k, int64_t dim, bool backward) {
     const int64_t columns = round_up(seqlen_k, 4 * kLane);
     const int64_t width = round_up(dim, kLane);
