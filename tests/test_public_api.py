@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fastplm
 from fastplm import _backends, ops
@@ -96,3 +97,15 @@ def test_explain_names_the_backend_and_every_rejection():
     assert fastplm.explain(lambda: None) == "no fastplm op was called"
     with fastplm.use_backend("eager"):
         assert "not torch: eager was forced" in fastplm.explain(twice)
+
+
+def test_whoever_looks_at_operators_sees_them():
+    """Elsewhere a call goes past the dispatcher, straight to its backend."""
+    rows = torch.randn(4, 16, requires_grad=True)
+    positions = torch.tensor([2, -1])
+    plain = torch.autograd.grad(ops.gather_rows(rows, positions).sum(), rows)[0]
+    with torch.profiler.profile() as profile:
+        seen = torch.autograd.grad(ops.gather_rows(rows, positions).sum(), rows)[0]
+    names = {event.key for event in profile.key_averages()}
+    assert {"fastplm::gather_rows_fwd", "fastplm::gather_rows_bwd"} <= names
+    assert torch.equal(plain, seen)
