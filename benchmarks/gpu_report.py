@@ -56,6 +56,7 @@ ORDER = {
     "replaced_token_loss": 10,
     "gather_rows": 10,
     "mask_tokens": 10,
+    "linear": 4,
     "electra": 10,
     "t5": 10,
     "albert": 10,

@@ -3,8 +3,7 @@
 //
 //   Tq/Tk query/key length    D head dim, padded with zeros to D16    kBlock queries a block
 //
-// Everything is computed in fp32, whatever the dtype of the tensors. Vectors are those of GCC and
-// Clang, 16 floats wide: where the CPU's are narrower, the compiler takes several.
+// Everything is computed in fp32, whatever the dtype of the tensors.
 #pragma once
 
 #include <algorithm>
@@ -14,37 +13,14 @@
 #include <limits>
 #include <new>
 
-#include "group.h"
+#include "lanes.h"
 #include "philox.h"
 
 namespace fastplm {
 
-constexpr int64_t kLane = 16;
-using Floats = float __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
-using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
-
 constexpr int64_t kBlock = 48;
 constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-FASTPLM_HD int64_t round_up(int64_t size, int64_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
-
-FASTPLM_HD Floats& at(float* pointer) {
-  return *reinterpret_cast<Floats*>(pointer);
-}
-
-FASTPLM_HD const Floats& at(const float* pointer) {
-  return *reinterpret_cast<const Floats*>(pointer);
-}
-
-FASTPLM_HD float sum_of(Floats lanes) {
-  for (int64_t width = kLane / 2; width > 0; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
-}
 
 // --- products -------------------------------------------------------------------------------------
 

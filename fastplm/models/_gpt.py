@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
+import transformers.pytorch_utils
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import logging
@@ -13,13 +14,24 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
 from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
-from fastplm.models._base import FastplmModel, TiedLookup, asked_for
+from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
 from fastplm.models._ragged import flags, values_are_known
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
+from fastplm.ops.linear import is_worth_it
 
 _logger = logging.get_logger(__name__)
+
+
+@drop_in
+class Conv1D(transformers.pytorch_utils.Conv1D):
+    """A linear layer whose weight [K, M] lies the other way round; see ``nn.Linear`` of fastplm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_worth_it(x, self.weight.t()):
+            return ops.linear(x, self.weight.t(), self.bias)
+        return super().forward(x)
 
 
 class CausalModel(EncoderModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastplm.nn.attention import FusedAttention
+from fastplm.nn.linear import Linear
 from fastplm.nn.mlm_head import (
     AlbertMLMHead,
     BertMLMHead,
@@ -19,6 +20,7 @@ __all__ = [
     "ElectraMLMHead",
     "ElectraRTDHead",
     "FusedAttention",
+    "Linear",
     "MLMHead",
     "RTDHead",
     "RobertaMLMHead",

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
 from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
 
@@ -102,13 +103,13 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
     )
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether calling a module does what its class says and nothing else.
 
     An adapter in its place, a hook, or a wrapper that shards its weight needs the call itself.
     """
     return (
-        type(module) is kind
+        type(module) in kinds
         and "forward" not in vars(module)
         and not module._forward_pre_hooks
         and not module._forward_hooks
@@ -138,7 +139,7 @@ def vocabulary_loss(
     Returns:
         fp32 [], 0 if nothing has a target.
     """
-    if is_plain(decoder, nn.Linear):
+    if is_plain(decoder, nn.Linear, Linear):
         own: Any = decoder
         if bias is None or own.bias is None:
             bias = own.bias if bias is None else bias

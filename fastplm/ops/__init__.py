@@ -6,6 +6,7 @@ from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.bart_noise import bart_noise
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.gather_rows import gather_rows
+from fastplm.ops.linear import linear
 from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_sample,
@@ -31,6 +32,7 @@ __all__ = [
     "bart_noise",
     "corrupt_spans",
     "gather_rows",
+    "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_with_sample",
     "mask_tokens",

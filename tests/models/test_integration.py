@@ -18,7 +18,7 @@ import transformers
 from transformers import Trainer, TrainingArguments, pipeline
 
 import fastplm
-from fastplm import models
+from fastplm import _extension, models
 from fastplm._backends import record_decisions
 from fastplm.testing import (
     FORWARD_FACTOR,
@@ -81,6 +81,23 @@ def same(first, second):
 
 def test_there_is_a_language_model_of_every_family():
     assert LANGUAGE_MODELS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.skipif(_extension.lacks("product", "CPU") is not None, reason="csrc/ is not built")
+@every_family
+def test_products_of_our_own_equal_the_parents(hold, family):
+    """As on a CPU that PyTorch half uses: every linear layer multiplies in csrc/linear.h."""
+    inputs = batch()
+
+    def run(model, **extra):
+        with fastplm.use_backend("cpp", "linear"):
+            return {"loss": model(**inputs, **extra).loss}
+
+    ours = ours_of(family)
+    with record_decisions() as decisions, fastplm.use_backend("cpp", "linear"):
+        ours(**inputs)
+    assert sum(made.op == "linear" for made in decisions) >= 4 * ours.config.num_hidden_layers
+    hold(ours, parent_of(family), run)
 
 
 # --- outputs that a caller may ask for ------------------------------------------------------------

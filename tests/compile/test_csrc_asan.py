@@ -1,4 +1,4 @@
-"""csrc/attention.h for each width of the vector unit, once with sanitizers looking on.
+"""csrc/<op>.h for each width of the vector unit, once with sanitizers looking on.
 
 The library holds all of them, of which one machine runs the widest that it has.
 """
@@ -25,12 +25,13 @@ WIDTHS = {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
 @pytest.mark.parametrize("width", WIDTHS)
-def test_attention_stays_within_its_arrays_and_is_right(width, tmp_path):
+@pytest.mark.parametrize("op", ["attention", "linear"])
+def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     feature, flags = WIDTHS[width]
     if feature and (not CPUINFO.exists() or feature not in CPUINFO.read_text().split()):
         pytest.skip(f"this CPU has no {feature}")
-    program = tmp_path / "attention_asan"
-    source = ROOT / "tests/compile/attention_asan.cpp"
+    program = tmp_path / f"{op}_asan"
+    source = ROOT / f"tests/compile/{op}_asan.cpp"
     build = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wno-psabi", f"-I{ROOT / 'csrc'}", *flags]
     build += [str(source), "-o", str(program)]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

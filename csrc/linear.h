@@ -1,0 +1,215 @@
+// The product of a linear layer in fp32, by tiles that the registers hold.
+//
+//   C [M, N] = A [M, K] B [K, N] + bias [N]
+//
+// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that a slice of kTileColumns
+// columns of B stays in a cache while tile after tile passes over it; what a tile has of the slices
+// before waits in C. A and B are first copied into the order in which a tile reads them ("packed"),
+// the last rows and columns filled up with zeros.
+//
+// Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+
+namespace fastplm {
+
+constexpr int64_t kTileRows = 12;
+constexpr int64_t kTileWide = 2;
+constexpr int64_t kTileColumns = kTileWide * kLane;
+constexpr int64_t kSliceDepth = 384;
+// What a thread does at a time: the rows of a slice of A that a second-level cache holds, and
+// columns enough to read them again and again.
+constexpr int64_t kBlockTiles = 44;
+constexpr int64_t kBlockColumns = 4 * kTileColumns;
+constexpr int64_t kPackTiles = 8;
+constexpr int64_t kPackSteps = kLane;
+
+inline int64_t ceil_div(int64_t size, int64_t part) {
+  return (size + part - 1) / part;
+}
+
+// A matrix of which rows or columns lie together: element (i, j) is at i * row + j * col.
+struct Matrix {
+  const float* at(int64_t i, int64_t j) const { return data + i * row + j * col; }
+
+  const float* data;
+  int64_t row, col;
+};
+
+// How a product that is not empty is cut; nothing here depends on the number of threads.
+struct Cut {
+  Cut(int64_t rows, int64_t columns, int64_t depth) : rows(rows), columns(columns), depth(depth) {
+    tiles = ceil_div(rows, kTileRows);
+    slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kLane);
+    blocks_down = ceil_div(tiles, kBlockTiles);
+    block_tiles = ceil_div(tiles, blocks_down);
+    blocks_across = ceil_div(columns, kBlockColumns);
+  }
+  // Where the packed rows of a tile begin, of the slice from `k` on.
+  int64_t packed(int64_t tile, int64_t k) const {
+    return k * tiles * kTileRows + tile * kTileRows * depth_at(k);
+  }
+  int64_t packed_size() const { return tiles * kTileRows * depth; }
+  int64_t depth_at(int64_t k) const { return std::min(slice, depth - k); }
+
+  int64_t rows, columns, depth;                     // M, N, K
+  int64_t tiles, slice;                             // down C; the depth of a slice but the last
+  int64_t blocks_down, blocks_across, block_tiles;  // blocks of C; the tiles of one, downwards
+};
+
+// --- packing --------------------------------------------------------------------------------------
+
+// Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
+template <int kBit>
+FASTPLM_HD void exchange(Floats* rows) {
+  Ints first, second;
+  for (int lane = 0; lane < kLane; ++lane) {
+    first[lane] = lane & kBit ? kLane + (lane ^ kBit) : lane;
+    second[lane] = lane & kBit ? kLane + lane : lane ^ kBit;
+  }
+  for (int i = 0; i < kLane; ++i) {
+    if (i & kBit) continue;
+    const Floats a = rows[i], b = rows[i | kBit];
+    shuffle(a, b, first, rows[i]);
+    shuffle(a, b, second, rows[i | kBit]);
+  }
+}
+
+FASTPLM_HD void transpose(Floats* rows) {
+  exchange<1>(rows);
+  exchange<2>(rows);
+  exchange<4>(rows);
+  exchange<8>(rows);
+}
+
+// packed [depth, kWidth]: element i of each of `depth` steps, at data[i * across + k * along], and 0
+// from `count` on.
+template <int kWidth>
+FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t count,
+                     int64_t depth, float* packed) {
+  if (across == 1) {
+    for (int64_t k = 0; k < depth; ++k, data += along, packed += kWidth) {
+      if (count == kWidth) {
+        std::memcpy(packed, data, sizeof(float) * kWidth);
+      } else {
+        for (int64_t i = 0; i < kWidth; ++i) packed[i] = i < count ? data[i] : 0.0f;
+      }
+    }
+    return;
+  }
+  int64_t k = 0;
+  for (; k + kLane <= depth; k += kLane) {
+    for (int64_t begin = 0; begin < kWidth; begin += kLane) {
+      const int64_t width = std::min<int64_t>(kLane, kWidth - begin);
+      Floats rows[kLane];
+      for (int64_t i = 0; i < kLane; ++i) {
+        rows[i] = i < width && begin + i < count ? at(data + (begin + i) * across + k) : Floats{};
+      }
+      transpose(rows);
+      for (int64_t j = 0; j < kLane; ++j) {
+        std::memcpy(packed + (k + j) * kWidth + begin, &rows[j], sizeof(float) * width);
+      }
+    }
+  }
+  for (; k < depth; ++k) {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      packed[k * kWidth + i] = i < count ? data[i * across + k] : 0.0f;
+    }
+  }
+}
+
+// Some tiles of A, every slice of theirs. A few steps of all tiles, then the next ones: where columns
+// of A lie together, a line of the cache is read once while it is at hand.
+FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64_t last,
+                           float* packed) {
+  for (int64_t k = 0; k < cut.depth; k += cut.slice) {
+    const int64_t depth = cut.depth_at(k);
+    for (int64_t step = 0; step < depth; step += kPackSteps) {
+      for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t row = tile * kTileRows;
+        pack<kTileRows>(a.at(row, k + step), a.row, a.col, std::min(kTileRows, cut.rows - row),
+                        std::min(kPackSteps, depth - step),
+                        packed + cut.packed(tile, k) + step * kTileRows);
+      }
+    }
+  }
+}
+
+// The columns of a block of B, of one slice: panel after panel, [depth, kTileColumns] each.
+FASTPLM_HD void pack_panels(const Matrix& b, int64_t k, int64_t depth, int64_t first, int64_t last,
+                            float* panels) {
+  for (int64_t step = 0; step < depth; step += kPackSteps) {
+    for (int64_t column = first; column < last; column += kTileColumns) {
+      pack<kTileColumns>(b.at(k + step, column), b.col, b.row,
+                         std::min(kTileColumns, last - column), std::min(kPackSteps, depth - step),
+                         panels + (column - first) * depth + step * kTileColumns);
+    }
+  }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------
+
+// C [kTileRows, kTileColumns] = start + A B, of packed A [depth, kTileRows] and B [depth,
+// kTileColumns]; `start` is what C holds, or one row for all.
+FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, const float* start,
+                             int64_t start_row, float* c, int64_t c_row) {
+  Floats sum[kTileRows][kTileWide] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t m = 0; m < kTileRows; ++m) {
+      for (int64_t n = 0; n < kTileWide; ++n) sum[m][n] += a[m] * at(b + n * kLane);
+    }
+    a += kTileRows;
+    b += kTileColumns;
+  }
+  for (int64_t m = 0; m < kTileRows; ++m) {
+    for (int64_t n = 0; n < kTileWide; ++n) {
+      at(c + m * c_row + n * kLane) = at(start + m * start_row + n * kLane) + sum[m][n];
+    }
+  }
+}
+
+// The block of C with this number.
+FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
+                              const float* bias, float* c, int64_t c_row, int64_t block) {
+  const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
+  const int64_t last_tile = std::min(first_tile + cut.block_tiles, cut.tiles);
+  const int64_t first_column = block % cut.blocks_across * kBlockColumns;
+  const int64_t last_column = std::min(first_column + kBlockColumns, cut.columns);
+  alignas(64) float panels[kSliceDepth * kBlockColumns];
+  alignas(64) float edge[kTileRows * kTileColumns];
+  for (int64_t k = 0; k < cut.depth; k += cut.slice) {
+    const int64_t depth = cut.depth_at(k);
+    pack_panels(b, k, depth, first_column, last_column, panels);
+    for (int64_t column = first_column; column < last_column; column += kTileColumns) {
+      const int64_t columns = std::min(kTileColumns, last_column - column);
+      const float* panel = panels + (column - first_column) * depth;
+      alignas(64) float first[kTileColumns] = {};
+      if (bias != nullptr) std::memcpy(first, bias + column, sizeof(float) * columns);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const int64_t row = tile * kTileRows;
+        const int64_t rows = std::min(kTileRows, cut.rows - row);
+        float* out = c + row * c_row + column;
+        const float* tile_a = packed + cut.packed(tile, k);
+        if (rows == kTileRows && columns == kTileColumns) {
+          tile_product(depth, tile_a, panel, k == 0 ? first : out, k == 0 ? 0 : c_row, out, c_row);
+          continue;
+        }
+        for (int64_t m = 0; m < rows; ++m) {
+          const float* start = k == 0 ? first : out + m * c_row;
+          std::memcpy(edge + m * kTileColumns, start, sizeof(float) * columns);
+        }
+        tile_product(depth, tile_a, panel, edge, kTileColumns, edge, kTileColumns);
+        for (int64_t m = 0; m < rows; ++m) {
+          std::memcpy(out + m * c_row, edge + m * kTileColumns, sizeof(float) * columns);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fastplm

@@ -1,0 +1,21 @@
+"""Reference of ``ops.linear``: the specification, in plain differentiable PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def linear_ref(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``out = input weight^T + bias``, which is PyTorch's own.
+
+    Args:
+        input: [..., K].
+        weight: [M, K].
+        bias: [M].
+
+    Returns:
+        [..., M].
+    """
+    return torch.nn.functional.linear(input, weight, bias)
