@@ -201,9 +201,10 @@ def fastplm_attention_forward(
             UnsupportedError,
         )
         out = attention_varlen(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+            # Not query[0], whose gradient is copied into a tensor of zeros.
+            query.squeeze(0).transpose(0, 1),
+            key.squeeze(0).transpose(0, 1),
+            value.squeeze(0).transpose(0, 1),
             *(kwargs[name] for name in _PACKED),
             key_mask=None if attention_mask is None else attention_mask[0],
             is_causal=causal,

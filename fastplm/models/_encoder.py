@@ -369,7 +369,7 @@ class EncoderSelfAttention:
         heads = (-1, self.attention_head_size)
         keys = all_rows.flatten(0, -2)
         out = ops.attention_varlen(
-            self.query(hidden_states)[0].unflatten(-1, heads),
+            self.query(hidden_states).squeeze(0).unflatten(-1, heads),
             self.key(keys).unflatten(-1, heads),
             self.value(keys).unflatten(-1, heads),
             last_rows.cu_seqlens_q,

@@ -129,7 +129,7 @@ class RaggedBatch:
 
     def pad(self, rows: Tensor) -> Tensor:
         """[1, N, E] -> [B, T, E], zeros where a row was left out."""
-        return ops.gather_rows(rows[0], self.slots()).view(self.batch, self.seqlen, -1)
+        return ops.gather_rows(rows.squeeze(0), self.slots()).view(self.batch, self.seqlen, -1)
 
     def slots(self) -> Tensor:
         """int64 [B * T], the packed row of each position, -1 where it was left out."""

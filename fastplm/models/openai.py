@@ -51,7 +51,7 @@ class Attention(modeling_openai.Attention):
             query, key, value = projected.transpose(1, 3).unbind(2)
             out = ops.attention(query, key, value, key_mask=keys.mask, **options).transpose(1, 2)
         else:
-            query, key, value = projected[0].unbind(1)
+            query, key, value = projected.squeeze(0).unbind(1)
             lengths = (keys.cu_seqlens, keys.cu_seqlens, keys.max_seqlen, keys.max_seqlen)
             mask = None if keys.mask is None else keys.mask[0]
             out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]

@@ -1,7 +1,8 @@
 """An embedding whose table is a vocabulary head's weight too: both gradients in one buffer.
 
 Plain autograd makes two dense [V, E] gradients, one of the lookup and one of the head, and adds
-them. Here the lookup's is added to the head's while it is made, a few columns at a time.
+them. Here the lookup's is added to the head's while it is made, a few columns at a time or, on the
+CPU, for the tokens that occur alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastplm.nn.linear import Linear
 
 # The sums of the lookup's gradient exist for this share of the columns at a time.
 _COLUMN_BLOCKS = 4
@@ -60,7 +63,7 @@ def shares_table(
     return (
         isinstance(embedding, nn.Embedding)
         and type(embedding) in (nn.Embedding, kind)
-        and type(decoder) is nn.Linear
+        and type(decoder) in (nn.Linear, Linear)
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
@@ -130,12 +133,26 @@ class _TiedEmbedding(torch.autograd.Function):
         return None, table, None, None
 
 
+def _is_known_on_cpu(ids: Tensor) -> bool:
+    """Whether the tokens can be counted: a traced tensor holds none."""
+    plain = type(ids) is Tensor and not torch.compiler.is_compiling()
+    return plain and ids.device.type == "cpu"
+
+
 def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None) -> None:
     """``table[ids[n]] += rows[n]``; [V, E], [N], [N, E]."""
     # The backward of nn.Embedding rather than index_add_, which is atomic on CUDA, or index_put_,
     # which walks the rows of a frequent token one by one there. And the [MASK] token is frequent.
     skip = -1 if padding_idx is None else padding_idx
     vocab, width = table.shape
+    if _is_known_on_cpu(ids):
+        # The same sums, of the tokens that occur alone: to count them is to wait for nothing here.
+        tokens, slots = ids.long().unique(return_inverse=True)
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        sums = torch.ops.aten.embedding_dense_backward(wide, slots, len(tokens), -1, False)
+        sums = sums.masked_fill((tokens == skip)[:, None], 0.0)
+        table.index_copy_(0, tokens, (table.index_select(0, tokens) + sums).to(table.dtype))
+        return
     step = -(-width // _COLUMN_BLOCKS)
     for start in range(0, width, step):
         block = slice(start, start + step)

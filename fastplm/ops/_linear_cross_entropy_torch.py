@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastplm._extension import lacks
 from fastplm.reference.linear_cross_entropy import uniform_level
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
 _CHUNK_COLUMNS = 512  # at least, or the products of a chunk get too narrow
+_LARGE = 1 << 23  # bytes, of which each page fault counts
+_HUGE_PAGES = lacks("ask_for_huge_pages", "CPU") is None
 
 
 def torch_forward(
@@ -66,6 +69,8 @@ def torch_backward(
 ) -> None:
     """Write the outputs of ``fastplm::linear_cross_entropy_bwd``."""
     grad_input.zero_()
+    if _HUGE_PAGES and grad_weight.nbytes >= _LARGE:
+        torch.ops.fastplm_C.ask_for_huge_pages(grad_weight)
     rows = _cpu_positions(call.target != call.ignore_index)
     parts = _parts(rows, call.grad_logits.shape[0])
     if not parts:
