@@ -17,7 +17,8 @@ import torch
 from fastplm._backends import BACKENDS, Backend, accepts_all, resolve
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Types of arguments that dispatch to nobody else: neither subclasses of tensors nor symbols.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
@@ -88,8 +89,10 @@ class Op:
         """The same of the backward's operator, which has no gradient."""
         if _is_watched(arguments):
             return self._backward_operator(*arguments)
-        with torch.no_grad():
-            return self._run("backward", arguments)
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                return self._run("backward", arguments)
+        return self._run("backward", arguments)
 
     def define_differentiable(
         self,
@@ -114,10 +117,12 @@ class Op:
         )
 
     def _run(self, attribute: str, arguments: tuple[Any, ...]) -> Any:
-        implementation = getattr(self.backends[arguments[-1]], attribute)
-        # The public function has cast its arguments; a product inside is in their dtype.
-        with torch._C._DisableAutocast():
-            return implementation(*arguments[:-1])
+        if torch._C._is_any_autocast_enabled():
+            # The public function has cast its arguments; a product inside is in their dtype.
+            with torch._C._DisableAutocast():
+                return self._run(attribute, arguments)
+        *others, backend = arguments
+        return getattr(self.backends[backend], attribute)(*others)
 
     def _define(
         self, operator: str, schema: str, attribute: str, fake: Callable[..., Any]
@@ -138,11 +143,8 @@ def _is_watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(
-            isinstance(argument, torch.Tensor)
-            and (type(argument) not in _PLAIN or argument.is_meta)
-            for argument in arguments
-        )
+        or not _PLAIN.issuperset(map(type, arguments))
+        or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
 
 
@@ -204,6 +206,8 @@ def _autograd_kernel(
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Floating tensors in the autocast dtype of their device, as ``nn.Linear`` would see them."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors

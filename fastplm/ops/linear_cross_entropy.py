@@ -1,4 +1,8 @@
-"""``ops.linear_cross_entropy``: checks, schema, fake, autograd formula and backends."""
+"""``ops.linear_cross_entropy``: checks, schema, fake, autograd formula and backends.
+
+The operator takes the reduction with it, so that autograd has one node to walk, not one more for
+each step of the reduction.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from fastplm._checks import (
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import check_reduction, last_dim_contiguous
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
-from fastplm.reference._reduce import reduce_loss
+from fastplm.reference._reduce import denominator_of, reduce_loss
 from fastplm.reference.linear_cross_entropy import (
     RowStatistics,
     linear_cross_entropy_ref,
@@ -316,10 +320,12 @@ def _vocabulary_pass(
         if return_statistics:
             statistics = row_statistics_ref(input, linear_weight, target, **rows)
         return loss, sample, statistics
-    if backend == "torch" and multiplies_in(input) is not input.dtype:
+    if backend == "torch" and kept_rows and multiplies_in(input) is not input.dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     seed, sample_index, position, temperature = sampling or _Sampling()
-    loss, log_probability, row_max, row_sum, argmax, drawn, _ = OP.call(
+    # The operator passes no gradient to the normalizer; whoever wants one divides here.
+    divides = normalizer is not None and normalizer.requires_grad
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, _ = OP.call(
         last_dim_contiguous(input),
         last_dim_contiguous(linear_weight),
         None if linear_bias is None else last_dim_contiguous(linear_bias),
@@ -332,14 +338,16 @@ def _vocabulary_pass(
         temperature,
         return_statistics,
         kept_rows,
+        None if divides else normalizer,
+        "sum" if divides else reduction,
         backend,
     )
+    if divides:
+        loss = reduce_loss(loss, None, reduction, normalizer)
     if return_statistics:
-        counts = target != ignore_index
         # An ignored row holds the sum 0.
-        logsumexp = (row_max + row_sum.log()).masked_fill(~counts, 0.0).detach()
-        statistics = RowStatistics(argmax, logsumexp, log_probability.detach())
-    loss = reduce_loss(loss, target != ignore_index, reduction, normalizer)
+        logsumexp = (row_max + row_sum.log()).masked_fill(target == ignore_index, 0.0)
+        statistics = RowStatistics(argmax, logsumexp, log_probability)
     return loss, None if sampling is None else drawn, statistics
 
 
@@ -374,8 +382,8 @@ def _kept_rows(
         "0 never keeps logits; None decides by the width of the rows.",
     )
     given = (input, linear_weight, linear_bias)
-    learns = any(tensor is not None and tensor.requires_grad for tensor in given)
-    if not (learns and torch.is_grad_enabled()):
+    learns = (tensor is not None and tensor.requires_grad for tensor in given)
+    if not (torch.is_grad_enabled() and any(learns)):
         return 0
     if budget is None:
         on_cpu = input.device.type == "cpu"
@@ -449,15 +457,16 @@ def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _Forward(*arguments)
+    *of_rows, normalizer, reduction = arguments
+    call = _Forward(*of_rows)
     outputs = _empty_outputs(call, call.linear_weight.shape[0])
     check_targets(call.target, call.linear_weight, call.ignore_index)
     torch_forward(call, *outputs)
-    return outputs
+    return _reduced(call, normalizer, reduction, *outputs)
 
 
 def _torch_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _Backward(*arguments)
+    call = _backward_call(*arguments)
     grads = _empty_gradients(call)
     torch_backward(call, *grads)
     return grads
@@ -472,17 +481,18 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_fwd
 
-    call = _Forward(*arguments)
+    *of_rows, normalizer, reduction = arguments
+    call = _Forward(*of_rows)
     outputs = _empty_outputs(call, logit_columns(call.linear_weight.shape[0]))
     check_targets(call.target, call.linear_weight, call.ignore_index)
     linear_cross_entropy_fwd(*outputs, **call._asdict())
-    return outputs
+    return _reduced(call, normalizer, reduction, *outputs)
 
 
 def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_bwd
 
-    call = _Backward(*arguments)
+    call = _backward_call(*arguments)
     grads = _empty_gradients(call)
     linear_cross_entropy_bwd(*grads, **call._asdict())
     return grads
@@ -492,7 +502,7 @@ def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 class _Forward(NamedTuple):
-    """The arguments of ``fastplm::linear_cross_entropy_fwd``, but for the backend."""
+    """The arguments of ``fastplm::linear_cross_entropy_fwd``, but for reduction and backend."""
 
     input: torch.Tensor
     linear_weight: torch.Tensor
@@ -509,7 +519,10 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """The arguments of ``fastplm::linear_cross_entropy_bwd``, but for the backend."""
+    """The arguments of ``fastplm::linear_cross_entropy_bwd``, but for the backend.
+
+    ``grad_loss`` is that of each row [N]: see ``_backward_call``.
+    """
 
     grad_loss: torch.Tensor
     input: torch.Tensor
@@ -527,8 +540,33 @@ class _Backward(NamedTuple):
     need_bias: bool
 
 
+def _backward_call(
+    grad_loss: torch.Tensor, denominator: torch.Tensor | None, input: torch.Tensor, *others: Any
+) -> _Backward:
+    """A backward of rows, from one of their reduction."""
+    if denominator is not None:
+        grad_loss = grad_loss / denominator
+    return _Backward(grad_loss.expand(input.shape[0]).contiguous(), input, *others)
+
+
+def _reduced(
+    call: _Forward,
+    normalizer: torch.Tensor | None,
+    reduction: str,
+    loss: torch.Tensor,
+    *others: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a forward of rows, with the reduction of the loss and its denominator: [] for
+    "mean", else without elements."""
+    if reduction != "mean":
+        loss = loss if reduction == "none" else loss.sum()
+        return loss, loss.new_empty(0), *others
+    denominator = denominator_of(loss, call.target != call.ignore_index, normalizer)
+    return loss.sum() / denominator, denominator, *others
+
+
 def _empty_outputs(call: _Forward, columns: int) -> tuple[torch.Tensor, ...]:
-    """Of a forward, to be written.
+    """Of a forward of rows, to be written.
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
@@ -559,21 +597,27 @@ def _empty_gradients(call: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call, backend = _Forward(*arguments[:-1]), arguments[-1]
+    *of_rows, normalizer, reduction, backend = arguments
+    call = _Forward(*of_rows)
     _check(_NAME, call.input, call.linear_weight, call.linear_bias, call.target)
     vocab = call.linear_weight.shape[0]
-    return _empty_outputs(call, logit_columns(vocab) if backend == "triton" else vocab)
+    outputs = _empty_outputs(call, logit_columns(vocab) if backend == "triton" else vocab)
+    return _reduced(call, normalizer, reduction, *outputs)
 
 
 def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _empty_gradients(_Backward(*arguments[:-1]))
+    return _empty_gradients(_backward_call(*arguments[:-1]))
 
 
 def _setup_context(ctx, inputs, output):
-    call, ctx.backend = _Forward(*inputs[:-1]), inputs[-1]
+    *of_rows, _, reduction, ctx.backend = inputs
+    call = _Forward(*of_rows)
     ctx.ignore_index, ctx.label_smoothing = call.ignore_index, call.label_smoothing
-    _, log_probability, row_max, row_sum, _, _, grad_logits = output
+    _, *others = output
+    denominator, log_probability, row_max, row_sum, _, _, grad_logits = others
+    ctx.mark_non_differentiable(*others)
     ctx.save_for_backward(
+        denominator if reduction == "mean" else None,
         call.input,
         call.linear_weight,
         call.linear_bias,
@@ -588,12 +632,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_loss, *_):
-    without = (None,) * 10
     if grad_loss is None:
-        return None, None, None, *without
-    needed = ctx.needs_input_grad[:3]
+        return (None,) * len(ctx.needs_input_grad)
+    need_input, need_weight, need_bias, *others = ctx.needs_input_grad
+    needed = (need_input, need_weight, need_bias)
     grads = OP.call_backward(
-        grad_loss.contiguous(),
+        grad_loss,
         *ctx.saved_tensors,
         ctx.ignore_index,
         ctx.label_smoothing,
@@ -601,7 +645,7 @@ def _backward(ctx, grad_loss, *_):
         ctx.backend,
     )
     grads = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return *grads, *without
+    return *grads, *(None for _ in others)
 
 
 def _smoke(device: torch.device) -> None:
@@ -622,13 +666,14 @@ OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects
 OP.define_differentiable(
     "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? seed, "
     "Tensor? sample_index, Tensor? position, int ignore_index, float label_smoothing, "
-    "float temperature, bool need_argmax, SymInt kept_rows, str backend) "
-    "-> (Tensor loss, Tensor log_probability, Tensor row_max, Tensor row_sum, Tensor argmax, "
-    "Tensor sample, Tensor grad_logits)",
-    "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, "
-    "Tensor log_probability, Tensor row_max, Tensor row_sum, Tensor grad_logits, "
-    "int ignore_index, float label_smoothing, bool need_input, bool need_weight, "
-    "bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    "float temperature, bool need_argmax, SymInt kept_rows, Tensor? normalizer, str reduction, "
+    "str backend) "
+    "-> (Tensor loss, Tensor denominator, Tensor log_probability, Tensor row_max, Tensor row_sum, "
+    "Tensor argmax, Tensor sample, Tensor grad_logits)",
+    "(Tensor grad_loss, Tensor? denominator, Tensor input, Tensor linear_weight, "
+    "Tensor? linear_bias, Tensor target, Tensor log_probability, Tensor row_max, Tensor row_sum, "
+    "Tensor grad_logits, int ignore_index, float label_smoothing, bool need_input, "
+    "bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
     setup_context=_setup_context,

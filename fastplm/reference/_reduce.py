@@ -26,9 +26,14 @@ def reduce_loss(
     if reduction == "none":
         return loss
     total = loss.sum()
-    if reduction == "sum":
-        return total
-    if normalizer is None:
-        counted = torch.ones_like(loss, dtype=torch.bool) if counted is None else counted
-        normalizer = counted.sum()
-    return total / normalizer.to(loss.dtype).masked_fill(normalizer == 0, 1.0)
+    return total if reduction == "sum" else total / denominator_of(loss, counted, normalizer)
+
+
+def denominator_of(
+    loss: torch.Tensor, counted: torch.Tensor | None, normalizer: torch.Tensor | None
+) -> torch.Tensor:
+    """[], in the dtype of ``loss``: what ``reduce_loss`` divides by for a mean."""
+    if normalizer is not None:
+        return normalizer.to(loss.dtype).masked_fill(normalizer == 0, 1.0)
+    counted = torch.ones_like(loss, dtype=torch.bool) if counted is None else counted
+    return counted.sum().clamp(min=1).to(loss.dtype)

@@ -1343,6 +1343,8 @@ def test_opcheck(device, way, extras):
         temperature,
         extras,
         9 if way.logits_budget else 0,
+        None,
+        "mean",
         way.backend,
     )
     torch.library.opcheck(torch.ops.fastplm.linear_cross_entropy_fwd, arguments)
