@@ -44,8 +44,10 @@ bench: $(VENV)/.test $(VENV)/.peers
 	$(PYTEST) benchmarks/ --benchmark-only --rows benchmarks/results
 	$(BIN)/python benchmarks/plots.py
 
+# ARGS: options of the script, as in make gpu-report ARGS='--only attention bert'.
+ARGS :=
 gpu-report:
-	$(PYTHON) benchmarks/gpu_report.py
+	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,46 +1,46 @@
-"""Every command and code block of README.md and docs/ works, and every example in a docstring.
+"""Every command of README.md and docs/ runs: its own words, and what cuts it down.
 
-- Python is executed, the blocks of a page one after another in one namespace, in a folder that has
-  the files which the pages name: ``path/to/bert`` is a BERT of two layers.
-- ``fastplm …`` runs in this process with the options of the page, cut down to two steps of a tiny
-  model (``SMALL``), those of a block in one folder.
-- ``make``, ``pytest``, ``python`` and ``pip`` are not run, as they take minutes, install, or are
-  what runs this test; their targets, files, modules and options must exist.
+- ``fastplm …`` runs in this process, two steps of a tiny model (``SMALL``), those of a block in one
+  folder with the files that the pages name; ``torchrun`` there as one process, and in the slow lane
+  as two that take the place of eight.
+- All others run in a copy of this checkout (``tree``), those of a block in one copy, and must leave
+  or say what their page promises. Arguments and variables that a user has, too, cut them down
+  (``CUTS``): one case of a benchmark, one round, the smallest vocabulary. The copy has a .venv that
+  is this Python, with the Makefile's stamps set, and pip has no index: nothing is fetched. Triton's
+  compiler gets one kernel file alone, and no command gets a GPU, whose cases have other names.
+  What takes longer than some seconds is in the slow lane.
 
-A block in a language without a rule fails, and so does a command.
+Before a command runs, and for those within a sentence instead, the targets, files, modules and
+options that it names must exist. A block in a language without a rule fails, and so does a command.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import doctest
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
+from pages import BLOCKS, PAGES, ROOT, Block, commands, prose
 
-import fastplm
-from fastplm import cli, ops
-from fastplm._registry import OPS
-from fastplm.data import train_tokenizer
+from fastplm import cli
 
 if sys.version_info >= (3, 11):
     import tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-#: What a run of a page is cut down to; arguments that come later count.
+#: What ``fastplm`` is cut down to; arguments that come later count.
 SMALL = {
     "pretrain": "--steps 2 --batch-size 2 --block-size 32 --vocab-size 400 --precision fp32",
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
@@ -49,39 +49,127 @@ SMALL = {
 
 
 @dataclass(frozen=True)
-class Block:
-    """A fenced block: where it begins, its language, and its lines."""
+class Cut:
+    """How another command is cut down, and what it promises.
 
-    page: str
-    line: int
-    language: str
-    code: str
+    Args:
+        arguments: behind its own.
+        variables: of its environment.
+        leaves: files that it writes.
+        says: a pattern of what it prints.
+        judges: whether it exits with 1 for a speed, too, of which so few rounds say nothing.
+        slow: whether it takes longer than some seconds.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text(encoding="utf-8")
-    fences = re.finditer(r"^(```+)([^\n]*)\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL)
-    for match in fences:
-        line = text.count("\n", 0, match.start()) + 1
-        yield Block(str(page.relative_to(ROOT)), line, match[2].strip(), match[3])
-
-
-def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r"^(```+)[^\n]*\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    arguments: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+    says: str = ""
+    judges: bool = False
+    slow: bool = False
 
 
-def commands(code: str) -> list[list[str]]:
-    """The commands of a shell block, as words."""
-    lines = code.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+#: The cheapest of all benchmarks.
+ONE_OP = {"PYTEST_ADDOPTS": "-k test_mask_tokens"}
+ITS_TABLE = r"mask_tokens +BERT-base 32x128 +forward +fastplm +\d"
+RESULTS = "benchmarks/results"
+ONE_STEP_OF_THE_REPORT = "--skip-build --skip-tests --only mask_tokens --rounds 1"
+#: By what a command begins with; the longest counts.
+CUTS = {
+    "make bench": Cut(
+        variables=ONE_OP,
+        leaves=(
+            f"{RESULTS}/cpu/mask_tokens.csv",
+            *(f"docs/images/{name}-cpu.png" for name in ("speed", "padding", "memory")),
+        ),
+        slow=True,
+    ),
+    "make gpu-report": Cut(
+        f"ARGS='{ONE_STEP_OF_THE_REPORT}'",
+        leaves=tuple(f"{RESULTS}/cpu/{name}" for name in ("mask_tokens.csv", "report.md")),
+        slow=True,
+    ),
+    "pip install torch": Cut("--dry-run", says="already satisfied: torch "),
+    "pip install --no-build-isolation .": Cut(
+        "--no-deps --target out/site",
+        leaves=("out/site/fastplm/_C.abi3.so", "out/site/fastplm/triton_kernels/attention.py"),
+        slow=True,
+    ),
+    "pytest benchmarks/ --benchmark-only": Cut(variables=ONE_OP, says=ITS_TABLE, slow=True),
+    "pytest benchmarks/ --benchmark-only --compare": Cut(
+        variables=ONE_OP, says=r"(?s)before: main \(\w+\); after: \w.* of \d+ flagged", slow=True
+    ),
+    "pytest benchmarks/test_attention.py": Cut(
+        variables={"PYTEST_ADDOPTS": "-k 64x256-forward"},
+        says=r"attention +cross 64x256 +forward +fastplm +\d",
+    ),
+    "python benchmarks/compare.py": Cut(
+        "--ops mask_tokens --rounds 1 --turns 1",
+        says=r"(?s)before: main \(\w+\); after: \w.* of \d+ flagged",
+        judges=True,
+        slow=True,
+    ),
+    "python benchmarks/finetuning.py": Cut(
+        "--seeds 1 --scale 0.01 --tasks qa choice",
+        leaves=tuple(f"{RESULTS}/cpu/finetuning.{kind}" for kind in ("csv", "md")),
+    ),
+    "python benchmarks/gpu_report.py --dry-run": Cut(
+        f"{ONE_STEP_OF_THE_REPORT} --results out", leaves=("out/cpu/report.md",), slow=True
+    ),
+    "python benchmarks/harness.py bert": Cut(
+        "--rounds 1 --only 'padding 50% dropout 0.1 fp32' --quick",
+        leaves=("out/rows/cpu/bert.csv",),
+        slow=True,
+    ),
+    "python benchmarks/harness.py linear_cross_entropy": Cut(
+        "--rounds 1 --only 'with sample'",
+        leaves=("out/rows/cpu/linear_cross_entropy.csv",),
+        slow=True,
+    ),
+    "python benchmarks/memory.py": Cut("--sizes 1024", leaves=("out/rows/cpu/loss_memory.csv",)),
+    "python benchmarks/overhead.py": Cut(
+        "--rounds 2", says=r"gather_rows, backward +\d", judges=True
+    ),
+    "python benchmarks/plots.py": Cut(leaves=("out/images/padding-cpu.png",), slow=True),
+    "python benchmarks/static_report.py": Cut(
+        leaves=(f"{RESULTS}/static/kernels.csv", "docs/kernels.md"), slow=True
+    ),
+    "python benchmarks/static_report.py --check": Cut(says="0 worse, 0 changed", slow=True),
+}
 
 
-BLOCKS = [block for page in PAGES for block in blocks(page)]
+def cut_of(words: list[str]) -> Cut | None:
+    found = [start for start in CUTS if " ".join(words).startswith(start)]
+    return CUTS[max(found, key=len)] if found else None
+
+
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+#: The commands that run in this process.
+OURS = ("fastplm", "torchrun")
+
+
+def ours(block: Block) -> list[list[str]]:
+    return [words for words in commands(block.code) if words[0] in OURS]
+
+
+def others() -> list[Any]:
+    """The parameters of a test: the other commands of a block that are of one lane.
+
+    What stands on several pages is run for the first of them.
+    """
+    known: list[list[str]] = []
+    found = []
+    for block in SHELL:
+        lanes: dict[bool, list[list[str]]] = {}
+        for words in commands(block.code):
+            if words[0] not in OURS and words not in known:
+                known.append(words)
+                cut = cut_of(words)
+                lanes.setdefault(bool(cut and cut.slow), []).append(words)
+        for slow, lines in lanes.items():
+            marks, name = ([pytest.mark.slow], f"{block}, slow") if slow else ([], str(block))
+            found.append(pytest.param(lines, id=name, marks=marks))
+    return found
 
 
 def test_every_block_has_a_language_with_a_rule():
@@ -98,149 +186,128 @@ def test_every_block_has_a_language_with_a_rule():
         assert not indented, f"{page}: an indented block:{indented[0] if indented else ''}"
 
 
-# --- the files that pages name --------------------------------------------------------------------
+# --- what a page's line runs as -------------------------------------------------------------------
 
-NOUNS = "river house teacher garden train letter window forest engine island".split()
-VERBS = "follows carries remembers builds opens paints".split()
-
-
-def sentence(i: int) -> str:
-    return f"the {NOUNS[i % 10]} {VERBS[i * 5 % 6]} the {NOUNS[(i * 3 + 1) % 10]}"
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    """A folder with all of them."""
-    folder = tmp_path_factory.mktemp("files")
-    stories = [". ".join(sentence(i + j) for j in range(4 + i % 7)) + "." for i in range(150)]
-    (folder / "my-texts").mkdir()
-    for name in ("wiki.txt", "my-texts/one.txt"):
-        (folder / name).write_text("\n\n".join(stories))
-    labelled = [f"{'good' if i % 2 else 'bad'}\t{sentence(i)}" for i in range(20)]
-    for name in ("reviews.tsv", "train.tsv", "test.tsv"):
-        (folder / name).write_text("\n".join(("label\ttext", *labelled)))
-    pairs = [f"{i % 2}\t1\t2\t{sentence(i)}\t{sentence(i + 6 * (i % 2))}" for i in range(20)]
-    head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
-    (folder / "mrpc.txt").write_text("\n".join((head, *pairs)))
-    tags = ("DET", "NOUN", "VERB", "DET", "NOUN")
-    tagged = [zip(sentence(i).split(), tags, strict=True) for i in range(20)]
-    (folder / "pos.tsv").write_text(
-        "\n\n".join("\n".join("\t".join(pair) for pair in words) for words in tagged)
-    )
-    paragraphs = []
-    for i in range(10):
-        answer = {"text": NOUNS[i], "answer_start": sentence(i).index(NOUNS[i])}
-        question = {"id": str(i), "question": "what is there?", "answers": [answer]}
-        paragraphs.append({"context": sentence(i), "qas": [question]})
-    squad = {"data": [{"title": "", "paragraphs": paragraphs}]}
-    (folder / "squad.json").write_text(json.dumps(squad))
-    questions = [
-        {"question": f"what {VERBS[i % 6]}?", "choices": NOUNS[:3], "answer": i % 3}
-        for i in range(20)
-    ]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    # As large as BERT's vocabulary, as the README has one of its token ids.
-    tokenizer = train_tokenizer(stories, 120, folder / "cache")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=30522,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    for name in ("path/to/bert", "path/to/model"):
-        transformers.BertForMaskedLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return folder
+#: The commands of an environment that has fastplm; not its own scripts, which it may lack.
+SCRIPTS = {
+    "python": "",
+    "python3": "",
+    "pip": "-m pip",
+    "pytest": "-m pytest",
+    "torchrun": "-m torch.distributed.run",
+}
 
 
 @pytest.fixture
-def here(files, tmp_path, monkeypatch) -> Path:
-    """A folder of the test's own with those files, where it works."""
+def tree(files, here) -> Path:
+    """A copy of this checkout, what git ignores left out but for csrc/ as built; a commit, main."""
+    tree = here / "tree"
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", *ignored))
+    for arguments in ("init --quiet --initial-branch main", "add .", "commit --quiet -m copy"):
+        settings = ("user.name=t", "user.email=t@example.invalid", f"core.hooksPath={os.devnull}")
+        options = [word for setting in settings for word in ("-c", setting)]
+        subprocess.run(["git", *options, *arguments.split()], cwd=tree, check=True)
+    for path in (ROOT / "fastplm").glob("_C.*"):
+        shutil.copy(path, tree / "fastplm")
     for path in files.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    # Vocabularies of the same text are trained once.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    return tmp_path
+        (tree / path.name).symlink_to(path)
+    programs = tree / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, module in SCRIPTS.items():
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        program.chmod(0o755)
+    for stamp in ("base", "docs", "peers", "test"):  # as after `make test` and `make bench`
+        (tree / ".venv" / f".{stamp}").touch()
+    # The package as it is installed, with the smallest kernel file alone.
+    package = here / "site" / "fastplm"
+    (package / "triton_kernels").mkdir(parents=True)
+    for path in (tree / "fastplm").iterdir():
+        (package / path.name).symlink_to(path)
+    for path in (*(tree / "triton_kernels").glob("_*.py"), tree / "triton_kernels/gather_rows.py"):
+        (package / "triton_kernels" / path.name).symlink_to(path)
+    return tree
 
 
-# --- Python ---------------------------------------------------------------------------------------
+#: Variables of this run of tests, and of the `make` that it is of.
+OUTER = ("MAKE", "MFLAGS", "PYTEST", "TRITON")
 
 
-def given(page: str, files: Path) -> dict[str, Any]:
-    """What the blocks of a page take for granted."""
-    from fastplm import models
-    from fastplm.train.presets import configuration
-
-    generator = torch.Generator().manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "path/to/bert")
-    if page == "README.md":
-        return {
-            "hidden": torch.randn(6, 16, generator=generator, requires_grad=True),
-            "embedding": torch.randn(40, 16, generator=generator, requires_grad=True),
-            "targets": torch.tensor([3, -100, 39, -100, 0, 7]),
-            "bias": torch.zeros(40),
-        }
-    if page == "docs/quickstart.md":
-        return {
-            "ids": torch.randint(5, 1000, (2, 64), generator=generator),
-            "table": torch.randn(1000, 16, generator=generator, requires_grad=True),
-            "bias": torch.zeros(1000),
-        }
-    if page == "docs/models.md":
-        return {"model": transformers.BertModel.from_pretrained(files / "path/to/bert")}
-    if page == "docs/corruption.md":
-        return {"tokenizer": tokenizer, "dataset": []}
-    if page == "docs/pretraining.md":
-        texts = [sentence(i) for i in range(60)]
-        pieces = train_tokenizer(texts, 400, files / "cache", "unigram")
-        ids = torch.randint(5, 100, (2, 32), generator=generator)
-        joint = configuration("electra-tiny", vocab_size=100)
-        return {
-            "tokenizer": pieces,
-            "dataset": [pieces(text) | {"sample_index": i} for i, text in enumerate(texts[:4])],
-            "model": models.T5ForConditionalGeneration(
-                configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
-            ),
-            "electra": models.ElectraForJointPreTraining(joint),
-            "vocab_size": 100,
-            "mask_token_id": 4,
-            "ids": ids,
-            "mask": torch.ones_like(ids),
-            "maskable": ids > 10,
-            "sample_index": torch.arange(2),
-        }
-    return {}
+def run(words: list[str], cut: Cut, tree: Path) -> None:
+    """In an environment that ``tree/.venv`` is the active one of, without a network and a GPU."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
+    changed = {
+        "PATH": f"{tree / '.venv' / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(tree.parent / "site"),
+        "PIP_NO_INDEX": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [*words, *shlex.split(cut.arguments)]
+    started = time.time()
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env=kept | changed | cut.variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = f"{shlex.join(command)}: exit status {done.returncode}\n{done.stdout[-4000:]}"
+    assert done.returncode in ((0, 1) if cut.judges else (0,)), said
+    assert re.search(cut.says, done.stdout), said
+    for name in cut.leaves:
+        # A file's time may be coarser than the clock.
+        written = (tree / name).exists() and (tree / name).stat().st_mtime > started - 1
+        assert written, f"no {name} of {said}"
 
 
-@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.language == "python"}))
-def test_python_of_a_page(page, files, here):
-    namespace = given(page, files)
-    for block in BLOCKS:
-        if (block.page, block.language) == (page, "python"):
-            # As many lines before it as on the page, so that a traceback names the page's.
-            exec(compile("\n" * block.line + block.code, page, "exec"), namespace)
+# --- the commands ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "pycon"], ids=str)
-def test_console_of_a_page(block):
-    test = doctest.DocTestParser().get_doctest(block.code, {}, str(block), block.page, block.line)
-    assert run_doctest(test) > 0
-
-
-# --- the shell ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh"], ids=str)
-def test_commands_of_a_block(block, here, capsys):
+@pytest.mark.parametrize("block", [block for block in SHELL if ours(block)], ids=str)
+def test_fastplm_of_a_block(block, here, capsys):
     """One after another in one folder: a later one may take what an earlier one made."""
-    for words in commands(block.code):
-        rest = CHECKS[words[0]](words)
-        if rest:
-            assert cli.main(rest) == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
+    for words in ours(block):
+        arguments = CHECKS[words[0]](words)
+        if arguments:
+            assert cli.main(arguments) == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [w for block in SHELL for w in ours(block) if w[0] == "torchrun"], ids=" ".join
+)
+def test_torchrun_as_two_processes(words, tree):
+    own = [*words[: words.index("-m")], "--standalone", "--nproc-per-node", "2"]
+    arguments = [*own, "-m", "fastplm", *check_torchrun(words)]
+    out = words[words.index("--out") + 1]
+    run(arguments, Cut(leaves=(f"{out}/model/config.json",)), tree)
+    assert json.loads((tree / out / "metrics.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("lines", others())
+def test_others_of_a_block(lines, tree):
+    for words in lines:
+        CHECKS[words[0]](words)
+        cut = cut_of(words)
+        assert cut, f"{' '.join(words)}: CUTS does not say how it is cut down"
+        if words[1] == "benchmarks/plots.py":
+            give_all_shares_of_padding(tree / "out/rows/cpu/bert.csv")
+        run(words, cut, tree)
+
+
+def give_all_shares_of_padding(rows: Path) -> None:
+    """The picture is of three or more, and the command before was cut down to one."""
+    head, *lines = rows.read_text().splitlines(keepends=True)
+    shares = ("0%", "30%", "50%")
+    rows.write_text(head + "".join(li.replace("50%", share) for share in shares for li in lines))
+
+
+def test_every_cut_is_of_a_command():
+    used = [cut_of(words) for block in SHELL for words in commands(block.code)]
+    assert all(cut in used for cut in CUTS.values())
 
 
 def test_commands_in_prose():
@@ -363,36 +430,3 @@ def test_the_checks_refuse():
         words = wrong.split()
         with pytest.raises((AssertionError, OSError)):
             CHECKS[words[0]](words)
-
-
-# --- docstrings -----------------------------------------------------------------------------------
-
-
-def examples() -> list[Any]:
-    found = []
-    for path in sorted((ROOT / "fastplm").rglob("*.py")):
-        if ">>> " in path.read_text(encoding="utf-8"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found.append(pytest.param(name, id=name))
-    return found
-
-
-@pytest.mark.parametrize("module", examples())
-def test_examples_of_docstrings(module, here):
-    names = {"fastplm": fastplm, "ops": ops, "torch": torch}
-    tests = doctest.DocTestFinder().find(importlib.import_module(module), extraglobs=names)
-    assert sum(run_doctest(test) for test in tests if test.examples) > 0
-
-
-def run_doctest(test: doctest.DocTest) -> int:
-    """How many examples it has, all of which hold."""
-    said: list[str] = []
-    runner = doctest.DocTestRunner(verbose=False)
-    result = runner.run(copy.copy(test), out=said.append)
-    assert result.failed == 0, "".join(said)
-    return result.attempted
-
-
-@pytest.mark.parametrize("op", sorted(OPS))
-def test_every_op_has_an_example(op):
-    assert ">>> " in getattr(ops, op).__doc__

@@ -1,0 +1,122 @@
+"""The pages, their blocks and commands, and the files that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from fastplm.data import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language, and its lines."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    fences = re.finditer(r"^(```+)([^\n]*)\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL)
+    for match in fences:
+        line = text.count("\n", 0, match.start()) + 1
+        yield Block(str(page.relative_to(ROOT)), line, match[2].strip(), match[3])
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^(```+)[^\n]*\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(code: str) -> list[list[str]]:
+    """The commands of a shell block, as words."""
+    lines = code.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+NOUNS = "river house teacher garden train letter window forest engine island".split()
+VERBS = "follows carries remembers builds opens paints".split()
+
+
+def sentence(i: int) -> str:
+    return f"the {NOUNS[i % 10]} {VERBS[i * 5 % 6]} the {NOUNS[(i * 3 + 1) % 10]}"
+
+
+def write_files(folder: Path) -> None:
+    """All that pages name, and a cache of vocabularies."""
+    stories = [". ".join(sentence(i + j) for j in range(4 + i % 7)) + "." for i in range(150)]
+    (folder / "my-texts").mkdir()
+    for name in ("wiki.txt", "my-texts/one.txt"):
+        (folder / name).write_text("\n\n".join(stories))
+    labelled = [f"{'good' if i % 2 else 'bad'}\t{sentence(i)}" for i in range(20)]
+    for name in ("reviews.tsv", "train.tsv", "test.tsv"):
+        (folder / name).write_text("\n".join(("label\ttext", *labelled)))
+    pairs = [f"{i % 2}\t1\t2\t{sentence(i)}\t{sentence(i + 6 * (i % 2))}" for i in range(20)]
+    head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+    (folder / "mrpc.txt").write_text("\n".join((head, *pairs)))
+    tags = ("DET", "NOUN", "VERB", "DET", "NOUN")
+    tagged = [zip(sentence(i).split(), tags, strict=True) for i in range(20)]
+    (folder / "pos.tsv").write_text(
+        "\n\n".join("\n".join("\t".join(pair) for pair in words) for words in tagged)
+    )
+    paragraphs = []
+    for i in range(10):
+        answer = {"text": NOUNS[i], "answer_start": sentence(i).index(NOUNS[i])}
+        question = {"id": str(i), "question": "what is there?", "answers": [answer]}
+        paragraphs.append({"context": sentence(i), "qas": [question]})
+    squad = {"data": [{"title": "", "paragraphs": paragraphs}]}
+    (folder / "squad.json").write_text(json.dumps(squad))
+    questions = [
+        {"question": f"what {VERBS[i % 6]}?", "choices": NOUNS[:3], "answer": i % 3}
+        for i in range(20)
+    ]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    # As large as BERT's vocabulary, as the README has one of its token ids.
+    tokenizer = train_tokenizer(stories, 120, folder / "cache")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=30522,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    for name in ("path/to/bert", "path/to/model"):
+        transformers.BertForMaskedLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    # Those of benchmarks/finetuning.py.
+    for name, source in {
+        "sentiment/movie.train.tsv": "train.tsv",
+        "sentiment/movie.test.tsv": "test.tsv",
+        "pairs/mrpc.train.txt": "mrpc.txt",
+        "pairs/mrpc.test.txt": "mrpc.txt",
+        "tagging/ewt-pos.dev.tsv": "pos.tsv",
+        "tagging/ewt-pos.test.tsv": "pos.tsv",
+        "qa/xquad.en.json": "squad.json",
+        "choice/commonsenseqa.train.jsonl": "questions.jsonl",
+        "choice/commonsenseqa.dev.jsonl": "questions.jsonl",
+    }.items():
+        path = folder / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / source, path)
