@@ -73,7 +73,7 @@ def theirs(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
 @DTYPES
 def test_scaled_dot_product_attention(samples, dtype):
     """All samples at once: of one tiny output with scores near 100 the error is luck."""
-    inputs, calls = {}, []
+    calls = []
     for sample in samples("scaled_dot_product_attention", dtype):
         options = dict(sample.kwargs)
         # Other masks than of keys are not its business, nor is torch's choice of random bits.
@@ -81,16 +81,23 @@ def test_scaled_dot_product_attention(samples, dtype):
             continue
         if options.pop("enable_gqa", False):
             continue
-        names = [f"{name} {len(calls)}" for name in ("query", "key", "value")]
-        inputs |= dict(zip(names, (sample.input, *sample.args), strict=True))
-        calls.append((names, options))
+        calls.append(((sample.input, *sample.args), options))
     assert len(calls) >= 12
+    # Each kind of tensor is one, so that a gradient's error is that of all samples, too.
+    kinds = dict(
+        zip(("query", "key", "value"), zip(*(call[0] for call in calls), strict=True), strict=True)
+    )
+    inputs = {kind: torch.cat([x.flatten() for x in tensors]) for kind, tensors in kinds.items()}
 
     def all_of(function):
         def run(**inputs):
-            outputs = [
-                function(*(inputs[name] for name in names), **options) for names, options in calls
+            parts = [
+                [part.view_as(x) for part, x in zip(flat.split(sizes), kinds[kind], strict=True)]
+                for kind, flat in inputs.items()
+                for sizes in [[x.numel() for x in kinds[kind]]]
             ]
+            given = zip(*parts, calls, strict=True)
+            outputs = [function(*tensors, **options) for *tensors, (_, options) in given]
             return torch.cat([out.flatten() for out in outputs])
 
         return run
