@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 needs_mkdocs = pytest.mark.skipif(
-    bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install 'fastplm[docs]'"
+    bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install -e '.[docs]'"
 )
 
 
@@ -113,7 +113,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 def test_the_docstring_extension():
-    pytest.importorskip("griffe", reason="griffe not installed: pip install 'fastplm[docs]'")
+    pytest.importorskip("griffe", reason="griffe not installed: pip install -e '.[docs]'")
     spec = importlib.util.spec_from_file_location("_docstrings", ROOT / "docs" / "_docstrings.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
