@@ -2,10 +2,10 @@
 //
 //   C [M, N] = A [M, K] B [K, N] + bias [N]
 //
-// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that a slice of kTileColumns
-// columns of B stays in a cache while tile after tile passes over it; what a tile has of the slices
-// before waits in C. A and B are first copied into the order in which a tile reads them ("packed"),
-// the last rows and columns filled up with zeros.
+// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that those rows of A stay in the
+// first-level cache while panel after panel of B, kTileColumns wide, comes from the second; what a
+// tile has of the slices before waits in C. A and B are first copied into the order in which a tile
+// reads them ("packed"), the last rows and columns filled up with zeros.
 //
 // Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
 #pragma once
@@ -22,11 +22,13 @@ constexpr int64_t kTileRows = 12;
 constexpr int64_t kTileWide = 2;
 constexpr int64_t kTileColumns = kTileWide * kLane;
 constexpr int64_t kSliceDepth = 384;
-// What a thread does at a time: the rows of a slice of A that a second-level cache holds, and
-// columns enough to read them again and again.
+// What a thread does at a time: columns of B of which a second-level cache holds a slice, beside the
+// rows of C that wait for the next one.
 constexpr int64_t kBlockTiles = 44;
 constexpr int64_t kBlockColumns = 4 * kTileColumns;
-constexpr int64_t kPackTiles = 8;
+// How far ahead of a tile its panel is fetched.
+constexpr int64_t kAhead = 8;
+constexpr int64_t kPackTiles = 16;
 constexpr int64_t kPackSteps = kLane;
 
 inline int64_t ceil_div(int64_t size, int64_t part) {
@@ -94,6 +96,7 @@ FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t c
                      int64_t depth, float* packed) {
   if (across == 1) {
     for (int64_t k = 0; k < depth; ++k, data += along, packed += kWidth) {
+      __builtin_prefetch(data + kPackSteps * along);
       if (count == kWidth) {
         std::memcpy(packed, data, sizeof(float) * kWidth);
       } else {
@@ -102,38 +105,42 @@ FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t c
     }
     return;
   }
-  int64_t k = 0;
-  for (; k + kLane <= depth; k += kLane) {
-    for (int64_t begin = 0; begin < kWidth; begin += kLane) {
-      const int64_t width = std::min<int64_t>(kLane, kWidth - begin);
+  // All steps of a few elements, then the next few: no more rows at once than the CPU reads ahead of.
+  for (int64_t begin = 0; begin < kWidth; begin += kLane, data += kLane * across) {
+    const int64_t width = std::min<int64_t>(kLane, kWidth - begin);
+    const int64_t given = std::min(count - begin, width);
+    float* to = packed + begin;
+    int64_t k = 0;
+    for (; k + kLane <= depth; k += kLane) {
       Floats rows[kLane];
-      for (int64_t i = 0; i < kLane; ++i) {
-        rows[i] = i < width && begin + i < count ? at(data + (begin + i) * across + k) : Floats{};
-      }
+      for (int64_t i = 0; i < kLane; ++i) rows[i] = i < given ? at(data + i * across + k) : Floats{};
       transpose(rows);
       for (int64_t j = 0; j < kLane; ++j) {
-        std::memcpy(packed + (k + j) * kWidth + begin, &rows[j], sizeof(float) * width);
+        std::memcpy(to + (k + j) * kWidth, &rows[j], sizeof(float) * width);
       }
     }
-  }
-  for (; k < depth; ++k) {
-    for (int64_t i = 0; i < kWidth; ++i) {
-      packed[k * kWidth + i] = i < count ? data[i * across + k] : 0.0f;
+    for (; k < depth; ++k) {
+      for (int64_t i = 0; i < width; ++i) to[k * kWidth + i] = i < given ? data[i * across + k] : 0.0f;
     }
   }
 }
 
-// Some tiles of A, every slice of theirs. A few steps of all tiles, then the next ones: where columns
-// of A lie together, a line of the cache is read once while it is at hand.
+// How many steps to pack of one tile or panel before its neighbour: all, or where the neighbour lies
+// in the same lines of the cache, few.
+FASTPLM_HD int64_t steps_of(int64_t across, int64_t depth) {
+  return across == 1 ? kPackSteps : depth;
+}
+
+// Some tiles of A, every slice of theirs.
 FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64_t last,
                            float* packed) {
   for (int64_t k = 0; k < cut.depth; k += cut.slice) {
-    const int64_t depth = cut.depth_at(k);
-    for (int64_t step = 0; step < depth; step += kPackSteps) {
+    const int64_t depth = cut.depth_at(k), steps = steps_of(a.row, depth);
+    for (int64_t step = 0; step < depth; step += steps) {
       for (int64_t tile = first; tile < last; ++tile) {
         const int64_t row = tile * kTileRows;
         pack<kTileRows>(a.at(row, k + step), a.row, a.col, std::min(kTileRows, cut.rows - row),
-                        std::min(kPackSteps, depth - step),
+                        std::min(steps, depth - step),
                         packed + cut.packed(tile, k) + step * kTileRows);
       }
     }
@@ -143,10 +150,11 @@ FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64
 // The columns of a block of B, of one slice: panel after panel, [depth, kTileColumns] each.
 FASTPLM_HD void pack_panels(const Matrix& b, int64_t k, int64_t depth, int64_t first, int64_t last,
                             float* panels) {
-  for (int64_t step = 0; step < depth; step += kPackSteps) {
+  const int64_t steps = steps_of(b.col, depth);
+  for (int64_t step = 0; step < depth; step += steps) {
     for (int64_t column = first; column < last; column += kTileColumns) {
       pack<kTileColumns>(b.at(k + step, column), b.col, b.row,
-                         std::min(kTileColumns, last - column), std::min(kPackSteps, depth - step),
+                         std::min(kTileColumns, last - column), std::min(steps, depth - step),
                          panels + (column - first) * depth + step * kTileColumns);
     }
   }
@@ -160,6 +168,9 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
                              int64_t start_row, float* c, int64_t c_row) {
   Floats sum[kTileRows][kTileWide] = {};
   for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t n = 0; n < kTileWide; ++n) {
+      __builtin_prefetch(b + kAhead * kTileColumns + n * kLane);
+    }
     for (int64_t m = 0; m < kTileRows; ++m) {
       for (int64_t n = 0; n < kTileWide; ++n) sum[m][n] += a[m] * at(b + n * kLane);
     }
@@ -182,26 +193,30 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
   const int64_t last_column = std::min(first_column + kBlockColumns, cut.columns);
   alignas(64) float panels[kSliceDepth * kBlockColumns];
   alignas(64) float edge[kTileRows * kTileColumns];
+  alignas(64) float first[kBlockColumns] = {};
+  if (bias != nullptr) {
+    std::memcpy(first, bias + first_column, sizeof(float) * (last_column - first_column));
+  }
   for (int64_t k = 0; k < cut.depth; k += cut.slice) {
     const int64_t depth = cut.depth_at(k);
     pack_panels(b, k, depth, first_column, last_column, panels);
-    for (int64_t column = first_column; column < last_column; column += kTileColumns) {
-      const int64_t columns = std::min(kTileColumns, last_column - column);
-      const float* panel = panels + (column - first_column) * depth;
-      alignas(64) float first[kTileColumns] = {};
-      if (bias != nullptr) std::memcpy(first, bias + column, sizeof(float) * columns);
-      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        const int64_t row = tile * kTileRows;
-        const int64_t rows = std::min(kTileRows, cut.rows - row);
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+      const int64_t row = tile * kTileRows;
+      const int64_t rows = std::min(kTileRows, cut.rows - row);
+      const float* tile_a = packed + cut.packed(tile, k);
+      for (int64_t column = first_column; column < last_column; column += kTileColumns) {
+        const int64_t columns = std::min(kTileColumns, last_column - column);
+        const float* panel = panels + (column - first_column) * depth;
         float* out = c + row * c_row + column;
-        const float* tile_a = packed + cut.packed(tile, k);
+        // Where the sums of this slice begin: a row for all, or what C holds.
+        const float* start = k == 0 ? first + (column - first_column) : out;
+        const int64_t start_row = k == 0 ? 0 : c_row;
         if (rows == kTileRows && columns == kTileColumns) {
-          tile_product(depth, tile_a, panel, k == 0 ? first : out, k == 0 ? 0 : c_row, out, c_row);
+          tile_product(depth, tile_a, panel, start, start_row, out, c_row);
           continue;
         }
         for (int64_t m = 0; m < rows; ++m) {
-          const float* start = k == 0 ? first : out + m * c_row;
-          std::memcpy(edge + m * kTileColumns, start, sizeof(float) * columns);
+          std::memcpy(edge + m * kTileColumns, start + m * start_row, sizeof(float) * columns);
         }
         tile_product(depth, tile_a, panel, edge, kTileColumns, edge, kTileColumns);
         for (int64_t m = 0; m < rows; ++m) {
