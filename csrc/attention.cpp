@@ -2,9 +2,6 @@
 // nothing is summed across threads and results do not depend on how many there are.
 #include "attention.h"
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <atomic>
 
 #include "tensors.h"
@@ -132,19 +129,6 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
   });
 }
 
-// Calls function(T{}) with the element type of a tensor.
-template <typename Function>
-void with_type(const Tensor& tensor, const Function& function) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return function(float{});
-    case ScalarType::Half:
-      return function(c10::Half{});
-    default:
-      return function(c10::BFloat16{});
-  }
-}
-
 void attention(const Tensor& query, const Tensor& key, const Tensor& value,
                const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
                const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q,
@@ -157,7 +141,7 @@ void attention(const Tensor& query, const Tensor& key, const Tensor& value,
                         Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
                         dropout_threshold,           is_causal,
                         scale};
-  with_type(query, [&](auto element) {
+  with_floating_type(query, [&](auto element) {
     using T = decltype(element);
     const Heads<T> result(out, options.cu_seqlens_q.data());
     run<T>(query, key, value, options, &result, nullptr);
@@ -179,7 +163,7 @@ void attention_backward(const Tensor& query, const Tensor& key, const Tensor& va
                         Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
                         dropout_threshold,           is_causal,
                         scale};
-  with_type(query, [&](auto element) {
+  with_floating_type(query, [&](auto element) {
     using T = decltype(element);
     const int32_t* starts_q = options.cu_seqlens_q.data();
     const int32_t* starts_k = options.cu_seqlens_k.data();

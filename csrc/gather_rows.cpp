@@ -1,9 +1,6 @@
 // fastplm_C::gather_rows and its backward on the CPU: rows are copied whole, by PyTorch's threads.
 //
 //   N rows of E elements        P slots, each with the position of a row, or with none
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>

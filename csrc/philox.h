@@ -18,6 +18,7 @@ enum class Stream : uint32_t {
   kNoise = 8,
   kInfill = 9,
   kOrder = 10,
+  kHidden = 11,
 };
 
 struct Words {

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <initializer_list>
 #include <optional>
@@ -54,6 +56,19 @@ class DenseRows {
   const int64_t stride_;
   const int64_t tokens_;
 };
+
+// Calls function(T{}) with the element type of a tensor of fp32, fp16 or bf16.
+template <typename Function>
+void with_floating_type(const Tensor& tensor, const Function& function) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return function(float{});
+    case ScalarType::Half:
+      return function(c10::Half{});
+    default:
+      return function(c10::BFloat16{});
+  }
+}
 
 // Calls function(Id{}) with the integer type of the tokens.
 template <typename Function>

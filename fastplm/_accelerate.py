@@ -119,7 +119,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
         module.config._attn_implementation_internal = NAME
     for module, drop_in in switched:
         module.__class__ = drop_in
-        for inner in module.modules():  # linear layers, which are of no family
+        for inner in module.modules():  # such as linear layers, of no family
             if by_class.get(type(inner)) is None and type(inner) in DROP_INS:
                 inner.__class__ = DROP_INS[type(inner)]
     already = any(type(module) in ours for module in model.modules())

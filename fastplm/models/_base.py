@@ -12,13 +12,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._ragged import values_are_known
-from fastplm.nn import Linear
+from fastplm.nn import Dropout, Linear
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 _Class = TypeVar("_Class", bound=type)
 
 #: Ours by the class of Transformers that each one stands in for, of the families imported so far.
-DROP_INS: dict[type, type] = {nn.Linear: Linear}
+DROP_INS: dict[type, type] = {nn.Linear: Linear, nn.Dropout: Dropout}
 
 
 def drop_in(ours: _Class) -> _Class:

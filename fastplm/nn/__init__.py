@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastplm.nn.attention import FusedAttention
+from fastplm.nn.dropout import Dropout
 from fastplm.nn.linear import Linear
 from fastplm.nn.mlm_head import (
     AlbertMLMHead,
@@ -17,6 +18,7 @@ from fastplm.nn.token_masker import TokenMasker
 __all__ = [
     "AlbertMLMHead",
     "BertMLMHead",
+    "Dropout",
     "ElectraMLMHead",
     "ElectraRTDHead",
     "FusedAttention",

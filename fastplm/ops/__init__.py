@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.bart_noise import bart_noise
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
+from fastplm.ops.dropout import dropout
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.linear import linear
 from fastplm.ops.linear_cross_entropy import (
@@ -31,6 +32,7 @@ __all__ = [
     "attention_varlen",
     "bart_noise",
     "corrupt_spans",
+    "dropout",
     "gather_rows",
     "linear",
     "linear_cross_entropy",

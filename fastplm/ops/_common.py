@@ -10,7 +10,7 @@ import torch
 
 from fastplm import _extension
 from fastplm._backends import needs_cpu
-from fastplm._checks import check, check_choice, check_same_device, check_tensor
+from fastplm._checks import check, check_choice, check_dtype, check_same_device, check_tensor
 
 
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,6 +31,17 @@ def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
         return cuda_lacks
 
     return {"cpp": cpp_rejects, "cuda": cuda_rejects}
+
+
+def checked_seed(where: str, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A seed as int64, 0-d; without one a new one from PyTorch's generator."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device=device)
+    if isinstance(seed, torch.Tensor):
+        check_tensor(where, "seed", seed, ndim=0)
+        check_dtype(where, "seed", seed, (torch.int64,))
+        return seed
+    return torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

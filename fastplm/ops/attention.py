@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import last_dim_contiguous, rejects_of_csrc
+from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -318,13 +318,7 @@ def _seed(
     )
     if dropout_p == 0.0:
         return None
-    if seed is None:
-        return torch.randint(2**63 - 1, (), device=device)
-    if isinstance(seed, torch.Tensor):
-        check_tensor(where, "seed", seed, ndim=0)
-        check_dtype(where, "seed", seed, (torch.int64,))
-        return seed
-    return torch.full((), seed, dtype=torch.int64, device=device)
+    return checked_seed(where, seed, device)
 
 
 def _check(call: _Call) -> None:

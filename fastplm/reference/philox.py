@@ -40,6 +40,7 @@ class Stream(enum.IntEnum):
     NOISE = 8
     INFILL = 9
     ORDER = 10
+    HIDDEN = 11
 
 
 def philox4x32(

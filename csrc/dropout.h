@@ -1,0 +1,58 @@
+// Dropout of a tensor's elements: each is multiplied by 1 / (1 - p) or becomes 0, by the bits of
+// fastplm/reference/dropout.py. Nothing is kept for the backward, which draws them again.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+#include "philox.h"
+
+namespace fastplm {
+
+constexpr int64_t kDraws = kLane;  // side by side, a lane each
+constexpr int64_t kChoices = 8;    // of a draw: 16 bits each
+constexpr int64_t kDropBlock = kChoices * kDraws;
+
+// `count` elements from number `first` on, those that kDraws draws decide for. Choice j of draw i is
+// that of element j * kDraws + i, so that lanes stay where they are.
+template <typename T>
+FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_t first,
+                           int64_t count, const T* in, T* out) {
+  WordLanes<kDraws> counter;
+  for (int64_t lane = 0; lane < kDraws; ++lane) {
+    const uint64_t draw = static_cast<uint64_t>(first / kChoices + lane);
+    counter.x[lane] = static_cast<uint32_t>(draw);
+    counter.y[lane] = static_cast<uint32_t>(draw >> 32);
+    counter.z[lane] = 0;
+    counter.w[lane] = static_cast<uint32_t>(Stream::kHidden);
+  }
+  philox4x32<kDraws, kDropoutRounds>(seed, counter);
+  const uint32_t* words[4] = {counter.x, counter.y, counter.z, counter.w};
+  float value[kDropBlock] = {};
+  for (int64_t i = 0; i < count; ++i) value[i] = static_cast<float>(in[i]) * scale;
+  for (int64_t j = 0; j < kChoices; ++j) {
+    Ints choice;
+    std::memcpy(&choice, words[j / 2], sizeof(choice));
+    const Ints dropped = ((choice >> (j % 2 * 16) & 0xFFFF) - threshold) >> 31;  // the sign
+    Floats& lanes = at(value + j * kDraws);
+    lanes = reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(lanes) & ~dropped);
+  }
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(value[i]);
+}
+
+// Elements first … last - 1 of a tensor; `first` is a multiple of kDropBlock. The size of a whole
+// block is known to the compiler.
+template <typename T>
+FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
+                              int64_t last, const T* in, T* out) {
+  for (; first + kDropBlock <= last; first += kDropBlock) {
+    drop_block(seed, threshold, scale, first, kDropBlock, in + first, out + first);
+  }
+  if (first < last) {
+    drop_block(seed, threshold, scale, first, last - first, in + first, out + first);
+  }
+}
+
+}  // namespace fastplm

@@ -1,0 +1,265 @@
+"""ops.dropout against its reference, bit for bit, and against what dropout has to be."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import fastplm
+from fastplm import _extension, models, ops
+from fastplm._backends import record_decisions
+from fastplm._checks import ArgumentValueError, BackendError
+from fastplm.nn import Dropout
+from fastplm.reference.dropout import dropout_ref, dropout_threshold, keep_mask
+from fastplm.testing import LAYOUTS, assert_repeatable, assert_within_budget, poisoned_memory
+
+MODULE = sys.modules["fastplm.ops.dropout"]  # the name is the function's
+LACKING = _extension.lacks("dropout", "CPU")
+needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def run(input: torch.Tensor, p: float = 0.3, seed: int = 5) -> torch.Tensor:
+    with fastplm.use_backend("cpp"):
+        return ops.dropout(input, p, seed=seed)
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_are_dropped_as_p_says(p):
+    size = 1 << 20
+    kept = keep_mask(7, size, p, CPU).double().mean().item()
+    assert abs(kept - (1 - p)) < 5 * (p * (1 - p) / size) ** 0.5  # five standard deviations
+
+
+def test_neighbours_and_seeds_are_independent():
+    size = 1 << 20
+    mask = keep_mask(7, size, 0.5, CPU)
+    others = [mask.roll(shift) for shift in (1, 2, 8, 16, 128)] + [keep_mask(8, size, 0.5, CPU)]
+    for other in others:
+        agreeing = (mask == other).double().mean().item()
+        assert abs(agreeing - 0.5) < 5 * 0.5 / size**0.5
+
+
+def test_a_longer_tensor_begins_like_a_shorter_one():
+    assert torch.equal(keep_mask(3, 1000, 0.5, CPU)[:77], keep_mask(3, 77, 0.5, CPU))
+
+
+def test_each_bit_decides_for_one_element():
+    """Elements that are dropped at one probability are dropped at every larger one."""
+    masks = [keep_mask(3, 4096, p, CPU) for p in (0.0, 0.2, 0.6, 0.95, 1.0)]
+    assert masks[0].all() and not masks[-1].any()
+    for fewer, more in zip(masks[1:], masks, strict=False):
+        assert (fewer <= more).all()
+
+
+@pytest.mark.parametrize(
+    "p, expected", [(0.0, 0), (1e-9, 1), (0.1, 6554), (1 - 1e-9, 65535), (1, 65536)]
+)
+def test_steps_of_the_probability(p, expected):
+    assert dropout_threshold(p) == expected
+
+
+def test_the_mean_stays():
+    out = dropout_ref(torch.ones(1 << 20), 0.1, seed=1)
+    assert abs(out.mean().item() - 1.0) < 1e-3
+
+
+# --- backend "cpp" --------------------------------------------------------------------------------
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 127, 128, 129, 1000, 70_001])
+def test_sizes_and_dtypes(size, dtype):
+    input = torch.randn(size).to(dtype)
+    with poisoned_memory():
+        out = run(input)
+    assert torch.equal(out, dropout_ref(input, 0.3, seed=5)) and out.dtype is dtype
+
+
+@needs_csrc
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**32])
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.999999, 1.0])
+def test_seeds_and_probabilities(seed, p):
+    input = torch.randn(3, 333)
+    assert torch.equal(run(input, p, seed), dropout_ref(input, p, seed=seed))
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype):
+    def reference(input):
+        return dropout_ref(input, 0.3, seed=5)
+
+    assert_within_budget(run, reference, {"input": torch.randn(7, 50).to(dtype)}, wrt=("input",))
+
+
+@needs_csrc
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(layout):
+    """What is dropped goes by the order of the elements, not by how they lie in memory."""
+    input = layout(torch.randn(12, 40)).requires_grad_()
+    out = run(input)
+    assert torch.equal(out, dropout_ref(input.contiguous(), 0.3, seed=5))
+    upstream = torch.randn(40, 12).t()
+    (grad,) = torch.autograd.grad(out, input, upstream)
+    assert torch.equal(grad, dropout_ref(upstream.contiguous(), 0.3, seed=5))
+
+
+@needs_csrc
+def test_what_is_dropped_is_0_and_what_stays_is_not_hidden():
+    input = torch.full((1000,), float("nan"))
+    out, keep = run(input), keep_mask(5, 1000, 0.3, CPU)
+    assert out[keep].isnan().all() and (out[~keep] == 0).all()
+    leaf = torch.randn(1000, requires_grad=True)
+    (grad,) = torch.autograd.grad(run(leaf), leaf, input)
+    assert grad[keep].isnan().all() and (grad[~keep] == 0).all()
+
+
+@needs_csrc
+def test_repeats_with_any_number_of_threads():
+    inputs = {"input": torch.randn(300, 500)}
+    assert_repeatable(run, inputs, wrt=("input",))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(run(**inputs))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_csrc
+def test_gradients_of_gradients():
+    leaf = torch.randn(200, requires_grad=True)
+    (grad,) = torch.autograd.grad(run(leaf).pow(3).sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), leaf)
+    scale = keep_mask(5, 200, 0.3, CPU) * (65536 / (65536 - dropout_threshold(0.3)))
+    torch.testing.assert_close(second, 6 * leaf.detach() * scale.float() ** 3)
+
+
+@needs_csrc
+def test_operator():
+    input = torch.randn(4, 9, requires_grad=True)
+    seed = torch.tensor(3)
+    torch.library.opcheck(torch.ops.fastplm.dropout_fwd.default, (input, seed, 0.3, "cpp"))
+    torch.library.opcheck(torch.ops.fastplm.dropout_bwd.default, (input.detach(), seed, 0.3, "cpp"))
+
+
+@needs_csrc
+def test_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    input = torch.randn(40, 40)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(input), dropout_ref(input, 0.3, seed=5))
+
+
+def test_errors():
+    input = torch.randn(4)
+    with pytest.raises(ArgumentValueError, match="`p`"):
+        ops.dropout(input, 1.5)
+    with pytest.raises(ArgumentValueError, match="`p`"):
+        ops.dropout(input, float("nan"))
+    with pytest.raises(TypeError, match="`input`"):
+        ops.dropout(torch.arange(4))
+    with pytest.raises(TypeError, match="`seed`"):
+        ops.dropout(input, seed=torch.tensor(1.0))
+    with pytest.raises(BackendError, match="float64"):
+        run(input.double())
+
+
+def test_without_p_nothing_happens():
+    input = torch.randn(4)
+    out = ops.dropout(input, 0.0)
+    assert torch.equal(out, input) and out is not input
+
+
+def test_fp64_is_the_formula():
+    input = torch.randn(500, dtype=torch.float64)
+    assert torch.equal(ops.dropout(input, 0.3, seed=5), dropout_ref(input, 0.3, seed=5))
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+LARGE = (64, 300)
+
+
+def backends_of(function, *arguments) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.backend for decision in decisions]
+
+
+@needs_csrc
+def test_the_layer_draws_by_the_op_where_it_is_worth_it():
+    layer, large = Dropout(0.1), torch.randn(LARGE)
+    assert backends_of(layer, large) == ["cpp"]
+    assert backends_of(layer, large.bfloat16()) == ["cpp"]
+    assert backends_of(layer, large[:4]) == []
+    assert backends_of(layer, large.double()) == []
+    assert backends_of(Dropout(0.1, inplace=True), large.clone()) == []
+    assert backends_of(Dropout(0.0), large) == []
+    assert backends_of(Dropout(1.0), large) == []
+    assert backends_of(torch.vmap(layer, randomness="different"), large) == []
+    for backend in ("eager", "torch", "triton"):
+        with fastplm.use_backend(backend):
+            assert backends_of(layer, large) == []
+    assert torch.equal(layer.eval()(large), large)
+
+
+@needs_csrc
+def test_the_layer_follows_the_generator_of_pytorch():
+    layer, large = Dropout(0.5), torch.ones(LARGE)
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return layer(large), layer(large)
+
+    first, second = drawn(1)
+    again, _ = drawn(1)
+    other, _ = drawn(2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second) and not torch.equal(first, other)
+
+
+@needs_csrc
+def test_a_checkpointed_layer_drops_the_same_again():
+    layer, weight = Dropout(0.5), torch.randn(LARGE, requires_grad=True)
+    seen = []
+
+    def block(weight):
+        seen.append(layer(weight))
+        return seen[-1].square()
+
+    torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False).sum().backward()
+    assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+
+
+@needs_csrc
+def test_models_drop_by_it_and_are_given_back_without():
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=37,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        attn_implementation="fastplm",
+    )
+    model = models.BertModel(config).train()
+    ids = torch.randint(1, 37, (8, 64))
+    with record_decisions() as decisions:
+        model(ids)
+    # Of the embeddings, the attention block and the feed-forward block.
+    assert [decision.op for decision in decisions].count("dropout") == 3
+    parent = transformers.BertModel(config)
+    fastplm.restore(fastplm.accelerate(parent))
+    assert not any(isinstance(module, Dropout) for module in parent.modules())
