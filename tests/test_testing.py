@@ -149,6 +149,31 @@ def test_infinities_must_stand_in_the_same_places():
         check_error("x", torch.tensor([float("inf"), 1.0]), gold, base, 2.0)
 
 
+def test_a_gradient_that_is_0_but_for_fp64_may_be_rounded():
+    def shifted(input, shift, by=0.0):
+        nothing = sum(input.new_tensor(term) for term in (0.1, 0.2, -0.3))
+        assert (nothing == 0) == (input.dtype is torch.float32)
+        return input * 3 + shift * (nothing + by)
+
+    inputs = dict(input=torch.randn(100), shift=torch.zeros(100))
+    wrt = ("input", "shift")
+    assert_within_budget(lambda **x: shifted(**x, by=1e-7), shifted, inputs, wrt=wrt)
+    with pytest.raises(BudgetExceeded, match="gradient of shift"):
+        assert_within_budget(lambda **x: shifted(**x, by=1e-5), shifted, inputs, wrt=wrt)
+
+
+def test_the_error_of_a_peer_is_pytorchs_too():
+    def off(by):
+        return lambda input: input * (1 + by)
+
+    inputs = dict(input=torch.rand(100) + 1)
+    with pytest.raises(BudgetExceeded, match="output"):
+        assert_within_budget(off(1e-5), off(0.0), inputs)
+    assert_within_budget(off(1e-5), off(0.0), inputs, peers=[off(8e-6)])
+    with pytest.raises(BudgetExceeded, match="output"):
+        assert_within_budget(off(1e-4), off(0.0), inputs, peers=[off(8e-6)])
+
+
 def test_atomics_like_noise_is_caught():
     noise = iter((0.0, 1e-7, 0.0))
 
