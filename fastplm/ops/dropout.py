@@ -44,7 +44,7 @@ def dropout(
 
     Examples:
         >>> ops.dropout(torch.ones(6), 0.5, seed=0)
-        tensor([0., 0., 0., 2., 0., 2.])
+        tensor([2., 2., 2., 2., 0., 0.])
 
     Source: Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from
         Overfitting"; random bits of Salmon et al. 2011 (``fastplm.reference.philox``).
