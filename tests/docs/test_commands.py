@@ -112,6 +112,7 @@ CUTS = {
     "python benchmarks/finetuning.py": Cut(
         "--seeds 1 --scale 0.01 --tasks qa choice",
         leaves=tuple(f"{RESULTS}/cpu/finetuning.{kind}" for kind in ("csv", "md")),
+        slow=True,
     ),
     "python benchmarks/gpu_report.py --dry-run": Cut(
         f"{ONE_STEP_OF_THE_REPORT} --results out", leaves=("out/cpu/report.md",), slow=True

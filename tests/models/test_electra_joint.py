@@ -642,9 +642,8 @@ def test_traced_whole_with_a_capacity_it_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager", unpad=30)
 
 
-@pytest.mark.parametrize(
-    "name", ["default", *(pytest.param(n, marks=pytest.mark.slow) for n in list(OPTIONS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_compiled_whole_it_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "inductor")
 

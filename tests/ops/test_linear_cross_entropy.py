@@ -230,7 +230,7 @@ def pairwise():
                     if way.backend == "triton":
                         slow = vocab > 1000 and not (bias and size.ignored == 1)
                     else:
-                        slow = vocab > 1000 and width == 768 and not bias
+                        slow = vocab > 1000 and width == 768
                     marks = (pytest.mark.slow,) if slow else ()
                     yield pytest.param(way, size, id=f"{name}-{size}", marks=marks)
 

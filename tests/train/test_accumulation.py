@@ -32,6 +32,7 @@ from fastplm.testing import (
     BudgetExceeded,
     ReversedReductions,
     check_error,
+    largest_norms,
 )
 from fastplm.train.objectives import build_model
 from fastplm.train.trainer import PretrainingTrainer
@@ -231,15 +232,25 @@ def trained(tmp_path):
 def hold(out, gold, bases):
     """Losses and what the optimizer made of the gradients, by the error budget in fp32."""
     for kind, factor in ((0, FORWARD_FACTOR), (1, GRADIENT_FACTOR)):
-        related = tuple(gold[1].values()) if kind else ()
+        cancelled = largest_norms(gold[1].values()) if kind else (0, 0)
         assert out[kind].keys() == gold[kind].keys()
         for name, value in out[kind].items():
             measures = [base[kind][name].float() for base in bases]
-            check_error(name, value.float(), gold[kind][name], measures, factor, related)
+            check_error(name, value.float(), gold[kind][name], measures, factor, cancelled)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["MLM", "MLM, plain Trainer", "RTD", "spans"])
 def test_micro_batches_of_unequal_size_are_one_batch(trained, case):
+    hold_in_micro_batches(trained, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["MLM+NSP", "RTD, masked tokens", "MLM+SOP", "CLM", "denoise"])
+def test_micro_batches_of_other_objectives(trained, case):
+    hold_in_micro_batches(trained, case)
+
+
+def hold_in_micro_batches(trained, case):
     gold = trained(case, 7, double=True)
     assert all(moved.any() for moved in gold[1].values())
     # In fp64 all that may differ is how an fp32 number is rounded.

@@ -210,7 +210,12 @@ def kill_and_resume(arguments, command, out, *, at, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"arch": "bert-tiny"}, {"arch": "t5-tiny", "vocab_size": 200}], ids=str
+    "options",
+    [
+        {"arch": "bert-tiny"},
+        pytest.param({"arch": "t5-tiny", "vocab_size": 200}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, command, tmp_path):
     # Dropout, so that the random state has to come back too; one thread, as in the killed process.
@@ -326,9 +331,9 @@ def run_to_its_end(words, environment):
 @pytest.mark.parametrize(
     "options",
     [
-        {"arch": "bert-tiny"},
         {"arch": "electra-tiny"},
-        {"arch": "albert-tiny"},
+        pytest.param({"arch": "bert-tiny"}, marks=pytest.mark.slow),
+        pytest.param({"arch": "albert-tiny"}, marks=pytest.mark.slow),
         pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
     ],
     ids=str,
