@@ -34,6 +34,9 @@ def lacks(operator: str, dispatch_key: str) -> str | None:
     """
     if _MISSING is not None:
         return _MISSING
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastplm_C::{operator}", dispatch_key):
+    name = f"fastplm_C::{operator}"
+    if not torch._C._dispatch_has_kernel(name):
+        return f"the extension has no {operator}: it is of other sources, install fastplm again"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
         return None
     return f"the extension was built without {dispatch_key}"

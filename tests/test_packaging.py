@@ -100,14 +100,17 @@ def test_wheel_holds_the_extension_and_works_alone(wheel, tmp_path):
     assert "-cp310-abi3-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    answer = python_says(
+    file, lacks, lacks_of_other_sources = python_says(
         "import json, fastplm, fastplm.triton_kernels\n"
         "from fastplm import _extension\n"
-        "print(json.dumps([fastplm.__file__, _extension.lacks('mask_tokens', 'CPU')]))",
+        "lacks = [_extension.lacks(name, 'CPU') for name in ('mask_tokens', 'product')]\n"
+        "print(json.dumps([fastplm.__file__, *lacks]))",
         cwd=tmp_path,
         PYTHONPATH=str(tmp_path),
     )
-    assert answer == [str(tmp_path / "fastplm/__init__.py"), None]
+    assert file == str(tmp_path / "fastplm/__init__.py")
+    assert lacks is None
+    assert "no product: it is of other sources" in lacks_of_other_sources
 
 
 def test_without_a_compiler_one_notice_and_a_wheel_of_python_alone(tree, tmp_path):
