@@ -629,7 +629,13 @@ def check_compiled(hold, options, backend, unpad=None):
 
 @pytest.mark.parametrize(
     "name",
-    ["ELECTRA 15%", "replace MLM", "all-tokens MLM", "unigram", "first stage", "second stage"],
+    [
+        *("replace MLM", "unigram", "second stage"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("ELECTRA 15%", "all-tokens MLM", "first stage")
+        ),
+    ],
 )
 def test_traced_whole_it_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager")
