@@ -454,7 +454,13 @@ def train(model, forward):
     return torch.stack(curve), torch.stack(seen)
 
 
-@pytest.mark.parametrize("name", ["default", "all shared", "all-tokens MLM", "second stage"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("default", "second stage"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("all shared", "all-tokens MLM")),
+    ],
+)
 def test_twenty_steps_give_the_curve_of_transformers(name):
     # Seeds under which no uniform number lies within rounding of a boundary between two tokens:
     # then all runs draw the same replacements, which is asserted.

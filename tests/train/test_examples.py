@@ -29,7 +29,8 @@ def text(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_families_learn_and_load_in_transformers(text, optimizer, tmp_path, monkeypatch, capsys):
     options = {
         "corpus": text,

@@ -207,7 +207,13 @@ def test_learns(task, arguments, files):
     assert metrics["chance"] < metrics["scores"]["accuracy"]["mean"] == 1
 
 
-@pytest.mark.parametrize("task", FILES)
+@pytest.mark.parametrize(
+    "task",
+    [
+        task if task in ("pair", "qa") else pytest.param(task, marks=pytest.mark.slow)
+        for task in FILES
+    ],
+)
 def test_both_libraries_have_the_same_losses(task, arguments, tmp_path):
     """The same batches, order, head and steps: what differs is rounding alone.
 
