@@ -31,10 +31,7 @@ def _interpret_kernels():
         if function.fn.__module__ not in known:
             interpreter._patch_lang(function.fn)
             known.add(function.fn.__module__)
-        try:
-            return function.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
+        return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
 
