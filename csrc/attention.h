@@ -21,6 +21,7 @@ namespace fastplm {
 constexpr int64_t kBlock = 48;
 constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
 
 // --- products -------------------------------------------------------------------------------------
 
@@ -134,27 +135,6 @@ FASTPLM_HD void transpose(const float* from, int64_t count, int64_t width, int64
 
 // --- softmax --------------------------------------------------------------------------------------
 
-// x = e^x for x <= 0 or NaN, to about an ulp: 2^n times a polynomial in the rest (Cephes' expf).
-FASTPLM_HD void exponential(Floats& x) {
-  const Floats magic = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats shifted = x * 1.44269504f + magic;
-  const Floats n = shifted - magic;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  // The low bits of `shifted` are n.
-  Ints bits, power;
-  std::memcpy(&bits, &p, sizeof(bits));
-  std::memcpy(&power, &shifted, sizeof(power));
-  bits += power << 23;
-  std::memcpy(&p, &bits, sizeof(p));
-  x = x < -87.0f ? Floats{} : p;
-}
-
 // Products q k [columns] to probabilities; the hidden ones and those from `limit` on become 0.
 template <bool kBias>
 FASTPLM_HD void softmax_row(float* scores, int64_t columns, float scale, const float* bias,
@@ -162,29 +142,40 @@ FASTPLM_HD void softmax_row(float* scores, int64_t columns, float scale, const f
   Ints lane;
   for (int64_t i = 0; i < kLane; ++i) lane[i] = static_cast<int32_t>(i);
   const Floats lowest = Floats{} - kInfinity;
-  Floats largest = lowest;
+  // In fours, whose comparison is one instruction on every CPU.
+  Four largest[kLane / 4];
+  for (Four& four : largest) four = Four{} - kInfinity;
   for (int64_t j = 0; j < columns; j += kLane) {
     Ints unseen;
     std::memcpy(&unseen, hidden + j, sizeof(unseen));
-    unseen |= lane >= static_cast<int32_t>(limit - j);
+    unseen |= (static_cast<int32_t>(limit - j) - 1 - lane) >> 31;
     // Not the query is scaled but the product: the rounding of large scores is all that matters.
     Floats score = at(scores + j) * scale;
     if (kBias) score += at(bias + j);
-    score = unseen ? lowest : score;
-    at(scores + j) = score;
-    largest = score > largest ? score : largest;
+    choose(unseen, lowest, score, at(scores + j));
+    for (int64_t i = 0; i < kLane / 4; ++i) {
+      const Four four = *reinterpret_cast<const Four*>(scores + j + 4 * i);
+      largest[i] = four > largest[i] ? four : largest[i];
+    }
   }
   float most = -kInfinity;
-  for (int64_t i = 0; i < kLane; ++i) most = std::max(most, largest[i]);
+  for (const Four& four : largest) {
+    for (int64_t i = 0; i < 4; ++i) most = std::max(most, four[i]);
+  }
   Floats total = {};
-  for (int64_t j = 0; j < columns; j += kLane) {
-    Floats weight = at(scores + j) - most;
-    exponential(weight);
-    at(scores + j) = weight;
-    total += weight;
+  int64_t j = 0;
+  for (; j + kTogether * kLane <= columns; j += kTogether * kLane) {
+    const auto weight = exponential(load<kTogether>(scores + j) - most);
+    store(weight, scores + j);
+    for (const Floats& each : weight.each) total += each;
+  }
+  for (; j < columns; j += kLane) {
+    const auto weight = exponential(load<1>(scores + j) - most);
+    store(weight, scores + j);
+    total += weight.each[0];
   }
   const float inverse = 1.0f / sum_of(total);
-  for (int64_t j = 0; j < columns; j += kLane) at(scores + j) *= inverse;
+  for (j = 0; j < columns; j += kLane) at(scores + j) *= inverse;
 }
 
 // --- one head -------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME
-    from fastplm.models._base import DROP_INS, share_config
+    from fastplm.models._base import DROP_INS, drop_in_for, share_config
 
     by_class = {kind: drop_in_of(kind) for kind in {type(module) for module in model.modules()}}
     ours = set(DROP_INS.values())
@@ -120,8 +120,9 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     for module, drop_in in switched:
         module.__class__ = drop_in
         for inner in module.modules():  # such as linear layers, of no family
-            if by_class.get(type(inner)) is None and type(inner) in DROP_INS:
-                inner.__class__ = DROP_INS[type(inner)]
+            ours_of_none = None if by_class.get(type(inner)) else drop_in_for(inner)
+            if ours_of_none is not None:
+                inner.__class__ = ours_of_none
     already = any(type(module) in ours for module in model.modules())
     return bool(switched or dispatching or already), kept
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._ragged import values_are_known
-from fastplm.nn import Dropout, Linear
+from fastplm.nn import GELU, Dropout, Linear
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
+from fastplm.nn.gelu import gelu
 
 _Class = TypeVar("_Class", bound=type)
 
 #: Ours by the class of Transformers that each one stands in for, of the families imported so far.
-DROP_INS: dict[type, type] = {nn.Linear: Linear, nn.Dropout: Dropout}
+DROP_INS: dict[type, type] = {nn.Linear: Linear, nn.Dropout: Dropout, nn.GELU: GELU}
+
+# Modules that Transformers made once for all models; what they are is nobody's to change.
+_SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
 
 
 def drop_in(ours: _Class) -> _Class:
@@ -42,11 +47,33 @@ def drop_in(ours: _Class) -> _Class:
     return ours
 
 
+@drop_in
+class NewGELUActivation(activations.NewGELUActivation):
+    """GPT-2's, ALBERT's and T5 1.1's: "gelu_new", eight operations there, in one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, "tanh")
+
+
+@drop_in
+class GELUTanh(activations.GELUTanh):
+    """The same function: "gelu_pytorch_tanh"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        fused = isinstance(self.act, functools.partial)
+        return gelu(input, "tanh") if fused else super().forward(input)
+
+
+def drop_in_for(module: nn.Module) -> type | None:
+    """Ours for a module, None if there is none or other models have the module, too."""
+    return None if id(module) in _SHARED else DROP_INS.get(type(module))
+
+
 def switch_modules(model: nn.Module) -> None:
     """Make each module inside that has a drop-in class one of that class; none is left out or
     changed twice. A subclass of the user's stays as it is."""
     for module in model.modules():
-        ours = DROP_INS.get(type(module))
+        ours = drop_in_for(module)
         if ours is not None:
             module.__class__ = ours
 

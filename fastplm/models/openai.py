@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
@@ -14,6 +15,7 @@ from fastplm import ops
 from fastplm.models._base import asked_for, drop_in
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
+from fastplm.nn.gelu import gelu
 
 
 class _Keys(NamedTuple):
@@ -56,6 +58,16 @@ class Attention(modeling_openai.Attention):
             mask = None if keys.mask is None else keys.mask[0]
             out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
+
+
+@drop_in
+class MLP(modeling_openai.MLP):
+    """The feed-forward block, whose activation is a module that all of Transformers shares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.act) is not NewGELUActivation:
+            return super().forward(x)
+        return self.dropout(self.c_proj(gelu(self.c_fc(x), "tanh")))
 
 
 class _FusedLayers:

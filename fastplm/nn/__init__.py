@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastplm.nn.attention import FusedAttention
 from fastplm.nn.dropout import Dropout
+from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
 from fastplm.nn.mlm_head import (
     AlbertMLMHead,
@@ -22,6 +23,7 @@ __all__ = [
     "ElectraMLMHead",
     "ElectraRTDHead",
     "FusedAttention",
+    "GELU",
     "Linear",
     "MLMHead",
     "RTDHead",

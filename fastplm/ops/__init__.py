@@ -7,6 +7,7 @@ from fastplm.ops.bart_noise import bart_noise
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.dropout import dropout
 from fastplm.ops.gather_rows import gather_rows
+from fastplm.ops.gelu import gelu
 from fastplm.ops.linear import linear
 from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy,
@@ -34,6 +35,7 @@ __all__ = [
     "corrupt_spans",
     "dropout",
     "gather_rows",
+    "gelu",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_with_sample",

@@ -1,0 +1,28 @@
+"""``nn.GELU`` on ``ops.gelu``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fastplm import ops
+from fastplm.ops.gelu import is_worth_it
+
+
+def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """``ops.gelu`` where it is faster, else ``torch.nn.functional.gelu``: [...] -> [...]."""
+    if is_worth_it(input, approximate):
+        return ops.gelu(input, approximate=approximate)
+    return F.gelu(input, approximate=approximate)
+
+
+class GELU(torch.nn.GELU):
+    """``torch.nn.GELU`` that computes the form with a tanh by ``ops.gelu`` on a CPU.
+
+    Models have it in place of ``torch.nn.GELU``, and the like in place of Transformers'
+    activations "gelu_new" and "gelu_pytorch_tanh".
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[...] -> [...]."""
+        return gelu(input, self.approximate)
