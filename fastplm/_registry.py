@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastplm._backends import BACKENDS, Backend, accepts_all, resolve
+from fastplm._checks import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments that dispatch to nobody else: neither subclasses of tensors nor symbols.
@@ -89,9 +90,6 @@ class Op:
         """The same of the backward's operator, which has no gradient."""
         if _is_watched(arguments):
             return self._backward_operator(*arguments)
-        if torch.is_grad_enabled():  # create_graph
-            with torch.no_grad():
-                return self._run("backward", arguments)
         return self._run("backward", arguments)
 
     def define_differentiable(
@@ -103,13 +101,19 @@ class Op:
         fake_backward: Callable[..., Any],
         setup_context: Callable[..., None],
         backward: Callable[..., Any],
+        twice: bool = False,
     ) -> None:
-        """Register ``fastplm::<op>_fwd``, ``fastplm::<op>_bwd`` and the formula that joins them."""
+        """Register ``fastplm::<op>_fwd``, ``fastplm::<op>_bwd`` and the formula that joins them.
+
+        ``twice`` says that the formula itself has a gradient, where one is asked for.
+        """
         forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
         self._operator = self._define(forward_name, forward_schema, "forward", fake_forward)
         self._backward_operator = self._define(
             backward_name, backward_schema, "backward", fake_backward
         )
+        if not twice:
+            backward = _once(self.name, backward)
         kernel = _autograd_kernel(self._operator, setup_context, backward)
         _LIBRARY.impl(forward_name, kernel, "Autograd", with_keyset=True)
         self._formula = _direct_formula(
@@ -146,6 +150,43 @@ def _is_watched(arguments: tuple[Any, ...]) -> bool:
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
+
+
+def _once(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula whose gradients raise where somebody wants their gradient (create_graph=True).
+
+    Without this they would pass for constants, and a gradient penalty for nothing.
+    """
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        read = [
+            one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad
+        ]
+        if not read:
+            return results
+        return tuple(None if one is None else _Once.apply(op, one, *read) for one in results)
+
+    return run
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again, and what it may depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        ctx.op = op
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"{ctx.op}: its gradient has no gradient of its own (create_graph=True). Run what is "
+            f"differentiated twice inside `with fastplm.use_backend('eager', '{ctx.op}')`."
+        )
 
 
 def _direct_formula(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -111,3 +112,38 @@ def test_whoever_looks_at_operators_sees_them():
     names = {event.key for event in profile.key_averages()}
     assert {"fastplm::gather_rows_fwd", "fastplm::gather_rows_bwd"} <= names
     assert torch.equal(plain, seen)
+
+
+def attend(x):
+    return ops.attention(x[None, None], x[None, None], x[None, None])
+
+
+TWICE = {
+    "attention": attend,
+    "gather_rows": lambda x: ops.gather_rows(x, torch.tensor([2, -1, 0])),
+    "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, x, torch.tensor([1, 2, 3, 0])),
+    "replaced_token_loss": lambda x: ops.replaced_token_loss(x, x[0], torch.arange(4) > 1),
+}
+
+
+def penalty(function, x, watched=False):
+    """What a gradient penalty needs: the gradient of a gradient's square."""
+    with torch.profiler.profile() if watched else contextlib.nullcontext():
+        (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum() + x.sum(), x)[0]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("op", TWICE)
+def test_a_gradient_without_one_of_its_own_says_so(op, watched):
+    """And does not pass for a constant; the reference has one."""
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(fastplm.FastplmError, match=rf"use_backend\('eager', '{op}'\)"):
+        penalty(TWICE[op], x, watched)
+    with fastplm.use_backend("eager", op):
+        second = penalty(TWICE[op], x)
+    assert (second != 1).any()
+    # The gradient itself is as ever.
+    once = torch.autograd.grad(TWICE[op](x).square().sum(), x)[0]
+    again = torch.autograd.grad(TWICE[op](x).square().sum(), x, create_graph=True)[0]
+    assert torch.equal(once, again)

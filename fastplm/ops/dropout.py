@@ -138,4 +138,5 @@ OP.define_differentiable(
     fake_backward=_fake,
     setup_context=_setup_context,
     backward=_backward,
+    twice=True,
 )

@@ -203,4 +203,5 @@ OP.define_differentiable(
     fake_backward=_fake_backward,
     setup_context=_setup_context,
     backward=_backward,
+    twice=True,
 )
