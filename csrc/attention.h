@@ -21,6 +21,7 @@ namespace fastplm {
 constexpr int64_t kBlock = 48;
 constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// What every CPU with vectors compares by one instruction.
 using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
 
 // --- products -------------------------------------------------------------------------------------
@@ -142,7 +143,6 @@ FASTPLM_HD void softmax_row(float* scores, int64_t columns, float scale, const f
   Ints lane;
   for (int64_t i = 0; i < kLane; ++i) lane[i] = static_cast<int32_t>(i);
   const Floats lowest = Floats{} - kInfinity;
-  // In fours, whose comparison is one instruction on every CPU.
   Four largest[kLane / 4];
   for (Four& four : largest) four = Four{} - kInfinity;
   for (int64_t j = 0; j < columns; j += kLane) {

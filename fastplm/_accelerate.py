@@ -120,9 +120,8 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     for module, drop_in in switched:
         module.__class__ = drop_in
         for inner in module.modules():  # such as linear layers, of no family
-            ours_of_none = None if by_class.get(type(inner)) else drop_in_for(inner)
-            if ours_of_none is not None:
-                inner.__class__ = ours_of_none
+            if by_class.get(type(inner)) is None and (drop_in := drop_in_for(inner)) is not None:
+                inner.__class__ = drop_in
     already = any(type(module) in ours for module in model.modules())
     return bool(switched or dispatching or already), kept
 
