@@ -1,5 +1,5 @@
-// GELU in its form with a tanh, and its gradient, for a tensor's elements; all in fp32, whatever the
-// dtype of the tensor.
+// GELU in its form with a tanh, and its gradient, for a tensor's elements; all in fp32, whatever
+// the dtype of the tensor.
 //
 //   gelu(x) = x (1 + tanh u) / 2 = x sigma(2u)    u = sqrt(2 / pi) (x + 0.044715 x^3)
 //

@@ -42,8 +42,8 @@ FASTPLM_HD float sum_of(Floats lanes) {
   return lanes[0];
 }
 
-// GCC compares vectors that are wider than the CPU's lane by lane, at ten times the cost; a mask made of
-// signs it does not take apart so. All bits of a lane where x is negative:
+// GCC compares vectors that are wider than the CPU's lane by lane, at ten times the cost; masks made
+// of signs it does not take apart so. All bits of a lane where x is negative:
 FASTPLM_HD void sign_of(const Floats& x, Ints& mask) {
   mask = reinterpret_cast<const Ints&>(x) >> 31;
 }
