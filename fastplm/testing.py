@@ -288,16 +288,23 @@ def assert_repeatable(
     *,
     wrt: Sequence[str] = (),
     runs: int = 3,
+    threads: Sequence[int] = (),
 ) -> None:
-    """Outputs and gradients of several runs are equal bit for bit."""
+    """Outputs and gradients of several runs, and with other numbers of threads, are equal bit for
+    bit."""
     first, first_grads = _run(function, inputs, wrt)
-    for _ in range(runs - 1):
-        out, grads = _run(function, inputs, wrt)
-        if not _same_bits(out, first):
-            raise AssertionError("the output differs between two runs on the same inputs")
-        for name, grad in grads.items():
-            if not _same_bits(grad, first_grads[name]):
-                raise AssertionError(f"the gradient of {name} differs between two runs")
+    before = torch.get_num_threads()
+    try:
+        for count in (*[before] * (runs - 1), *threads):
+            torch.set_num_threads(count)
+            out, grads = _run(function, inputs, wrt)
+            if not _same_bits(out, first):
+                raise AssertionError("the output differs between two runs on the same inputs")
+            for name, grad in grads.items():
+                if not _same_bits(grad, first_grads[name]):
+                    raise AssertionError(f"the gradient of {name} differs between two runs")
+    finally:
+        torch.set_num_threads(before)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -184,6 +184,17 @@ def test_atomics_like_noise_is_caught():
         assert_repeatable(noisy, dict(input=torch.ones(3)))
 
 
+def test_what_depends_on_the_number_of_threads_is_not_repeatable():
+    def by_threads(input):
+        return input * torch.get_num_threads()
+
+    before, inputs = torch.get_num_threads(), dict(input=torch.ones(3))
+    assert_repeatable(by_threads, inputs)
+    with pytest.raises(AssertionError, match="differs between two runs"):
+        assert_repeatable(by_threads, inputs, threads=(before + 1,))
+    assert torch.get_num_threads() == before
+
+
 def test_reversed_reductions_change_rounding_and_nothing_else():
     a, b = torch.randn(8, 1000), torch.randn(1000, 8)
     with ReversedReductions():

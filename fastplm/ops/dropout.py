@@ -7,7 +7,7 @@ import torch
 from fastplm._backends import requested
 from fastplm._checks import FLOATING, check, check_dtype, check_same_device, check_tensor
 from fastplm._registry import Op
-from fastplm.ops._common import checked_seed, rejects_of_csrc
+from fastplm.ops._common import checked_seed, is_eager, rejects_of_csrc
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
 
 # Below this many elements a call costs more than the random numbers of PyTorch's.
@@ -79,10 +79,8 @@ def is_worth_it(input: torch.Tensor, p: float) -> bool:
     return (
         wanted in ("auto", "cpp")
         and 0.0 < p < 1.0
-        and type(input) is torch.Tensor
         and (wanted == "cpp" or input.numel() >= _WORTH_IT)
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and is_eager(input)
         and _cpp_rejects(input, forced=False) is None
     )
 

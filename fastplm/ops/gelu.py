@@ -7,7 +7,7 @@ import torch
 from fastplm._backends import requested
 from fastplm._checks import FLOATING, check_choice, check_dtype, check_tensor
 from fastplm._registry import Op
-from fastplm.ops._common import rejects_of_csrc
+from fastplm.ops._common import is_eager, rejects_of_csrc
 from fastplm.reference.gelu import gelu_ref
 
 FORMS = ("none", "tanh")
@@ -64,10 +64,8 @@ def is_worth_it(input: torch.Tensor, approximate: str) -> bool:
     wanted = requested("gelu")
     return (
         wanted in ("auto", "cpp")
-        and type(input) is torch.Tensor
         and (wanted == "cpp" or input.numel() >= _WORTH_IT)
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and is_eager(input)
         and _cpp_rejects(input, approximate, forced=False) is None
     )
 

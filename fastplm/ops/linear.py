@@ -7,7 +7,7 @@ import torch
 from fastplm._backends import requested
 from fastplm._checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor
 from fastplm._registry import Op
-from fastplm.ops._common import rejects_of_csrc
+from fastplm.ops._common import is_eager, rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 
 # Below this many multiplications the threads cost more than the product.
@@ -70,10 +70,7 @@ def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
     wanted = requested("linear")
     return (
         (_BLAS_IS_SLOW if wanted == "auto" else wanted == "cpp")
-        and type(input) is torch.Tensor
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and is_eager(input, weight)
         and _cpp_rejects(input, weight, forced=wanted == "cpp") is None
     )
 
