@@ -13,14 +13,19 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._ragged import values_are_known
-from fastplm.nn import GELU, Dropout, Linear
+from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu
 
 _Class = TypeVar("_Class", bound=type)
 
 #: Ours by the class of Transformers that each one stands in for, of the families imported so far.
-DROP_INS: dict[type, type] = {nn.Linear: Linear, nn.Dropout: Dropout, nn.GELU: GELU}
+DROP_INS: dict[type, type] = {
+    nn.Linear: Linear,
+    nn.Dropout: Dropout,
+    nn.GELU: GELU,
+    nn.RMSNorm: RMSNorm,
+}
 
 # Modules that Transformers made once for all models; what they are is nobody's to change.
 _SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}

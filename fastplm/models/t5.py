@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers.modeling_outputs import (
@@ -39,6 +40,20 @@ from fastplm.models._seq2seq import (
     is_fused,
 )
 from fastplm.nn._rows import IGNORE_INDEX
+from fastplm.ops.rms_norm import is_worth_it
+
+
+@drop_in
+class T5LayerNorm(modeling_t5.T5LayerNorm):
+    """The parent's six operations in one, on a CPU and where dtypes allow on CUDA."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps = self.weight, self.variance_epsilon
+        if is_worth_it(hidden_states, weight):
+            return ops.rms_norm(hidden_states, weight, eps=eps)
+        if hidden_states.is_cuda and hidden_states.dtype is weight.dtype:
+            return F.rms_norm(hidden_states, weight.shape, weight, eps)
+        return super().forward(hidden_states)
 
 
 @drop_in

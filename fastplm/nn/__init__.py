@@ -13,6 +13,7 @@ from fastplm.nn.mlm_head import (
     MLMHead,
     RobertaMLMHead,
 )
+from fastplm.nn.rms_norm import RMSNorm
 from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
 from fastplm.nn.token_masker import TokenMasker
 
@@ -26,6 +27,7 @@ __all__ = [
     "GELU",
     "Linear",
     "MLMHead",
+    "RMSNorm",
     "RTDHead",
     "RobertaMLMHead",
     "TokenMasker",

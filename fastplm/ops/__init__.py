@@ -15,6 +15,7 @@ from fastplm.ops.linear_cross_entropy import (
 )
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
+from fastplm.ops.rms_norm import rms_norm
 from fastplm.reference.attention import T5RelativeBias
 from fastplm.reference.bart_noise import NoisedText
 from fastplm.reference.corrupt_spans import CorruptedSpans
@@ -41,6 +42,7 @@ __all__ = [
     "linear_cross_entropy_with_sample",
     "mask_tokens",
     "replaced_token_loss",
+    "rms_norm",
     "span_corruption_fit",
     "span_corruption_lengths",
 ]

@@ -1,0 +1,109 @@
+// Rows scaled to a root mean square of 1, times a weight for each column, and the gradients; all in
+// fp32, whatever the dtypes of the tensors.
+//
+//   out    = w x r                            r = 1 / sqrt(mean(x^2) + eps)
+//   grad_x = r (g w - x r^2 mean(g w x))      g = grad_out
+//   grad_w = sum over rows of g x r
+//
+// Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv 1910.07467),
+// equation 4.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "lanes.h"
+
+namespace fastplm {
+
+// A row is worked on as fp32, filled up with zeros to whole blocks: each row anew, as a scale that
+// is infinite or NaN makes others of them.
+constexpr int64_t kNormBlock = kTogether * kLane;
+
+// Rows whose part of the weight's gradient is one sum, whatever the number of threads.
+constexpr int64_t kNormRows = 32;
+
+FASTPLM_HD int64_t norm_width(int64_t width) {
+  return round_up(width, kNormBlock);
+}
+
+template <typename T>
+FASTPLM_HD void widen(int64_t count, const T* from, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]);
+  for (int64_t i = count; i < norm_width(count); ++i) to[i] = 0.0f;
+}
+
+template <typename T>
+FASTPLM_HD void narrow(int64_t count, const float* from, T* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+FASTPLM_HD float sum_of(const Several<kTogether>& block) {
+  Floats sum = block.each[0];
+  for (int i = 1; i < kTogether; ++i) sum += block.each[i];
+  return sum_of(sum);
+}
+
+// r of a row, whose squares have this sum.
+FASTPLM_HD float scale_of(float squares, int64_t width, float eps) {
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+}
+
+// out [rows, width], of in [rows, width]; weight is one row, filled up with zeros, x room for one.
+template <typename In, typename Out>
+FASTPLM_HD void norm_rows(int64_t rows, int64_t width, float eps, const float* weight, const In* in,
+                          Out* out, float* x) {
+  const int64_t filled = norm_width(width);
+  for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
+    widen(width, in, x);
+    Several<kTogether> squares = {};
+    for (int64_t i = 0; i < filled; i += kNormBlock) {
+      const Several<kTogether> block = load<kTogether>(x + i);
+      squares = squares + block * block;
+    }
+    const float scale = scale_of(sum_of(squares), width, eps);
+    for (int64_t i = 0; i < filled; i += kNormBlock) {
+      store(load<kTogether>(x + i) * scale * load<kTogether>(weight + i), x + i);
+    }
+    narrow(width, x, out);
+  }
+}
+
+// grad_in [rows, width], and these rows' part of the weight's gradient, added to grad_weight; weight
+// is one row, filled up with zeros, and grad_weight, x and grad are room for one.
+template <typename In, typename Out>
+FASTPLM_HD void norm_grad_rows(int64_t rows, int64_t width, float eps, const float* weight,
+                               const In* in, const Out* grad_out, In* grad_in, float* grad_weight,
+                               float* x, float* grad) {
+  const int64_t filled = norm_width(width);
+  for (int64_t row = 0; row < rows; ++row, in += width, grad_out += width, grad_in += width) {
+    widen(width, in, x);
+    widen(width, grad_out, grad);
+    Several<kTogether> squares = {}, products = {};
+    for (int64_t i = 0; i < filled; i += kNormBlock) {
+      const Several<kTogether> block = load<kTogether>(x + i);
+      squares = squares + block * block;
+      products = products + load<kTogether>(grad + i) * load<kTogether>(weight + i) * block;
+    }
+    const float scale = scale_of(sum_of(squares), width, eps);
+    const float mean = sum_of(products) / static_cast<float>(width);
+    const float along = scale * scale * mean;
+    for (int64_t i = 0; i < filled; i += kNormBlock) {
+      const Several<kTogether> block = load<kTogether>(x + i), g = load<kTogether>(grad + i);
+      store(load<kTogether>(grad_weight + i) + g * (block * scale), grad_weight + i);
+      store((g * load<kTogether>(weight + i) - block * along) * scale, grad + i);
+    }
+    narrow(width, grad, grad_in);
+  }
+}
+
+// out [width] = sum over parts [parts, width], one after another; in fp64, as there may be many.
+template <typename T>
+FASTPLM_HD void sum_parts(int64_t parts, int64_t width, const float* from, double* total, T* out) {
+  for (int64_t part = 0; part < parts; ++part, from += width) {
+    for (int64_t i = 0; i < width; ++i) total[i] += static_cast<double>(from[i]);
+  }
+  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(static_cast<float>(total[i]));
+}
+
+}  // namespace fastplm

@@ -1,0 +1,29 @@
+"""``nn.RMSNorm`` on ``ops.rms_norm``."""
+
+from __future__ import annotations
+
+import torch
+
+from fastplm import ops
+from fastplm.ops.rms_norm import is_worth_it
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` that computes by ``ops.rms_norm`` on a CPU.
+
+    Models have it in place of ``torch.nn.RMSNorm``, and T5's have the like in place of
+    Transformers' ``T5LayerNorm``.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., E] -> [..., E]."""
+        weight = self.weight
+        if (
+            weight is None
+            or self.normalized_shape != input.shape[-1:]
+            or weight.dtype != input.dtype
+            or not is_worth_it(input, weight)
+        ):
+            return super().forward(input)
+        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        return ops.rms_norm(input, weight, eps=eps)

@@ -1,0 +1,377 @@
+"""ops.rms_norm against its reference, and the layers on it against PyTorch's and T5's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.models.t5 import modeling_t5
+
+import fastplm
+import fastplm.models.t5  # so that its layer norm has a drop-in
+from fastplm import _extension, models, ops
+from fastplm._backends import record_decisions
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
+from fastplm.models._base import restore_modules, switch_modules
+from fastplm.nn import RMSNorm
+from fastplm.reference.rms_norm import rms_norm_ref
+from fastplm.testing import (
+    LAYOUTS,
+    BudgetExceeded,
+    assert_repeatable,
+    assert_within_budget,
+    poisoned_memory,
+)
+
+LACKING = _extension.lacks("rms_norm", "CPU")
+needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BOTH = ("input", "weight")
+
+
+def run(input: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+    with fastplm.use_backend("cpp"):
+        return ops.rms_norm(input, weight, eps=eps)
+
+
+def made(*shape: int, dtype=torch.float32, weight_dtype=None) -> dict[str, torch.Tensor]:
+    weight = 1 + torch.randn(shape[-1]) / 2
+    return {"input": torch.randn(shape).to(dtype), "weight": weight.to(weight_dtype or dtype)}
+
+
+def check(inputs, function=run, reference=rms_norm_ref, **settings) -> None:
+    if settings:
+        function, reference = (_with(f, settings) for f in (function, reference))
+    assert_within_budget(function, reference, inputs, wrt=BOTH)
+
+
+def _with(function, settings):
+    return lambda **inputs: function(**inputs, **settings)
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_formula():
+    """Of numbers that are exact: 3, 4 and twelve times 5."""
+    input = torch.tensor([3.0, 4.0] + 13 * [5.0] + [0.0]).double()
+    expected = input * 16**0.5 / (25 + 13 * 25) ** 0.5
+    assert torch.allclose(rms_norm_ref(input, torch.ones(16).double(), eps=0.0), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_reference_is_t5_and_pytorch(dtype):
+    """To a rounding in 16 bits, as T5 rounds twice."""
+    inputs = made(30, 64, dtype=dtype)
+    layer = modeling_t5.T5LayerNorm(64).to(dtype)
+    layer.weight.data = inputs["weight"]
+    ours = rms_norm_ref(**inputs)
+    torch.testing.assert_close(ours, layer(inputs["input"]))
+    torch.testing.assert_close(ours, F.rms_norm(inputs["input"], (64,), inputs["weight"], 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_the_result_has_the_dtype_of_t5(dtype, weight_dtype):
+    inputs = made(3, 16, dtype=dtype, weight_dtype=weight_dtype)
+    layer = modeling_t5.T5LayerNorm(16).to(weight_dtype)
+    assert layer(inputs["input"]).dtype is weight_dtype
+    assert ops.rms_norm(**inputs).dtype is weight_dtype
+
+
+# --- backend "cpp" --------------------------------------------------------------------------------
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (5, 15), (16,), (4, 63), (33, 64), (2, 3, 65), (130, 768), (0, 8), (3, 0)]
+)
+def test_shapes_and_dtypes(shape, dtype):
+    check(made(*shape, dtype=dtype))
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_an_input_and_a_weight_of_two_dtypes(dtype, weight_dtype):
+    check(made(70, 96, dtype=dtype, weight_dtype=weight_dtype))
+
+
+@needs_csrc
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2, 1.0])
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e4, 1e15])
+def test_magnitudes(scale, eps):
+    inputs = made(40, 100)
+    inputs["input"] *= scale
+    check(inputs, eps=eps)
+
+
+@needs_csrc
+def test_rows_of_very_different_size():
+    """No row's error hides behind another's: each is held to the reference alone."""
+    inputs = made(8, 96)
+    for exponent, row in zip(range(-20, 20, 5), inputs["input"], strict=True):
+        check({"input": row[None] * 2.0**exponent, "weight": inputs["weight"]})
+
+
+@needs_csrc
+def test_a_large_offset():
+    """Rows along the weight, whose gradient is a small difference of large numbers."""
+    inputs = made(50, 64)
+    inputs["input"] = 100 + inputs["input"]
+    check(inputs)
+
+
+@needs_csrc
+def test_thousands_of_rows():
+    check(made(5000, 24))
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite(dtype):
+    """A row of zeros, of what overflows, infinities or NaN is its own affair."""
+    input = torch.randn(7, 40)
+    input[1] = 0
+    for row, value in ((2, 3e38), (3, float("inf")), (4, float("-inf")), (5, float("nan"))):
+        input[row, row] = value
+    input, weight = input.to(dtype).requires_grad_(), torch.ones(40, dtype=dtype)
+    out, expected = run(input, weight), rms_norm_ref(input, weight)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    (grad,) = torch.autograd.grad(out.sum(), input)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), input)
+    # The square that overflows makes the scale 0, and the formula's own gradient 0 times infinity.
+    others = [0, 1, 3, 4, 5, 6]
+    torch.testing.assert_close(grad[others], expected_grad[others], equal_nan=True)
+    assert dtype is torch.float16 or (grad[2] == 0).all()
+
+
+@needs_csrc
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(layout):
+    inputs = made(12, 40)
+    check({"input": layout(inputs["input"]), "weight": inputs["weight"]})
+
+
+@needs_csrc
+def test_a_weight_with_strides():
+    inputs = made(12, 40)
+    check({"input": inputs["input"], "weight": torch.stack([inputs["weight"]] * 2, 1)[:, 0]})
+
+
+@needs_csrc
+def test_an_upstream_gradient_without_strides():
+    inputs = {name: tensor.requires_grad_() for name, tensor in made(12, 40).items()}
+    got = torch.autograd.grad(run(**inputs).sum(), tuple(inputs.values()))
+    with poisoned_memory():
+        again = torch.autograd.grad(run(**inputs), tuple(inputs.values()), torch.ones(40, 12).t())
+    expected = torch.autograd.grad(rms_norm_ref(**inputs).sum(), tuple(inputs.values()))
+    for a, b, c in zip(got, again, expected, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)
+
+
+@needs_csrc
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda input, weight: run(input, weight, eps=1e-2),
+        lambda input, weight: run(input, weight) * (1 + 1e-6),
+        lambda input, weight: run(input - input.mean(-1, keepdim=True), weight),
+        lambda input, weight: run(input, weight.detach()) + 0 * weight,
+        lambda input, weight: run(input.detach(), weight) + 0 * input,
+        lambda input, weight: run(input, weight)[:, [1, 0, *range(2, 64)]],
+    ],
+    ids=["eps", "a factor", "a mean", "no gradient of weight", "none of input", "swapped columns"],
+)
+def test_the_budget_is_a_budget(wrong):
+    inputs = made(50, 64)
+    inputs["input"] += 0.1
+    with pytest.raises(BudgetExceeded):
+        check(inputs, wrong)
+
+
+@needs_csrc
+def test_repeats_with_any_number_of_threads():
+    assert_repeatable(run, made(300, 500), wrt=BOTH, threads=(1, 2, 3))
+
+
+@needs_csrc
+@pytest.mark.parametrize("shape", [(6, 20), (20,)])
+def test_gradients_of_gradients(shape):
+    inputs = {name: tensor.double() for name, tensor in made(*shape).items()}
+
+    def second(function, dtype):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs.values()]
+        grads = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), leaves)
+
+    expected = second(rms_norm_ref, torch.float64)
+    for got, want in zip(second(run, torch.float32), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+
+
+@needs_csrc
+def test_operator():
+    inputs = {name: tensor.requires_grad_() for name, tensor in made(4, 9).items()}
+    arguments = (*inputs.values(), 1e-6, "cpp")
+    torch.library.opcheck(torch.ops.fastplm.rms_norm_fwd.default, arguments)
+    plain = tuple(tensor.detach() for tensor in inputs.values())
+    arguments = (torch.randn(4, 9), *plain, 1e-6, "cpp")
+    torch.library.opcheck(torch.ops.fastplm.rms_norm_bwd.default, arguments)
+
+
+@needs_csrc
+def test_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    inputs = made(40, 40)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**inputs), run(**inputs))
+
+
+def test_errors():
+    input, weight = torch.randn(2, 4), torch.ones(4)
+    with pytest.raises(ArgumentValueError, match="`weight`"):
+        ops.rms_norm(input, torch.ones(3))
+    with pytest.raises(ArgumentValueError, match="`weight`"):
+        ops.rms_norm(input, torch.ones(1, 4))
+    with pytest.raises(ArgumentValueError, match="`eps`"):
+        ops.rms_norm(input, weight, eps=-1.0)
+    with pytest.raises(ArgumentTypeError, match="`input`"):
+        ops.rms_norm(input.long(), weight)
+    with pytest.raises(ArgumentTypeError, match="`weight`"):
+        ops.rms_norm(input, weight.long())
+    with pytest.raises(TypeError, match="`input`"):
+        ops.rms_norm([1.0], weight)
+    with pytest.raises(ArgumentValueError, match="device"):
+        ops.rms_norm(input, weight.to("meta"))
+    with pytest.raises(BackendError, match="float64"):
+        run(input.double(), weight.double())
+
+
+def test_in_fp64_it_is_the_reference():
+    input, weight = torch.randn(3, 40).double(), torch.randn(40).double()
+    assert torch.equal(ops.rms_norm(input, weight), rms_norm_ref(input, weight))
+
+
+# --- the layers -----------------------------------------------------------------------------------
+
+LARGE = (256, 96)
+
+
+def backends_of(function, *arguments) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.backend for decision in decisions]
+
+
+def pytorchs(**kwargs) -> nn.Module:
+    return nn.RMSNorm(LARGE[-1], eps=1e-6, **kwargs)
+
+
+def t5s(dtype=torch.float32) -> nn.Module:
+    return modeling_t5.T5LayerNorm(LARGE[-1]).to(dtype)
+
+
+def switched(layer: nn.Module) -> nn.Module:
+    switch_modules(nn.Sequential(layer))
+    return layer
+
+
+@needs_csrc
+@pytest.mark.parametrize("make", [pytorchs, t5s])
+def test_a_layer_takes_the_op_where_it_is_worth_it(make):
+    layer, large = switched(make()), torch.randn(LARGE)
+    assert type(layer).__module__.startswith("fastplm.")
+    assert backends_of(layer, large) == ["cpp"]
+    assert backends_of(layer, large[:4]) == []
+    assert backends_of(torch.vmap(layer), large) == []
+    for backend in ("eager", "torch", "triton"):
+        with fastplm.use_backend(backend):
+            assert backends_of(layer, large) == []
+    assert backends_of(layer.double(), large.double()) == []
+    assert backends_of(layer.to("meta"), large.double().to("meta")) == []
+    restore_modules(holder := nn.Sequential(layer))
+    assert type(holder[0]) is type(make())
+
+
+@needs_csrc
+@pytest.mark.parametrize("make", [pytorchs, t5s])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_computes_what_its_parent_does(make, dtype):
+    theirs = make(dtype=dtype)
+    ours = switched(make(dtype=dtype))
+    nn.init.uniform_(theirs.weight, 0.5, 2.0)
+    ours.load_state_dict(theirs.state_dict())
+
+    def through(layer):
+        def call(input, weight):
+            return torch.func.functional_call(layer, {"weight": weight}, (input,))
+
+        return call
+
+    inputs = {"input": torch.randn(LARGE).to(dtype), "weight": theirs.weight.detach()}
+    assert backends_of(through(ours), *inputs.values()) == ["cpp"]
+    assert_within_budget(through(ours), through(theirs), inputs, wrt=BOTH)
+
+
+@needs_csrc
+def test_t5_in_16_bits_takes_hidden_states_in_32():
+    layer, large = switched(t5s(torch.bfloat16)), torch.randn(LARGE)
+    assert backends_of(layer, large) == ["cpp"]
+    assert layer(large).dtype is torch.bfloat16
+
+
+def test_what_pytorch_alone_can_do_stays_pytorchs():
+    large = torch.randn(4, *LARGE)
+    for layer, input in (
+        (pytorchs(elementwise_affine=False), large),
+        (nn.RMSNorm(LARGE), large),
+        (pytorchs(), large.bfloat16()),
+    ):
+        expected = layer(input)
+        assert backends_of(switched(layer), input) == []
+        assert torch.equal(layer(input), expected)
+
+
+@needs_csrc
+def test_without_eps_it_is_that_of_the_dtype():
+    layer, large = nn.RMSNorm(LARGE[-1]), torch.randn(LARGE) * 1e-4
+    expected = layer(large)
+    assert backends_of(switched(layer), large) == ["cpp"]
+    torch.testing.assert_close(layer(large), expected)
+    assert isinstance(layer, RMSNorm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_t5_is_pytorch(dtype):
+    layer = switched(t5s(dtype).cuda())
+    input = torch.randn(LARGE, dtype=dtype, device="cuda")
+    assert torch.equal(layer(input), F.rms_norm(input, LARGE[-1:], layer.weight, 1e-6))
+    with torch.device("cuda"):
+        assert_within_budget(
+            lambda input, weight: F.rms_norm(input, LARGE[-1:], weight, 1e-6),
+            rms_norm_ref,
+            {"input": input, "weight": layer.weight.detach()},
+            wrt=BOTH,
+        )
+
+
+@needs_csrc
+def test_models_take_it():
+    sizes = dict(vocab_size=37, d_model=64, d_kv=32, d_ff=96, num_layers=1, num_heads=2)
+    config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)
+    ids = torch.randint(3, 37, (4, 128))
+    parent = transformers.T5Model(config)
+    for model in (models.T5Model(config), fastplm.accelerate(parent)):
+        with record_decisions() as decisions:
+            model(input_ids=ids, decoder_input_ids=ids)
+        # Two and three in a layer, and one at each end.
+        assert [decision.op for decision in decisions].count("rms_norm") == 2 + 1 + 3 + 1
+    with record_decisions() as decisions:
+        fastplm.restore(parent)(input_ids=ids, decoder_input_ids=ids)
+    assert decisions == []
