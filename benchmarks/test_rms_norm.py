@@ -1,4 +1,4 @@
-"""ops.rms_norm against PyTorch's, its compiler's and Transformers' T5: the hidden states of a batch."""
+"""ops.rms_norm against PyTorch's, its compiler's and Transformers', on a CPU: hidden states."""
 
 from __future__ import annotations
 

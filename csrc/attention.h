@@ -12,6 +12,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 #include "lanes.h"
 #include "philox.h"
@@ -82,12 +83,13 @@ FASTPLM_HD void product(int64_t rows, int64_t columns, int64_t depth, const floa
 // Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
 // for the product above would cost more.
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
-                               const float* key, float* scores, int64_t row_stride) {
+                               const float* key, int64_t key_stride, float* scores,
+                               int64_t row_stride) {
   for (int64_t j = 0; j < columns; ++j) {
     for (int64_t i = 0; i < rows; ++i) {
       Floats sum = {};
       for (int64_t d = 0; d < width; d += kLane) {
-        sum += at(query + i * width + d) * at(key + j * width + d);
+        sum += at(query + i * width + d) * at(key + j * key_stride + d);
       }
       scores[i * row_stride + j] = sum_of(sum);
     }
@@ -281,25 +283,25 @@ class HeadPass {
     keep_ = reinterpret_cast<uint8_t*>(scratch.take(kBlock * round_up(seen_, 4 * kLane) / 4));
     query_ = scratch.take(kBlock * width_);
     scores_ = scratch.take(kBlock * columns_);
-    key_ = load_keys(head.key, scratch);
+    key_ = rows_by_key(head.key, scratch);
     if (head.longest_q > kFewQueries) {
       key_t_ = scratch.take(columns_ * width_);
-      transpose(key_, seen_, width_, columns_, key_t_);
+      transpose(key_.data, seen_, width_, columns_, key_t_);
     }
     if (head.bias.weight != nullptr) load_bias(scratch);
   }
 
   // O = c * drop(P) V
   FASTPLM_HD void forward(Strided<T> out, Scratch& scratch) {
-    const float* value = load_keys(head_.value, scratch);
+    const Strided<const float> value = rows_by_key(head_.value, scratch);
     float* result = scratch.take(kBlock * width_);
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
       probabilities(first, rows, columns);
       if (head_.dropout.threshold > 0) drop(scores_, rows, columns);
-      product<false>(rows, width_, std::min(columns, seen_), scores_, columns_, 1, value, width_,
-                     result, width_);
+      product<false>(rows, width_, std::min(columns, seen_), scores_, columns_, 1, value.data,
+                     value.stride, result, width_);
       store_rows(result, width_, rows, head_.dim, rescale(), out.data + first * out.stride,
                  out.stride);
     }
@@ -344,7 +346,7 @@ class HeadPass {
         if (grad_bias != nullptr) add_line(ds + i * columns_, first + i, keys);
       }
       product<true>(keys, width_, rows, ds, 1, columns_, query_, width_, dk, width_);
-      product<false>(rows, width_, keys, ds, columns_, 1, key_, width_, dq, width_);
+      product<false>(rows, width_, keys, ds, columns_, 1, key_.data, key_.stride, dq, width_);
       store_rows(dq, width_, rows, head_.dim, head_.scale,
                  grad_query.data + first * grad_query.stride, grad_query.stride);
     }
@@ -358,6 +360,16 @@ class HeadPass {
   }
 
  private:
+  // The rows of the keys up to the last that is seen, or for so few queries that a copy would cost
+  // as much as they do, the tensor's own if they are what a copy would be.
+  FASTPLM_HD Strided<const float> rows_by_key(Strided<const T> from, Scratch& scratch) {
+    if constexpr (std::is_same_v<T, float>) {
+      const bool all_seen = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
+      if (head_.longest_q <= kFewQueries && head_.dim == width_ && all_seen) return from;
+    }
+    return {load_keys(from, scratch), width_};
+  }
+
   // What masked keys hold never matters, NaN included: they are 0 here.
   FASTPLM_HD float* load_keys(Strided<const T> from, Scratch& scratch) {
     float* to = scratch.take(columns_ * width_);
@@ -400,7 +412,8 @@ class HeadPass {
     if (key_t_ != nullptr) {
       product<false>(rows, columns, width_, query_, width_, 1, key_t_, columns_, scores_, columns_);
     } else {
-      inner_products(rows, std::min(columns, seen_), width_, query_, key_, scores_, columns_);
+      inner_products(rows, std::min(columns, seen_), width_, query_, key_.data, key_.stride, scores_,
+                     columns_);
     }
     for (int64_t i = 0; i < rows; ++i) {
       float* row = scores_ + i * columns_;
@@ -500,7 +513,7 @@ class HeadPass {
   uint8_t* keep_;         // [kBlock, columns rounded up to 64]
   float* query_;          // [kBlock, D16]
   float* scores_;         // [kBlock, columns]
-  float* key_;            // [columns, D16]
+  Strided<const float> key_;    // [columns, D16]
   float* key_t_ = nullptr;      // [D16, columns], null: few queries
   float* line_ = nullptr;       // [Tq + columns]
   float* line_sums_ = nullptr;  // [Tq + columns]

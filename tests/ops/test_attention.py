@@ -403,6 +403,29 @@ def test_layouts(device, backend, layout, ragged):
     check(backend, inputs | {name: layout(inputs[name]) for name in names})
 
 
+@pytest.mark.parametrize("seqlen_q", (1, 3, 5))
+@pytest.mark.parametrize("hidden", ("nothing", "the end", "the beginning"))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_few_queries(seqlen_q, hidden, layout):
+    """Decoding from a cache: keys are read where they lie, but not what masked ones hold."""
+    cpu = torch.device("cpu")
+    inputs = make(cpu, 6, seqlen_q=seqlen_q, seqlen_k=37) | {"is_causal": True}
+    inputs |= {name: layout(inputs[name]) for name in QKV[1:]}
+    if hidden != "nothing":
+        key_mask = up_to((37, 20, 30, 37, 9, 25), 37)
+        inputs = hide(inputs, key_mask.flip(1) if hidden == "the beginning" else key_mask)
+    check("cpp", inputs)
+
+
+def test_few_queries_and_a_mask_that_hides_nothing():
+    inputs = make(torch.device("cpu"), seqlen_q=2, seqlen_k=70, head_dim=64)
+    out, grads = out_and_grads("cpp", inputs)
+    inputs["key_mask"] = torch.ones(2, 70, dtype=torch.bool)
+    masked_out, masked_grads = out_and_grads("cpp", inputs)
+    assert torch.equal(out, masked_out)
+    assert all(torch.equal(grads[name], masked_grads[name]) for name in grads)
+
+
 @each_backend
 @dense_and_ragged
 def test_packed_projection_with_unlike_key_and_value_strides(device, backend, ragged):
