@@ -14,7 +14,9 @@ and a row of packed sequences that comes with ``cu_seq_lens_q`` and its kin. Wha
 grouped heads, a position bias of unknown origin or in a cache, and masks that are neither causal
 nor bidirectional (sliding windows, a 4-D mask of the user). Such is the mask that Transformers
 makes of ``position_ids`` that start again where a causal model gets no ``attention_mask``: beside
-``cu_seq_lens_q`` give it one of ones. What neither of them does raises.
+``cu_seq_lens_q`` give it one of ones. What neither of them does raises. On a CPU one query of few
+keys runs there, too: the next token of a generation, for which a call of ours costs more than it
+saves.
 
 Neither function changes any Python state that outlives a forward, or a compiled model would be
 compiled again each call.
@@ -38,6 +40,8 @@ from transformers.utils import logging
 
 from fastplm._checks import UnsupportedError, check
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
+from fastplm.ops._common import is_eager
+from fastplm.ops.attention import is_worth_it
 
 logger = logging.get_logger(__name__)
 NAME = "fastplm"
@@ -99,7 +103,7 @@ def fastplm_mask(
             device = kwargs.get("device", "cpu")
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
             key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
-        return key_mask
+        return None if _hides_nothing(key_mask) else key_mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         batch_size,
@@ -111,6 +115,13 @@ def fastplm_mask(
         attention_mask,
         **kwargs,
     )
+
+
+def _hides_nothing(key_mask: Tensor | None) -> bool:
+    """Whether a mask can be seen, without waiting for a device, to be of no effect."""
+    if key_mask is None:
+        return True
+    return key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
 
 
 def _key_window(
@@ -213,6 +224,17 @@ def fastplm_attention_forward(
             relative_bias=relative_bias,
         )
         return out[None], None
+    if (
+        fused
+        and attention_mask is None
+        and relative_bias is None
+        and dropout == 0.0
+        and not is_worth_it(query, key)
+    ):
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, None, scaling=scaling, is_causal=False
+        )
+        return out, None
     if fused:
         out = attention(
             query,

@@ -43,6 +43,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+import fastplm
 from fastplm import hf
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -898,3 +899,88 @@ def test_the_output_is_contiguous_in_the_layout_of_the_projections():
     query = torch.randn(2, 3, 5, 8)
     out, _ = hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, None)
     assert out.shape == (2, 5, 3, 8) and out.is_contiguous()
+
+
+# --- one query of few keys ------------------------------------------------------------------------
+
+
+def ops_called(function) -> list[str]:
+    with record_decisions() as decisions:
+        function()
+    return [decision.op for decision in decisions]
+
+
+def one_query(seqlen_k=40, dtype=torch.float32, heads_k=4, **kwargs):
+    """A call of the attention of one layer, of a token that a model is about to generate."""
+    query = torch.randn(2, 4, 1, 16).to(dtype)
+    key, value = (torch.randn(2, heads_k, seqlen_k, 16).to(dtype) for _ in range(2))
+    arguments = {"attention_mask": None, "scaling": 0.25} | kwargs
+    return lambda: hf.fastplm_attention_forward(torch.nn.Module(), query, key, value, **arguments)[
+        0
+    ]
+
+
+def test_one_query_of_few_keys_is_sdpas():
+    """Where its call costs less; the answer is that of the op."""
+    call = one_query()
+    assert ops_called(call) == []
+    with fastplm.use_backend("torch"):
+        assert ops_called(call) == ["attention"]
+        expected = call()
+    torch.testing.assert_close(call(), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        dict(seqlen_k=10_000),
+        dict(dtype=torch.bfloat16),
+        dict(attention_mask=torch.ones(2, 40, dtype=torch.bool)),
+        dict(dropout=0.5),
+    ),
+    ids=("many keys", "16 bits", "a mask", "dropout"),
+)
+def test_any_other_is_the_ops(arguments):
+    assert ops_called(one_query(**arguments)) == ["attention"]
+
+
+def test_a_trace_is_good_for_other_masks():
+    class Masks(torch.nn.Module):
+        def forward(self, mask):
+            made = hf.fastplm_mask(2, 1, 5, 4, attention_mask=mask)
+            return torch.zeros(()) if made is None else made
+
+    ones = torch.ones(2, 5, dtype=torch.bool)
+    traced = torch.jit.trace(Masks(), (ones,))
+    assert torch.equal(traced(~ones), ~ones)
+
+
+def test_a_mask_that_hides_nothing_is_none():
+    arguments = dict(batch_size=2, q_length=1, kv_length=5, q_offset=4)
+    ones = torch.ones(2, 5, dtype=torch.bool)
+    assert hf.fastplm_mask(**arguments, attention_mask=ones) is None
+    ones[1, 0] = False
+    assert torch.equal(hf.fastplm_mask(**arguments, attention_mask=ones), ones)
+    # Nobody waits for a device, or looks into a trace, to find out.
+    assert hf.fastplm_mask(**arguments, attention_mask=ones.to("meta")) is not None
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_generation_calls_the_op_where_there_is_padding(padded):
+    config = GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    config.bos_token_id = config.eos_token_id = None
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="fastplm").eval()
+    ids = torch.randint(37, (2, 9))
+    attention_mask = torch.ones_like(ids)
+    if padded:
+        attention_mask[0, :3] = 0
+
+    def generate():
+        settings = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return model.generate(ids, attention_mask=attention_mask, **settings)
+
+    # Two layers; the prompt, and then three tokens of the four.
+    assert len(ops_called(generate)) == (8 if padded else 2)
+    ours = generate()
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(ours, generate())

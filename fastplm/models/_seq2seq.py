@@ -279,7 +279,9 @@ class EncoderDecoder(FastplmModel):
             decoder_input_ids = self._default_decoder_ids(input_ids)
         kwargs["return_dict"] = True
         rows = None
-        if self.encoder._packs((attention_mask,), kwargs):
+        # Beside a cache the decoder reads padded states, if any.
+        generates = encoder_outputs is not None and past_key_values is not None
+        if not generates and self.encoder._packs((attention_mask,), kwargs):
             gapless = self.encoder.gapless and encoder_outputs is None
             rows = source_rows(attention_mask, unpad, gapless)
         if encoder_outputs is None:

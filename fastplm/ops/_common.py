@@ -38,6 +38,7 @@ def is_eager(*tensors: torch.Tensor) -> bool:
     return (
         all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 

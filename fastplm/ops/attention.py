@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastplm._backends import needs_cpu, needs_triton
+from fastplm._backends import needs_cpu, needs_triton, requested
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
+from fastplm.ops._common import checked_seed, is_eager, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -84,6 +84,18 @@ class _Call(NamedTuple):
             seed=self.seed,
             sample_index=self.sample_index,
         )
+
+
+# Below this many elements of the keys a call costs more than it saves.
+_WORTH_IT = 1 << 20
+
+# Which arguments a backend wants with a last stride of 1.
+_ALIGNED = tuple(
+    map(
+        _Call._fields.index,
+        ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index"),
+    )
+)
 
 
 def attention(
@@ -176,6 +188,22 @@ def attention(
     )
     _check(call)
     return _run(call)
+
+
+def is_worth_it(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether ``attention`` of [B, H, Tq, D] and [B, H, Tk, D] has more to win than a call costs.
+
+    On a CPU it has not for one query of few keys in fp32, the next token of a generation. For those
+    who have ``scaled_dot_product_attention`` at hand, and nothing to hide, add or drop.
+    """
+    return not (
+        query.shape[2] == 1
+        and key.numel() < _WORTH_IT
+        and query.dtype is torch.float32
+        and query.device.type == "cpu"
+        and requested("attention") == "auto"
+        and is_eager(query, key)
+    )
 
 
 def attention_varlen(
@@ -275,13 +303,11 @@ def _run(call: _Call) -> torch.Tensor:
             return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
         return attention_ref(*call[:3], **call.options)
     # Backends find any row by its stride, and elements of a row side by side.
-    names = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
-    aligned: dict[str, Any] = {
-        name: last_dim_contiguous(tensor)
-        for name in names
-        if (tensor := getattr(call, name)) is not None
-    }
-    return OP.call(*call._replace(**aligned), backend)[0]
+    arguments: list[Any] = list(call)
+    for position in _ALIGNED:
+        if arguments[position] is not None:
+            arguments[position] = last_dim_contiguous(arguments[position])
+    return OP.call(*arguments, backend)[0]
 
 
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None, bool, int]:
@@ -322,23 +348,27 @@ def _seed(
 
 
 def _check(call: _Call) -> None:
-    where = "attention_varlen" if call.ragged else "attention"
+    ragged = call.ragged
+    where = "attention_varlen" if ragged else "attention"
     query, key, value = call[:3]
     check_dtype(where, "query", query, FLOATING)
     check_same(where, query=query, key=key, value=value)
     heads, head_dim = query.shape[1], query.shape[-1]
     shape: tuple[int, ...]
-    if call.ragged:
+    if ragged:
         names, shape = "[Nk, H, D]", (key.shape[0], heads, head_dim)
     else:
         names, shape = "[B, H, Tk, D]", (query.shape[0], heads, key.shape[2], head_dim)
     check_shape(where, "key", key, shape, f"{names} with the sizes of `query`")
     check_shape(where, "value", value, shape, f"{names}, the shape of `key`")
-    if call.ragged:
+    if ragged:
         _check_ragged(call)
-    _check_key_mask(where, call)
-    _check_bias(where, call)
-    _check_dropout(where, call)
+    if call.key_mask is not None:
+        _check_key_mask(where, call, call.key_mask)
+    if call.bias_weight is not None:
+        _check_bias(where, call, call.bias_weight)
+    if call.seed is not None or call.sample_index is not None:
+        _check_dropout(where, call)
 
 
 def _check_ragged(call: _Call) -> None:
@@ -403,33 +433,24 @@ def _check_lengths_on_cpu(
     )
 
 
-def _check_key_mask(where: str, call: _Call) -> None:
-    if call.key_mask is None:
-        return
-    check_tensor(where, "key_mask", call.key_mask)
+def _check_key_mask(where: str, call: _Call, key_mask: torch.Tensor) -> None:
+    check_tensor(where, "key_mask", key_mask)
     check_dtype(
-        where,
-        "key_mask",
-        call.key_mask,
-        (torch.bool,),
-        "Use attention_mask.bool(), True = attend.",
+        where, "key_mask", key_mask, (torch.bool,), "Use attention_mask.bool(), True = attend."
     )
-    check_same_device(where, query=call.query, key_mask=call.key_mask)
+    check_same_device(where, query=call.query, key_mask=key_mask)
     shape = call.key.shape[:1] if call.ragged else (call.batch, call.key.shape[2])
     check_shape(
         where,
         "key_mask",
-        call.key_mask,
+        key_mask,
         shape,
         "[Nk]" if call.ragged else "[B, Tk]",
         "Pass one boolean per key of each sample; causality is is_causal=True.",
     )
 
 
-def _check_bias(where: str, call: _Call) -> None:
-    weight = call.bias_weight
-    if weight is None:
-        return
+def _check_bias(where: str, call: _Call, weight: torch.Tensor) -> None:
     name, heads = "relative_bias.weight", call.query.shape[1]
     check_dtype(where, name, weight, FLOATING)
     check_same_device(where, query=call.query, **{name: weight})
@@ -489,11 +510,10 @@ def _empty_like_projection(tensor: torch.Tensor) -> torch.Tensor:
 # --- backend "cpp": csrc/attention.h, one head of one sequence a thread ---------------------------
 
 
-def _cpp_rejects(*arguments: Any, forced: bool) -> str | None:
-    call = _Call(*arguments)
-    if call.query.dtype is torch.float64:
+def _cpp_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    if query.dtype is torch.float64:
         return "float64: csrc/ takes fp32, fp16 and bf16"
-    return _CSRC_REJECTS(call.query, forced=forced)
+    return _CSRC_REJECTS(query, forced=forced)
 
 
 def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
@@ -643,6 +663,8 @@ def _statistics(call: _Call, backend: str) -> torch.Tensor:
     [2, H, 0] where it needs nothing.
     """
     query = call.query
+    if backend == "cpp":
+        return torch.empty((2, query.shape[1], 0), dtype=torch.float32, device=query.device)
     rows = query.shape[0] if call.ragged else query.shape[0] * query.shape[2]
     if backend == "triton":
         from fastplm.triton_kernels.attention import needs_statistics
@@ -652,7 +674,7 @@ def _statistics(call: _Call, backend: str) -> torch.Tensor:
         if not needs_statistics(query.dtype, query.shape[-1], *lengths, has_bias):
             rows = 0
     rebuilt = call.seed is not None or call.bias_weight is not None
-    if backend == "cpp" or (backend == "torch" and rebuilt):
+    if backend == "torch" and rebuilt:
         rows = 0
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return query.new_empty((2, query.shape[1], rows), dtype=dtype)

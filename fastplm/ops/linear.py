@@ -67,12 +67,18 @@ def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
     For those who have ``torch.nn.functional.linear`` at hand, and call it where this says no.
     """
-    wanted = requested("linear")
+    forced = requested("linear") == "cpp"
     return (
-        (_BLAS_IS_SLOW if wanted == "auto" else wanted == "cpp")
+        may_be_worth_it()
         and is_eager(input, weight)
-        and _cpp_rejects(input, weight, forced=wanted == "cpp") is None
+        and _cpp_rejects(input, weight, forced=forced) is None
     )
+
+
+def may_be_worth_it() -> bool:
+    """Whether there are products here for which ``is_worth_it`` says yes."""
+    wanted = requested("linear")
+    return _BLAS_IS_SLOW if wanted == "auto" else wanted == "cpp"
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
