@@ -412,8 +412,8 @@ class HeadPass {
     if (key_t_ != nullptr) {
       product<false>(rows, columns, width_, query_, width_, 1, key_t_, columns_, scores_, columns_);
     } else {
-      inner_products(rows, std::min(columns, seen_), width_, query_, key_.data, key_.stride, scores_,
-                     columns_);
+      inner_products(rows, std::min(columns, seen_), width_, query_, key_.data, key_.stride,
+                     scores_, columns_);
     }
     for (int64_t i = 0; i < rows; ++i) {
       float* row = scores_ + i * columns_;
@@ -504,16 +504,16 @@ class HeadPass {
   }
 
   const Head<T>& head_;
-  const int64_t width_;   // D16
-  int64_t seen_;          // keys up to the last that is not masked
-  int64_t first_seen_;    // the first that is not masked
-  int64_t columns_;       // seen_, rounded up
+  const int64_t width_;         // D16
+  int64_t seen_;                // keys up to the last that is not masked
+  int64_t first_seen_;          // the first that is not masked
+  int64_t columns_;             // seen_, rounded up
   int64_t shift_;
-  int32_t* hidden_;       // [columns], -1: masked
-  uint8_t* keep_;         // [kBlock, columns rounded up to 64]
-  float* query_;          // [kBlock, D16]
-  float* scores_;         // [kBlock, columns]
-  Strided<const float> key_;    // [columns, D16]
+  int32_t* hidden_;             // [columns], -1: masked
+  uint8_t* keep_;               // [kBlock, columns rounded up to 64]
+  float* query_;                // [kBlock, D16]
+  float* scores_;               // [kBlock, columns]
+  Strided<const float> key_;    // [seen, D16]
   float* key_t_ = nullptr;      // [D16, columns], null: few queries
   float* line_ = nullptr;       // [Tq + columns]
   float* line_sums_ = nullptr;  // [Tq + columns]

@@ -920,9 +920,10 @@ def one_query(seqlen_k=40, dtype=torch.float32, heads_k=4, **kwargs):
     ]
 
 
-def test_one_query_of_few_keys_is_sdpas():
+@pytest.mark.parametrize("seqlen_k", (0, 1, 40))
+def test_one_query_of_few_keys_is_sdpas(seqlen_k):
     """Where its call costs less; the answer is that of the op."""
-    call = one_query()
+    call = one_query(seqlen_k)
     assert ops_called(call) == []
     with fastplm.use_backend("torch"):
         assert ops_called(call) == ["attention"]
