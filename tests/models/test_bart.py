@@ -681,3 +681,18 @@ def test_compiles_in_one_graph(way):
     torch.testing.assert_close(loss, expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+
+
+def test_beside_a_cache_encoder_states_stay_as_they_are():
+    """They are in the cache: packing and padding them for every token would be for nothing."""
+    model = models.BartForConditionalGeneration(config()).eval()
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        states = model.get_encoder()(torch.randint(3, 30, (2, 9)), attention_mask=mask)
+        inputs = dict(encoder_outputs=states, attention_mask=mask, use_cache=True)
+        token = torch.full((2, 1), 4)
+        cache = model(decoder_input_ids=token, **inputs).past_key_values
+        with record_decisions() as decisions:
+            model(decoder_input_ids=token, past_key_values=cache, **inputs)
+    assert "gather_rows" not in [decision.op for decision in decisions]
