@@ -25,11 +25,17 @@
 #define FASTPLM_GROUP_CODE
 #endif
 
-// Compiles a function for each width of the vector unit; the loader takes the widest there is.
+// Compiles a function for each width of the vector unit; the loader takes the widest there is. And for
+// the widest alone, which is the caller's to choose.
 #if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__)
-#define FASTPLM_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#define FASTPLM_HAS_CLONES 1
+#define FASTPLM_CLONES \
+  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define FASTPLM_WIDEST __attribute__((target("arch=x86-64-v4")))
 #else
+#define FASTPLM_HAS_CLONES 0
 #define FASTPLM_CLONES
+#define FASTPLM_WIDEST
 #endif
 
 namespace fastplm {

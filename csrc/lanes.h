@@ -25,14 +25,31 @@ FASTPLM_HD const Floats& at(const float* pointer) {
   return *reinterpret_cast<const Floats*>(pointer);
 }
 
-// Lane i becomes lane `from[i]` of the two vectors, those of `b` counted from 16 on. (Returned, a
-// vector this wide would be a matter of the ABI.)
-FASTPLM_HD void shuffle(const Floats& a, const Floats& b, const Ints& from, Floats& out) {
+// Lane i becomes lane `from[i]` of the two vectors, those of `b` counted from where `a` ends.
+// (Returned, vectors this wide would be a matter of the ABI.)
+template <typename Vector, typename Lanes>
+FASTPLM_HD void shuffle(const Vector& a, const Vector& b, const Lanes& from, Vector& out) {
 #if defined(__clang__)
-  for (int i = 0; i < kLane; ++i) out[i] = from[i] < kLane ? a[from[i]] : b[from[i] - kLane];
+  constexpr int kCount = sizeof(Lanes) / sizeof(from[0]);
+  for (int i = 0; i < kCount; ++i) out[i] = from[i] < kCount ? a[from[i]] : b[from[i] - kCount];
 #else
   out = __builtin_shuffle(a, b, from);
 #endif
+}
+
+// Two vectors a, b -> the lanes of `a` whose number lacks the bit kBit, with those of `b` that lack it
+// in the places between; and the same of those that have it. Floats or narrower.
+template <int kBit, typename Lanes, typename Vector>
+FASTPLM_HD void exchange(const Vector& a, const Vector& b, Vector& without, Vector& with) {
+  constexpr int kCount = sizeof(Vector) / sizeof(float);
+  Lanes first, second;
+  for (int lane = 0; lane < kCount; ++lane) {
+    first[lane] = lane & kBit ? kCount + (lane ^ kBit) : lane;
+    second[lane] = lane & kBit ? kCount + lane : lane ^ kBit;
+  }
+  const Vector left = a, right = b;
+  shuffle(left, right, first, without);
+  shuffle(left, right, second, with);
 }
 
 FASTPLM_HD float sum_of(Floats lanes) {

@@ -3,11 +3,35 @@
 #include "linear.h"
 
 #include <atomic>
+#include <memory>
+#include <type_traits>
+#include <vector>
 
+#include "linear_few_rows.h"
 #include "tensors.h"
 
 namespace fastplm {
 namespace {
+
+// Floats in a vector of this CPU, as FASTPLM_CLONES has it compiled: 16 with AVX-512, 8 with AVX2 and
+// FMA, and 0 where it is compiled for every CPU alike.
+int64_t vector_width() {
+#if FASTPLM_HAS_CLONES
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) return 16;
+  if (__builtin_cpu_supports("x86-64-v3")) return 8;
+#endif
+  return 0;
+}
+
+// Whether this CPU has AVX-512, but not of the maker for whose CPUs alone MKL uses it.
+bool mkl_leaves_avx512_unused() {
+#if FASTPLM_HAS_CLONES
+  return vector_width() == 16 && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
 
 FASTPLM_CLONES void run_pack(const Cut& cut, const Matrix& a, int64_t group, float* packed) {
   const int64_t first = group * kPackTiles;
@@ -28,35 +52,185 @@ void in_parallel(int64_t count, const Function& function) {
   });
 }
 
-Matrix matrix_of(const Tensor& tensor) {
-  return {tensor.const_data_ptr<float>(), tensor.stride(0), tensor.stride(1)};
-}
+// A matrix of any type, as it lies.
+struct Operand {
+  explicit Operand(const Tensor& tensor)
+      : data(tensor.const_data_ptr()),
+        rows(tensor.size(0)),
+        columns(tensor.size(1)),
+        row(tensor.stride(0)),
+        col(tensor.stride(1)) {}
+  Operand(const void* data, int64_t rows, int64_t columns, int64_t row, int64_t col)
+      : data(data), rows(rows), columns(columns), row(row), col(col) {}
+  Operand transposed() const { return {data, columns, rows, col, row}; }
+  Matrix floats() const { return {static_cast<const float*>(data), row, col}; }
 
-// a [M, K] and b [K, N], neither of them empty, of each of which one stride is 1; bias [N]; out
-// [M, N], dense.
-void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
-  const Cut cut(a.size(0), b.size(1), a.size(1));
+  const void* data;
+  int64_t rows, columns, row, col;
+};
+
+void product_of_many(const Operand& a, const Operand& b, const std::optional<Tensor>& bias,
+                     Tensor& out) {
+  const Cut cut(a.rows, b.columns, a.columns);
   const Dense<float> first(bias);
-  const Matrix left = matrix_of(a), right = matrix_of(b);
+  const Matrix left = a.floats(), right = b.floats();
   Tensor buffer = new_empty(out, {cut.packed_size()});
   float* packed = buffer.mutable_data_ptr<float>();
   float* c = out.mutable_data_ptr<float>();
   in_parallel(ceil_div(cut.tiles, kPackTiles),
               [&](int64_t group) { run_pack(cut, left, group, packed); });
   in_parallel(cut.blocks_down * cut.blocks_across, [&](int64_t block) {
-    run_block(cut, packed, right, first.data(), c, out.stride(0), block);
+    run_block(cut, packed, right, first.data(), c, b.columns, block);
   });
 }
 
-// Whether this CPU has AVX-512, but not of the maker for whose CPUs alone MKL uses it.
-bool mkl_leaves_avx512_unused() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  __builtin_cpu_init();
-  return !__builtin_cpu_is("intel") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#else
-  return false;
-#endif
+// --- few rows -------------------------------------------------------------------------------------
+
+constexpr int64_t kManyRows = 17;   // from which on fp32 is packed
+constexpr int64_t kCacheLine = 16;  // floats
+
+// kRows: those of A at a time, where B lies by rows; 0 where it lies by columns.
+template <int kWidth, int kRows, typename T>
+FASTPLM_HD void few_rows(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+  if constexpr (kRows == 0) {
+    FewRowsOf<kWidth>::inner(a, b, b_stride, columns, c);
+  } else {
+    FewRowsOf<kWidth>::template outer<kRows>(a, b, b_stride, columns, c);
+  }
+}
+
+template <int kRows, typename T>
+FASTPLM_CLONES void run_narrow(const FewRows& a, const T* b, int64_t b_stride, int64_t columns,
+                               float* c) {
+  few_rows<8, kRows>(a, b, b_stride, columns, c);
+}
+
+template <int kRows, typename T>
+FASTPLM_WIDEST void run_wide(const FewRows& a, const T* b, int64_t b_stride, int64_t columns,
+                             float* c) {
+  few_rows<16, kRows>(a, b, b_stride, columns, c);
+}
+
+// to [filled, width] = from [rows, depth], filled up with zeros.
+template <typename T>
+FASTPLM_CLONES void run_load(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth,
+                             float* to, int64_t filled, int64_t width) {
+  for (int64_t m = 0; m < filled; ++m, to += width) {
+    const int64_t given = m < rows ? depth : 0;
+    const T* line = from + m * row;
+    if (col == 1) {
+      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k]);
+    } else {
+      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k * col]);
+    }
+    std::fill(to + given, to + width, 0.0f);
+  }
+}
+
+template <typename T>
+FASTPLM_CLONES void run_store(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
+                              int64_t to_row) {
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = 0; n < columns; ++n) {
+      const float start = bias == nullptr ? 0.0f : static_cast<float>(bias[n]);
+      to[m * to_row + n] = static_cast<T>(from[m * kFewColumns + n] + start);
+    }
+  }
+}
+
+template <typename T>
+struct Stored {
+  using Type = T;
+};
+template <>
+struct Stored<c10::Half> {
+  using Type = Fp16;
+};
+template <>
+struct Stored<c10::BFloat16> {
+  using Type = Bf16;
+};
+
+struct alignas(64) Line {
+  float each[kCacheLine];
+};
+
+// How rows of A are multiplied with B: so many at a time, by this function.
+template <typename T>
+struct Way {
+  int64_t tile;
+  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
+};
+
+template <typename T>
+Way<T> way_of(int64_t rows, bool by_rows) {
+  if (vector_width() < 16) {
+    return by_rows ? Way<T>{4, run_narrow<4, T>} : Way<T>{FewRowsOf<8>::kInnerRows, run_narrow<0, T>};
+  }
+  if (!by_rows) return {FewRowsOf<16>::kInnerRows, run_wide<0, T>};
+  return rows > 4 ? Way<T>{8, run_wide<8, T>} : Way<T>{4, run_wide<4, T>};
+}
+
+template <typename T>
+void product_of_few(const Operand& a, const Operand& b, const std::optional<Tensor>& bias,
+                    Tensor& out) {
+  using Type = typename Stored<T>::Type;
+  const int64_t depth = a.columns, columns = b.columns;
+  const bool by_rows = b.col == 1;
+  const int64_t b_stride = by_rows ? b.row : b.col;
+  const Way<Type> way = way_of<Type>(a.rows, by_rows);
+  // A line of the cache more, so that rows do not compete for the same places in it.
+  const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
+  const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
+  const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
+  const Dense<T> first(bias);
+  const T* left = static_cast<const T*>(a.data);
+  const Type* right = static_cast<const Type*>(b.data);
+  T* to = static_cast<T*>(out.mutable_data_ptr());
+  const int64_t room = round_up(std::min(kFewRows, a.rows), way.tile);
+  const std::unique_ptr<Line[]> buffer(new Line[room * stride / kCacheLine]);
+  float* packed = buffer[0].each;
+  for (int64_t row = 0; row < a.rows; row += kFewRows) {
+    const int64_t count = std::min(kFewRows, a.rows - row);
+    const FewRows rows{packed, round_up(count, way.tile), depth, stride};
+    run_load(left + row * a.row, a.row, a.col, count, depth, packed, rows.rows, stride);
+    in_parallel(ceil_div(columns, part), [&](int64_t number) {
+      const int64_t n = number * part, some = std::min(part, columns - n);
+      alignas(64) float c[kFewRows * kFewColumns];
+      way.run(rows, right + n * (by_rows ? 1 : b_stride), b_stride, some, c);
+      run_store(count, some, c, bias ? first.data() + n : nullptr, to + row * columns + n, columns);
+    });
+  }
+}
+
+// --- operators ------------------------------------------------------------------------------------
+
+void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& bias, Tensor& out) {
+  with_floating_type(out, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (std::is_same_v<T, float>) {
+      if (a.rows >= kManyRows) return product_of_many(a, b, bias, out);
+    }
+    product_of_few<T>(a, b, bias, out);
+  });
+}
+
+// a [M, K] and b [K, N], neither of them empty, of each of which one stride is 1; bias [N]; out
+// [M, N], dense.
+void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
+  multiply(Operand(a), Operand(b), bias, out);
+}
+
+// input [..., K], weight [N, K], of which one stride is 1, and bias [N] -> [..., N]. A layer's forward
+// in one call: a token of a decoder is many layers of few rows, and calls cost as much as products.
+Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const Tensor dense = torch::stable::contiguous(input);
+  const Operand b = Operand(weight).transposed();
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = b.columns;
+  Tensor out = new_empty(input, sizes);
+  multiply({dense.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
+  return out;
 }
 
 }  // namespace
@@ -64,13 +238,17 @@ bool mkl_leaves_avx512_unused() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def("product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()");
+  library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   library.def("mkl_leaves_avx512_unused() -> bool");
+  library.def("vector_width() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
   library.impl("product", TORCH_BOX(&fastplm::product));
+  library.impl("linear", TORCH_BOX(&fastplm::layer));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
   library.impl("mkl_leaves_avx512_unused", TORCH_BOX(&fastplm::mkl_leaves_avx512_unused));
+  library.impl("vector_width", TORCH_BOX(&fastplm::vector_width));
 }

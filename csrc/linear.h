@@ -68,25 +68,17 @@ struct Cut {
 
 // Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
 template <int kBit>
-FASTPLM_HD void exchange(Floats* rows) {
-  Ints first, second;
-  for (int lane = 0; lane < kLane; ++lane) {
-    first[lane] = lane & kBit ? kLane + (lane ^ kBit) : lane;
-    second[lane] = lane & kBit ? kLane + lane : lane ^ kBit;
-  }
+FASTPLM_HD void exchange_rows(Floats* rows) {
   for (int i = 0; i < kLane; ++i) {
-    if (i & kBit) continue;
-    const Floats a = rows[i], b = rows[i | kBit];
-    shuffle(a, b, first, rows[i]);
-    shuffle(a, b, second, rows[i | kBit]);
+    if ((i & kBit) == 0) exchange<kBit, Ints>(rows[i], rows[i | kBit], rows[i], rows[i | kBit]);
   }
 }
 
 FASTPLM_HD void transpose(Floats* rows) {
-  exchange<1>(rows);
-  exchange<2>(rows);
-  exchange<4>(rows);
-  exchange<8>(rows);
+  exchange_rows<1>(rows);
+  exchange_rows<2>(rows);
+  exchange_rows<4>(rows);
+  exchange_rows<8>(rows);
 }
 
 // packed [depth, kWidth]: element i of each of `depth` steps, at data[i * across + k * along], and 0

@@ -85,6 +85,11 @@ def requested(op: str) -> str:
     return _state.per_op.get(op, _state.default)
 
 
+def is_recorded() -> bool:
+    """Whether every call is to leave a ``Decision``."""
+    return _state.record is not None
+
+
 @contextlib.contextmanager
 def use_backend(backend: str, *ops: str) -> Iterator[None]:
     """Force a backend for all ops, or for the ops named, inside a ``with`` block.

@@ -76,7 +76,7 @@ class Op:
         function of its own: dispatch to Python costs tens of microseconds a call, and in the
         middle of a training step, when the caches have forgotten it, as long as the work itself.
         """
-        if _is_watched(arguments):
+        if is_watched(arguments):
             return self._operator(*arguments)
         if (
             self._formula is not None
@@ -88,7 +88,7 @@ class Op:
 
     def call_backward(self, *arguments: Any) -> Any:
         """The same of the backward's operator, which has no gradient."""
-        if _is_watched(arguments):
+        if is_watched(arguments):
             return self._backward_operator(*arguments)
         return self._run("backward", arguments)
 
@@ -140,7 +140,7 @@ class Op:
         return getattr(torch.ops.fastplm, operator).default
 
 
-def _is_watched(arguments: tuple[Any, ...]) -> bool:
+def is_watched(arguments: tuple[Any, ...]) -> bool:
     """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
     return (
         torch.compiler.is_compiling()

@@ -19,7 +19,7 @@ from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
 from fastplm.models._ragged import flags, values_are_known
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
-from fastplm.ops.linear import is_worth_it, may_be_worth_it
+from fastplm.ops.linear import if_faster, may_be_worth_it
 
 _logger = logging.get_logger(__name__)
 
@@ -29,9 +29,8 @@ class Conv1D(transformers.pytorch_utils.Conv1D):
     """A linear layer whose weight [K, M] lies the other way round; see ``nn.Linear`` of fastplm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if may_be_worth_it() and is_worth_it(x, weight := self.weight.t()):
-            return ops.linear(x, weight, self.bias)
-        return super().forward(x)
+        out = if_faster(x, self.weight.t(), self.bias) if may_be_worth_it(x) else None
+        return super().forward(x) if out is None else out
 
 
 class CausalModel(EncoderModel):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fastplm import ops
-from fastplm.ops.linear import is_worth_it
+from fastplm.ops.linear import if_faster
 
 
 class Linear(torch.nn.Linear):
-    """``torch.nn.Linear`` that multiplies by ``ops.linear`` on the CPUs where PyTorch is slow.
+    """``torch.nn.Linear`` that multiplies by ``ops.linear`` where PyTorch is slow, on some CPUs.
 
     The same parameters and the same results. Models have it in place of ``torch.nn.Linear``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., M]."""
-        if is_worth_it(input, self.weight):
-            return ops.linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        out = if_faster(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias) if out is None else out

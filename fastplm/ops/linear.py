@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from fastplm._backends import requested
+from fastplm._backends import is_recorded, requested
 from fastplm._checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor
-from fastplm._registry import Op
+from fastplm._registry import Op, is_watched
 from fastplm.ops._common import is_eager, rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 
 # Below this many multiplications the threads cost more than the product.
 _WORTH_IT = 1 << 22
+# Rows of the input up to which the weight is read where it lies (csrc/linear_few_rows.h), by the
+# floats in a vector; and the elements of a weight from which that pays.
+_FEW = {16: 16, 8: 8, 0: 0}
+_FEW_WORTH_IT = 1 << 17
+# The same, for dtypes that the CPU does not compute in.
+_HALF_WORTH_IT = 1 << 16
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def linear(
@@ -21,9 +28,15 @@ def linear(
 
     ``out = input weight^T + bias``
 
-    PyTorch multiplies fp32 matrices on the CPU with MKL, which uses AVX-512 on Intel's CPUs alone.
-    On another CPU that has it, and there alone, products of some size run in ``csrc/linear.h``.
-    Everything else is PyTorch's: other dtypes, other devices, other CPUs.
+    Which it is on a CPU, in eager mode, with vectors that csrc/ was compiled for (AVX2, AVX-512):
+
+    - few rows, as in generation of a batch or with beams: PyTorch packs the weight, which costs
+      more than reading it; ``csrc/linear_few_rows.h`` reads it once;
+    - fp16 and bf16 on a CPU that does not compute in them: the same, for any number of rows;
+    - fp32 on CPUs with AVX-512 that are not Intel's: MKL does not use it there,
+      ``csrc/linear.h`` does.
+
+    Everything else is PyTorch's.
 
     Args:
         input: [..., K], floating.
@@ -34,7 +47,8 @@ def linear(
         [..., M] in the dtype of ``input``; under autocast in that of autocast.
 
     Numerics:
-        Backend "cpp" adds up in fp32, 384 products at a time, as MKL does.
+        Backend "cpp" adds up in fp32, 384 products at a time, as MKL does; of few rows, and of fp16
+        and bf16, all of them, and rounds once, with the bias added.
 
     Determinism:
         Forward and backward repeat bit for bit, on "cpp" with any number of threads.
@@ -62,27 +76,52 @@ def linear(
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
-def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``linear`` would run by anything but PyTorch's own, without looking at every reason.
+def if_faster(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """``linear`` where it does not end up with PyTorch's own, and None there.
 
-    For those who have ``torch.nn.functional.linear`` at hand, and call it where this says no.
+    For layers, which have ``torch.nn.functional.linear`` at hand. A token of a decoder is some
+    fifty of them, of few rows: checks that were made need no second time.
     """
-    forced = requested("linear") == "cpp"
+    if not may_be_worth_it(input):
+        return None
+    if (
+        requested("linear") != "auto"
+        or is_recorded()
+        or is_watched((input, weight, bias))
+        or torch.jit.is_tracing()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
+        or not _fits_layer(input, weight, bias)
+    ):
+        return linear(input, weight, bias) if is_worth_it(input, weight) else None
+    if _as_fast_by_torch(_rows(input), input.dtype, weight.numel(), weight.stride(0) == 1):
+        return None
+    return torch.ops.fastplm_C.linear.default(input, weight, bias)
+
+
+def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether ``linear`` would run by anything but PyTorch's own, without looking at the bias."""
     return (
-        may_be_worth_it()
-        and is_eager(input, weight)
-        and _cpp_rejects(input, weight, forced=forced) is None
+        is_eager(input, weight)
+        and _cpp_rejects(input, weight, forced=requested("linear") == "cpp") is None
     )
 
 
-def may_be_worth_it() -> bool:
-    """Whether there are products here for which ``is_worth_it`` says yes."""
+def may_be_worth_it(input: torch.Tensor) -> bool:
+    """Whether ``is_worth_it`` says yes of some weight: a glance, which costs little."""
     wanted = requested("linear")
-    return _BLAS_IS_SLOW if wanted == "auto" else wanted == "cpp"
+    if wanted != "auto":
+        return wanted == "cpp"
+    if not _VECTOR or torch.compiler.is_compiling():
+        return False
+    if input.dtype is not torch.float32:
+        return input.dtype in _SLOW_DTYPES
+    return _BLAS_IS_SLOW or 1 < _rows(input) <= _FEW[_VECTOR]
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``a b + bias`` in fp32 on the CPU, by csrc/: [M, K], [K, N], [N] -> [M, N]."""
+    """``a b + bias`` on the CPU, by csrc/: [M, K], [K, N], [N] -> [M, N]."""
     out = a.new_empty(a.shape[0], b.shape[1])
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
@@ -118,16 +157,73 @@ def _cpp_rejects(
     reason = _CSRC_REJECTS(input, forced=forced)
     if reason is not None:
         return reason
-    dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
-    if dtypes != {torch.float32} or torch.is_autocast_enabled("cpu"):
-        return "csrc/ multiplies fp32 matrices, outside autocast"
+    dtype = input.dtype
+    if (
+        dtype not in _DTYPES
+        or weight.dtype is not dtype
+        or (bias is not None and bias.dtype is not dtype)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return "csrc/ multiplies matrices of one dtype, fp32, fp16 or bf16, outside autocast"
     if forced:
         return None
-    if not _BLAS_IS_SLOW:
-        return "PyTorch's product uses all of this CPU"
-    if input.numel() * weight.shape[0] < _WORTH_IT:
-        return "the product is small"
-    return None
+    return _as_fast_by_torch(_rows(input), dtype, weight.numel(), weight.stride(0) == 1)
+
+
+def _as_fast_by_torch(rows: int, dtype: torch.dtype, size: int, by_rows: bool) -> str | None:
+    """Why PyTorch's product of that many rows with b [K, N] takes no longer than ours.
+
+    Args:
+        rows: of a.
+        dtype: of both.
+        size: elements of b.
+        by_rows: whether the rows of b lie together.
+    """
+    if dtype is not torch.float32:
+        if dtype not in _SLOW_DTYPES:
+            return f"this CPU computes in {dtype}"
+        if size < _HALF_WORTH_IT:
+            return "the product is small"
+        if rows == 1 and dtype is torch.float16 and not by_rows:
+            return "PyTorch reads the weight of one row as fast"
+        return None
+    if _BLAS_IS_SLOW and rows * size >= _WORTH_IT:
+        return None
+    if rows <= (1 if by_rows else 2):
+        return "PyTorch reads the weight of one row as fast"
+    if rows <= _FEW[_VECTOR]:
+        return "the product is small" if size < _FEW_WORTH_IT else None
+    return "PyTorch's product uses all of this CPU"
+
+
+def _slow_dtypes() -> frozenset[torch.dtype]:
+    """Of fp16 and bf16 those that this CPU does not compute in."""
+    matrices = torch.cpu._is_amx_tile_supported()
+    native = {
+        torch.float16: matrices,  # the CPUs that have them have AVX512-FP16, too
+        torch.bfloat16: matrices or torch.cpu._is_avx512_bf16_supported(),
+    }
+    return frozenset(dtype for dtype in native if _VECTOR and not native[dtype])
+
+
+def _fits_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether ``fastplm_C::linear`` takes them as they are; if not, ``linear`` says why."""
+    dtype = input.dtype
+    return (
+        input.is_cpu
+        and weight.is_cpu
+        and weight.dtype is dtype
+        and input.shape[-1] == weight.shape[1]
+        and 1 in weight.stride()
+        and (
+            bias is None or (bias.is_cpu and bias.dtype is dtype and bias.shape == weight.shape[:1])
+        )
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _rows(input: torch.Tensor) -> int:
+    return input.numel() // max(input.shape[-1], 1)
 
 
 def _cpp_forward(
@@ -171,17 +267,34 @@ def _fake_backward(grad_out, input, weight, of_input, of_weight, of_bias, backen
 
 def _setup_context(ctx, inputs, output):
     input, weight, _, ctx.backend = inputs
+    ctx.forced = requested("linear") == "cpp"
     ctx.save_for_backward(input, weight)
 
 
 def _backward(ctx, grad_out):
     input, weight = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:3]
+    of_input, of_weight, of_bias = needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # somebody wants the gradient's gradient
         grads = (grad_out @ weight, grad_out.t() @ input, grad_out.sum(0))
-    else:
-        grads = OP.call_backward(dense(grad_out), input, weight, *needed, ctx.backend)
+        return *(g if wanted else None for g, wanted in zip(grads, needed, strict=True)), None
+    # What were few rows in the forward are many, or of another layout, in these products.
+    grad_out = dense(grad_out)
+    rows, columns = grad_out.shape
+    ours_of_input = of_input and (ctx.forced or _pays(rows, weight))
+    ours_of_weight = of_weight and (ctx.forced or _pays(columns, input))
+    grad_input, grad_weight, grad_bias = OP.call_backward(
+        grad_out, input, weight, ours_of_input, ours_of_weight, of_bias, ctx.backend
+    )
+    if of_input and not ours_of_input:
+        grad_input = grad_out @ weight
+    if of_weight and not ours_of_weight:
+        grad_weight = grad_out.t() @ input
+    grads = (grad_input, grad_weight, grad_bias)
     return *(g if wanted else None for g, wanted in zip(grads, needed, strict=True)), None
+
+
+def _pays(rows: int, b: torch.Tensor) -> bool:
+    return _as_fast_by_torch(rows, b.dtype, b.numel(), b.stride(1) == 1) is None
 
 
 def _smoke(device: torch.device) -> None:
@@ -190,11 +303,16 @@ def _smoke(device: torch.device) -> None:
 
 
 _CSRC_REJECTS = rejects_of_csrc("product")["cpp"]
+#: Floats in a vector of this CPU, 0 if csrc/ was not compiled for it.
+_VECTOR = (
+    torch.ops.fastplm_C.vector_width() if _CSRC_REJECTS(torch.empty(0), forced=False) is None else 0
+)
 _BLAS_IS_SLOW = (
-    torch.backends.mkl.is_available()
-    and _CSRC_REJECTS(torch.empty(0), forced=False) is None
+    _VECTOR > 0
+    and torch.backends.mkl.is_available()
     and torch.ops.fastplm_C.mkl_leaves_avx512_unused()
 )
+_SLOW_DTYPES = _slow_dtypes()
 
 OP = Op("linear", reference=linear_ref, smoke=_smoke)
 OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)

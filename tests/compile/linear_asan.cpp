@@ -1,6 +1,7 @@
-// csrc/linear.h under sanitizers, compiled for one width of the vector unit: matrices are
-// allocations of exactly their size, results those of plain loops in double.
+// csrc/linear.h and linear_few_rows.h under sanitizers, compiled for one width of the vector unit:
+// matrices are allocations of exactly their size, results those of plain loops in double.
 #include "linear.h"
+#include "linear_few_rows.h"
 
 #include <cmath>
 #include <cstdio>
@@ -65,12 +66,91 @@ double run(int64_t rows, int64_t columns, int64_t depth, int layout, std::mt1993
   return worst;
 }
 
+// --- few rows -------------------------------------------------------------------------------------
+
+// Small multiples of 1/8, which every type has exactly.
+struct Eighth {
+  int value;
+  operator float() const { return static_cast<float>(value) / 8.0f; }
+  operator Bf16() const {
+    const float number = *this;
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    return {static_cast<uint16_t>(bits >> 16)};
+  }
+  operator Fp16() const {
+    const int magnitude = std::abs(value), sign = value < 0 ? 0x8000 : 0;
+    if (magnitude == 0) return {0};
+    int power = 0;
+    while (magnitude >> (power + 1)) ++power;
+    const int mantissa = (magnitude << 10 >> power) & 0x3FF;
+    return {static_cast<uint16_t>(sign | (power - 3 + 15) << 10 | mantissa)};
+  }
+};
+
+template <int kWidth, int kRows, typename T>
+void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random) {
+  constexpr bool kByRows = kRows > 0;
+  constexpr int64_t kTile = kByRows ? kRows : FewRowsOf<kWidth>::kInnerRows;
+  std::uniform_int_distribution<int> eighths(-31, 31);
+  const int64_t filled = (rows + kTile - 1) / kTile * kTile, stride = round_up(depth, kWidth);
+  const std::unique_ptr<float[]> a(new float[filled * stride]());
+  const std::unique_ptr<T[]> b(new T[columns * depth]);
+  const std::unique_ptr<float[]> plain(new float[columns * depth]);
+  const std::unique_ptr<float[]> c(new float[kFewRows * kFewColumns]);
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t k = 0; k < depth; ++k) a[m * stride + k] = Eighth{eighths(random)};
+  }
+  for (int64_t i = 0; i < columns * depth; ++i) {
+    const Eighth number{eighths(random)};
+    b[i] = number;
+    plain[i] = number;
+  }
+  const FewRows left{a.get(), filled, depth, stride};
+  if constexpr (kByRows) {
+    FewRowsOf<kWidth>::template outer<kRows>(left, b.get(), columns, columns, c.get());
+  } else {
+    FewRowsOf<kWidth>::inner(left, b.get(), depth, columns, c.get());
+  }
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = 0; n < columns; ++n) {
+      float gold = 0.0f;  // exact, in any order
+      for (int64_t k = 0; k < depth; ++k) {
+        gold += a[m * stride + k] * plain[kByRows ? k * columns + n : n * depth + k];
+      }
+      if (c[m * kFewColumns + n] != gold) {
+        std::printf("%d lanes, %ld x %ld x %ld: [%ld, %ld] is %g, not %g\n", kWidth, long(rows),
+                    long(columns), long(depth), long(m), long(n), c[m * kFewColumns + n], gold);
+        std::exit(1);
+      }
+    }
+  }
+}
+
+template <int kWidth, int kRows, typename T>
+void run_few_sizes(std::mt19937& random) {
+  for (int64_t rows : {1, 5, 17}) {
+    for (int64_t columns : {1, 5, 48, 97}) {
+      for (int64_t depth : {1, 16, 19, 390, 785}) {
+        run_few<kWidth, kRows, T>(rows, columns, depth, random);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 random(7);
   double worst = 0.0;
   int runs = 0;
+  run_few_sizes<16, 0, float>(random);
+  run_few_sizes<16, 4, Fp16>(random);
+  run_few_sizes<16, 8, float>(random);
+  run_few_sizes<16, 0, Bf16>(random);
+  run_few_sizes<8, 0, Fp16>(random);
+  run_few_sizes<8, 4, float>(random);
+  run_few_sizes<8, 4, Bf16>(random);
   // Around the sizes of a tile, of what is packed at a time, and of a block; then of a slice.
   for (int64_t rows : {1, 11, 12, 13, 97, 541}) {
     for (int64_t columns : {1, 31, 32, 33, 129}) {

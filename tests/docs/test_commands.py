@@ -114,6 +114,10 @@ CUTS = {
         leaves=tuple(f"{RESULTS}/cpu/finetuning.{kind}" for kind in ("csv", "md")),
         slow=True,
     ),
+    "python benchmarks/generation.py": Cut(
+        "--arch bart-tiny --batch-size 2 --tokens 2 --rounds 1",
+        says=r"(?s)bart-tiny fp32, 2 prompts .*fastplm +\d",
+    ),
     "python benchmarks/gpu_report.py --dry-run": Cut(
         f"{ONE_STEP_OF_THE_REPORT} --results out", leaves=("out/cpu/report.md",), slow=True
     ),

@@ -427,7 +427,7 @@ def test_a_real_checkpoint_embeds_as_before(hold, checkpoint):
     fastplm.accelerate(model)
     with record_decisions() as decisions:
         by_name = embed(models.AutoModel.from_pretrained(path))
-    assert {decision.op for decision in decisions} == {"attention", "gather_rows"}
+    assert {"attention", "gather_rows"} <= {decision.op for decision in decisions}
     assert torch.equal(embed(model), by_name)
     other = transformers.AutoModel.from_pretrained(path, attn_implementation="eager")
     hold(model, other, lambda model: {"embeddings": embed(model)})

@@ -6,13 +6,17 @@ import sys
 
 import pytest
 import torch
+import transformers.pytorch_utils
 from torch import nn
+from torch.func import functional_call
 
 import fastplm
 from fastplm import _extension, ops
 from fastplm._backends import record_decisions
 from fastplm._checks import BackendError
+from fastplm.models._gpt import Conv1D
 from fastplm.nn import Linear
+from fastplm.ops.linear import is_worth_it
 from fastplm.reference.linear import linear_ref
 from fastplm.testing import (
     LAYOUTS,
@@ -37,15 +41,24 @@ SHAPES = (
     (0, 8, 3),
     (7, 8, 0),
 )
+#: Whole tiles of 4 or 8 rows, 4 or 48 columns and 16 of K; parts of them; of K several times 384
+#: and 768, which are added up apart; several threads' parts. And more rows than go at once.
+FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (16, 1601, 3), (2, 40, 901))
+HALF = ((64, 17, 5), (131, 385, 50))
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WRT = ("input", "weight", "bias")
 
 
-def make(rows=63, depth=40, columns=33) -> dict[str, torch.Tensor]:
+def make(rows=63, depth=40, columns=33, dtype=torch.float32) -> dict[str, torch.Tensor]:
     return dict(
-        input=torch.randn(rows, depth),
-        weight=torch.randn(columns, depth),
-        bias=torch.randn(columns),
+        input=torch.randn(rows, depth).to(dtype),
+        weight=torch.randn(columns, depth).to(dtype),
+        bias=torch.randn(columns).to(dtype),
     )
+
+
+def by_columns(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.t().contiguous().t()
 
 
 def run(**inputs: torch.Tensor) -> torch.Tensor:
@@ -60,6 +73,38 @@ def check(inputs: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape):
     check(make(*shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("shape", FEW + HALF, ids=str)
+def test_few_rows_and_half_precision(shape, transposed, dtype):
+    inputs = make(*shape, dtype=dtype)
+    if transposed:
+        inputs["weight"] = by_columns(inputs["weight"])
+    check(inputs)
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_long_sums_lose_no_more_than_in_pytorch(transposed, offset):
+    inputs = make(3, 12_000, 40)
+    inputs["input"] += offset
+    if transposed:
+        inputs["weight"] = by_columns(inputs["weight"])
+    check(inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_every_number_of_16_bits(transposed, dtype, rows):
+    """Times one: subnormal numbers, infinities and NaN come out as they went in."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
+    weight = torch.cat([numbers, torch.zeros_like(numbers)], 1)
+    inputs = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(rows, -1)
+    out = run(input=inputs, weight=by_columns(weight) if transposed else weight)
+    torch.testing.assert_close(out, numbers.t().expand(rows, -1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 40), (40,), (3, 0, 40)], ids=str)
@@ -85,7 +130,7 @@ def test_matrices_that_lie_by_columns(which):
     inputs = make()
     for name in ("input", "weight"):
         if which in (name, "both"):
-            inputs[name] = inputs[name].t().contiguous().t()
+            inputs[name] = by_columns(inputs[name])
     check(inputs)
 
 
@@ -104,10 +149,15 @@ def test_an_upstream_gradient_without_strides():
     torch.testing.assert_close(got, expected)
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column():
-    inputs = make()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [5, 63])
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_what_is_not_finite_stays_in_its_row_and_column(transposed, rows, dtype):
+    inputs = make(rows, dtype=dtype)
     inputs["input"][3, 5] = float("nan")
     inputs["weight"][7, 2] = float("inf")
+    if transposed:
+        inputs["weight"] = by_columns(inputs["weight"])
     with poisoned_memory():
         got, expected = run(**inputs), linear_ref(**inputs)
     assert torch.equal(got.isnan(), expected.isnan())
@@ -120,8 +170,10 @@ def test_large_offsets_cost_no_more_than_they_do_in_pytorch():
     check(inputs)
 
 
-def test_repeats_with_any_number_of_threads():
-    inputs = make(100, 500, 300)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [5, 100])
+def test_repeats_with_any_number_of_threads(rows, dtype):
+    inputs = make(rows, 500, 300, dtype)
     assert_repeatable(run, inputs, wrt=WRT, threads=(1, 2, 3))
 
 
@@ -173,18 +225,106 @@ def backend_of(*arguments: torch.Tensor) -> str:
 @pytest.fixture(params=[False, True], ids=["fast blas", "slow blas"])
 def slow(request, monkeypatch) -> bool:
     monkeypatch.setattr(MODULE, "_BLAS_IS_SLOW", request.param)
+    monkeypatch.setattr(MODULE, "_VECTOR", 16)
+    monkeypatch.setattr(MODULE, "_SLOW_DTYPES", frozenset(DTYPES[1:]))
     return request.param
 
 
 def test_only_where_pytorch_is_slow(slow):
-    large, small = torch.randn(256, 256), torch.randn(8, 256)
+    large, small = torch.randn(512, 512), torch.randn(8, 256)
     assert backend_of(large, large) == ("cpp" if slow else "eager")
-    assert backend_of(small, large) == "eager"
+    assert backend_of(small, small) == "eager"
     assert backend_of(large.double(), large.double()) == "eager"
-    assert backend_of(large.bfloat16(), large.bfloat16()) == "eager"
     with torch.autocast("cpu", torch.bfloat16):
         assert backend_of(large, large) == "eager"
         assert ops.linear(large, large).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("vector", [16, 8, 0])
+def test_few_rows_where_the_vectors_are_known(monkeypatch, slow, vector):
+    monkeypatch.setattr(MODULE, "_BLAS_IS_SLOW", False)
+    monkeypatch.setattr(MODULE, "_VECTOR", vector)
+    weight = torch.randn(512, 512)
+
+    def ours(weight):
+        return [n for n in (1, 2, 3, 8, 9, 16, 17) if goes(torch.randn(n, 512), weight)]
+
+    def goes(rows, weight):
+        assert is_worth_it(rows, weight) == (backend_of(rows, weight) == "cpp")
+        return is_worth_it(rows, weight)
+
+    few = {16: [3, 8, 9, 16], 8: [3, 8], 0: []}[vector]
+    assert ours(weight) == few
+    assert ours(by_columns(weight)) == ([2] if vector else []) + few
+    assert ours(torch.randn(8, 512)) == []
+
+
+def test_half_precision_where_the_cpu_has_none(monkeypatch, slow):
+    for dtype in DTYPES[1:]:
+        weight = torch.randn(512, 512).to(dtype)
+        assert backend_of(weight, weight) == "cpp"
+        assert backend_of(weight[:1], weight.t()) == "cpp"
+        assert backend_of(weight, weight[:8]) == "eager"
+    assert backend_of(weight[:1], weight) == "cpp"
+    assert backend_of(weight[:1].half(), weight.half()) == "eager"
+    monkeypatch.setattr(MODULE, "_SLOW_DTYPES", frozenset())
+    assert backend_of(weight, weight) == "eager"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_few_rows(slow, dtype):
+    """Each product of the backward is ours or PyTorch's, as it pays."""
+    inputs = make(8, 512, 512, dtype)
+    assert backend_of(*inputs.values()) == "cpp"
+    assert_within_budget(ops.linear, linear_ref, inputs, wrt=WRT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 512), (2, 4, 512), (1, 3, 512)], ids=str)
+def test_a_layer_without_gradients_takes_one_call(slow, shape, dtype, monkeypatch):
+    layer = Linear(512, 384).to(dtype)
+    wide = torch.randn(*shape[:-1], 1024).to(dtype)
+    calls = []
+    monkeypatch.setattr(MODULE, "linear", lambda *arguments: calls.append(arguments))
+    for rows in (wide[..., :512], wide[..., :512].contiguous()):
+
+        def run_layer(input, weight, bias):
+            return functional_call(layer, {"weight": weight, "bias": bias}, (input,))
+
+        def detached(**inputs):
+            with torch.no_grad():
+                return run_layer(**inputs)
+
+        inputs = dict(input=rows, weight=layer.weight.detach(), bias=layer.bias.detach())
+        assert_within_budget(detached, linear_ref, inputs)
+    assert calls == []
+    layer(rows)
+    assert len(calls) == 1  # with gradients
+
+
+@pytest.mark.parametrize("bad", ["bias", "dtype", "shape"])
+def test_a_layer_refuses_what_pytorch_refuses(slow, bad):
+    layer, rows = Linear(512, 512), torch.randn(8, 512)
+    if bad == "bias":
+        layer.bias = nn.Parameter(layer.bias.bfloat16())
+    elif bad == "dtype":
+        rows = rows.bfloat16()
+    else:
+        rows = rows[:, :500]
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError)):
+        layer(rows)
+
+
+def test_a_batch_of_one_token_each_goes_through_it(slow, monkeypatch):
+    """Generation, as GPT-2 does it: Conv1D, whose weight lies by rows."""
+    layer, tokens = Conv1D(512, 512), torch.randn(4, 1, 512)
+    with record_decisions() as decisions:
+        out = layer(tokens)
+    assert [decision.backend for decision in decisions] == ["cpp"]
+    torch.testing.assert_close(out, transformers.pytorch_utils.Conv1D.forward(layer, tokens))
+    with record_decisions() as decisions:
+        layer(tokens[:1])
+    assert decisions == []
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "torch", "cpp", "triton"])
@@ -226,7 +366,7 @@ def test_a_bias_of_another_dtype_is_refused_as_by_torch(slow):
 
 
 def test_a_forced_backend_that_cannot_run():
-    with fastplm.use_backend("cpp"), pytest.raises(BackendError, match="fp32"):
+    with fastplm.use_backend("cpp"), pytest.raises(BackendError, match="one dtype"):
         ops.linear(torch.randn(2, 3).double(), torch.randn(4, 3).double())
 
 
