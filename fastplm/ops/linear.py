@@ -10,14 +10,14 @@ from fastplm._registry import Op, is_watched
 from fastplm.ops._common import is_eager, rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 
-# Below this many multiplications the threads cost more than the product.
+# Below this many multiplications the threads cost more than the product; and of dtypes that the CPU
+# does not compute in.
 _WORTH_IT = 1 << 22
+_HALF_WORTH_IT = 1 << 16
 # Rows of the input up to which the weight is read where it lies (csrc/linear_few_rows.h), by the
 # floats in a vector; and the elements of a weight from which that pays.
 _FEW = {16: 16, 8: 8, 0: 0}
 _FEW_WORTH_IT = 1 << 17
-# The same, for dtypes that the CPU does not compute in.
-_HALF_WORTH_IT = 1 << 16
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -182,7 +182,7 @@ def _as_fast_by_torch(rows: int, dtype: torch.dtype, size: int, by_rows: bool) -
     if dtype is not torch.float32:
         if dtype not in _SLOW_DTYPES:
             return f"this CPU computes in {dtype}"
-        if size < _HALF_WORTH_IT:
+        if rows * size < _HALF_WORTH_IT:
             return "the product is small"
         if rows == 1 and dtype is torch.float16 and not by_rows:
             return "PyTorch reads the weight of one row as fast"
@@ -302,7 +302,7 @@ def _smoke(device: torch.device) -> None:
     linear(input, torch.randn(3, 16, device=device), torch.randn(3, device=device)).sum().backward()
 
 
-_CSRC_REJECTS = rejects_of_csrc("product")["cpp"]
+_CSRC_REJECTS = rejects_of_csrc("linear")["cpp"]
 #: Floats in a vector of this CPU, 0 if csrc/ was not compiled for it.
 _VECTOR = (
     torch.ops.fastplm_C.vector_width() if _CSRC_REJECTS(torch.empty(0), forced=False) is None else 0

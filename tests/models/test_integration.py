@@ -83,7 +83,12 @@ def test_there_is_a_language_model_of_every_family():
     assert LANGUAGE_MODELS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.skipif(_extension.lacks("product", "CPU") is not None, reason="csrc/ is not built")
+needs_products = pytest.mark.skipif(
+    _extension.lacks("linear", "CPU") is not None, reason="csrc/ is not built"
+)
+
+
+@needs_products
 @every_family
 def test_products_of_our_own_equal_the_parents(hold, family):
     """As on a CPU that PyTorch half uses: every linear layer multiplies in csrc/linear.h."""
@@ -98,6 +103,25 @@ def test_products_of_our_own_equal_the_parents(hold, family):
         ours(**inputs)
     assert sum(made.op == "linear" for made in decisions) >= 4 * ours.config.num_hidden_layers
     hold(ours, parent_of(family), run)
+
+
+@needs_products
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["bart", "gpt2", "t5"])
+def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypatch):
+    """Every layer in one pass over its weight, as if weights were large and this CPU known."""
+    module = sys.modules["fastplm.ops.linear"]
+    monkeypatch.setattr(module, "_VECTOR", 16)
+    monkeypatch.setattr(module, "_FEW_WORTH_IT", 1)
+    ours, parent = ours_of(family).eval(), parent_of(family).eval()
+    parent.load_state_dict(ours.state_dict())
+    options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, do_sample=False)
+    ids, taken = torch.randint(4, 37, (3, 6)), []
+    fits = module._fits_layer
+    monkeypatch.setattr(module, "_fits_layer", lambda *given: taken.append(1) or fits(*given))
+    tokens = ours.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert len(taken) >= 4 * 4 * ours.config.num_hidden_layers
+    assert torch.equal(tokens, parent.generate(ids, attention_mask=torch.ones_like(ids), **options))
 
 
 # --- outputs that a caller may ask for ------------------------------------------------------------
