@@ -73,6 +73,7 @@ CASES = [
     few("16 rows of 3072 to 768", 16, 3072, 768),
     few("Conv1D 8 rows of 768 to 3072", 8, 768, 3072, by_rows=True),
     few("vocabulary 8 rows of 768 to 50257", 8, 768, 50257),
+    few("a sentence 24x768 to 3072", 24, 768, 3072),
 ]
 if not GPU:
     HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -86,7 +86,7 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-constexpr int64_t kManyRows = 17;   // from which on fp32 is packed
+constexpr int64_t kManyRows = 49;   // from which on fp32 is packed
 constexpr int64_t kCacheLine = 16;  // floats
 
 // kRows: those of A at a time, where B lies by rows; 0 where it lies by columns.

@@ -15,9 +15,9 @@ from fastplm.reference.linear import linear_ref
 _WORTH_IT = 1 << 22
 _HALF_WORTH_IT = 1 << 16
 # Rows of the input up to which the weight is read where it lies (csrc/linear_few_rows.h), by the
-# floats in a vector; and the elements of a weight from which that pays.
-_FEW = {16: 16, 8: 8, 0: 0}
-_FEW_WORTH_IT = 1 << 17
+# floats in a vector; and the elements of a weight from which that pays, as it lies.
+_FEW = {16: 48, 8: 8, 0: 0}
+_FEW_WORTH_IT = {"by columns": 1 << 17, "by rows": 1 << 18}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -192,7 +192,8 @@ def _as_fast_by_torch(rows: int, dtype: torch.dtype, size: int, by_rows: bool) -
     if rows <= (1 if by_rows else 2):
         return "PyTorch reads the weight of one row as fast"
     if rows <= _FEW[_VECTOR]:
-        return "the product is small" if size < _FEW_WORTH_IT else None
+        worth_it = _FEW_WORTH_IT["by rows" if by_rows else "by columns"]
+        return "the product is small" if size < worth_it else None
     return "PyTorch's product uses all of this CPU"
 
 

@@ -43,7 +43,7 @@ SHAPES = (
 )
 #: Whole tiles of 4 or 8 rows, 4 or 48 columns and 16 of K; parts of them; of K several times 384
 #: and 768, which are added up apart; several threads' parts. And more rows than go at once.
-FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (16, 1601, 3), (2, 40, 901))
+FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (48, 1601, 3), (2, 40, 901))
 HALF = ((64, 17, 5), (131, 385, 50))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WRT = ("input", "weight", "bias")
@@ -247,15 +247,17 @@ def test_few_rows_where_the_vectors_are_known(monkeypatch, slow, vector):
     weight = torch.randn(512, 512)
 
     def ours(weight):
-        return [n for n in (1, 2, 3, 8, 9, 16, 17) if goes(torch.randn(n, 512), weight)]
+        return [n for n in (1, 2, 3, 8, 9, 48, 49) if goes(torch.randn(n, 512), weight)]
 
     def goes(rows, weight):
         assert is_worth_it(rows, weight) == (backend_of(rows, weight) == "cpp")
         return is_worth_it(rows, weight)
 
-    few = {16: [3, 8, 9, 16], 8: [3, 8], 0: []}[vector]
+    few = {16: [3, 8, 9, 48], 8: [3, 8], 0: []}[vector]
     assert ours(weight) == few
     assert ours(by_columns(weight)) == ([2] if vector else []) + few
+    narrow = torch.randn(384, 512)
+    assert (ours(narrow), ours(by_columns(narrow))) == (few, [])
     assert ours(torch.randn(8, 512)) == []
 
 
