@@ -14,10 +14,14 @@ from fastplm.reference.linear import linear_ref
 # does not compute in.
 _WORTH_IT = 1 << 22
 _HALF_WORTH_IT = 1 << 16
-# Rows of the input up to which the weight is read where it lies (csrc/linear_few_rows.h), by the
-# floats in a vector; and the elements of a weight from which that pays, as it lies.
-_FEW = {16: 48, 8: 8, 0: 0}
-_FEW_WORTH_IT = {"by columns": 1 << 17, "by rows": 1 << 18}
+# Rows of the input up to which we are faster than MKL, with the elements of a weight from which it
+# is so: by the floats in a vector, for nn.Linear's weight and for one that lies the other way.
+_FEW: dict[int, dict[str, tuple[tuple[int, int], ...]]] = {
+    16: {"linear": ((56, 1 << 17), (96, 1 << 20)), "conv1d": ((48, 1 << 18),)},
+    8: {"linear": ((8, 1 << 17),), "conv1d": ((8, 1 << 18),)},
+    0: {"linear": (), "conv1d": ()},
+}
+_MOST = {16: 96, 8: 8, 0: 0}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -117,7 +121,8 @@ def may_be_worth_it(input: torch.Tensor) -> bool:
         return False
     if input.dtype is not torch.float32:
         return input.dtype in _SLOW_DTYPES
-    return _BLAS_IS_SLOW or 1 < _rows(input) <= _FEW[_VECTOR]
+    width = input.shape[-1]
+    return _BLAS_IS_SLOW or width < input.numel() <= _MOST[_VECTOR] * width
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -190,10 +195,10 @@ def _as_fast_by_torch(rows: int, dtype: torch.dtype, size: int, by_rows: bool) -
     if _BLAS_IS_SLOW and rows * size >= _WORTH_IT:
         return None
     if rows <= (1 if by_rows else 2):
-        return "PyTorch reads the weight of one row as fast"
-    if rows <= _FEW[_VECTOR]:
-        worth_it = _FEW_WORTH_IT["by rows" if by_rows else "by columns"]
-        return "the product is small" if size < worth_it else None
+        return "PyTorch reads the weight of so few rows as fast"
+    for most, least in _FEW[_VECTOR]["conv1d" if by_rows else "linear"]:
+        if rows <= most and size >= least:
+            return None
     return "PyTorch's product uses all of this CPU"
 
 

@@ -112,7 +112,7 @@ def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypa
     """Every layer in one pass over its weight, as if weights were large and this CPU known."""
     module = sys.modules["fastplm.ops.linear"]
     monkeypatch.setattr(module, "_VECTOR", 16)
-    monkeypatch.setattr(module, "_FEW_WORTH_IT", {"by columns": 1, "by rows": 1})
+    monkeypatch.setitem(module._FEW, 16, dict.fromkeys(("linear", "conv1d"), ((48, 1),)))
     ours, parent = ours_of(family).eval(), parent_of(family).eval()
     parent.load_state_dict(ours.state_dict())
     options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, do_sample=False)

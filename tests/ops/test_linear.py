@@ -247,17 +247,19 @@ def test_few_rows_where_the_vectors_are_known(monkeypatch, slow, vector):
     weight = torch.randn(512, 512)
 
     def ours(weight):
-        return [n for n in (1, 2, 3, 8, 9, 48, 49) if goes(torch.randn(n, 512), weight)]
+        return [n for n in (1, 2, 3, 8, 9, 48, 56, 57, 97) if goes(torch.randn(n, 512), weight)]
 
     def goes(rows, weight):
         assert is_worth_it(rows, weight) == (backend_of(rows, weight) == "cpp")
         return is_worth_it(rows, weight)
 
     few = {16: [3, 8, 9, 48], 8: [3, 8], 0: []}[vector]
-    assert ours(weight) == few
+    more = [56] if vector == 16 else []
+    assert ours(weight) == few + more
     assert ours(by_columns(weight)) == ([2] if vector else []) + few
-    narrow = torch.randn(384, 512)
-    assert (ours(narrow), ours(by_columns(narrow))) == (few, [])
+    narrow, wide = torch.randn(384, 512), torch.randn(2048, 512)
+    assert (ours(narrow), ours(by_columns(narrow))) == (few + more, [])
+    assert ours(wide) == few + more + ([57] if more else [])
     assert ours(torch.randn(8, 512)) == []
 
 
