@@ -90,8 +90,13 @@ def if_faster(
     """
     if not may_be_worth_it(input):
         return None
+    wanted = requested("linear")
+    # The question that most calls end with comes first.
+    by_rows = weight.stride(0) == 1
+    if wanted == "auto" and _as_fast_by_torch(_rows(input), input.dtype, weight.numel(), by_rows):
+        return None
     if (
-        requested("linear") != "auto"
+        wanted != "auto"
         or is_recorded()
         or is_watched((input, weight, bias))
         or torch.jit.is_tracing()
@@ -99,8 +104,6 @@ def if_faster(
         or not _fits_layer(input, weight, bias)
     ):
         return linear(input, weight, bias) if is_worth_it(input, weight) else None
-    if _as_fast_by_torch(_rows(input), input.dtype, weight.numel(), weight.stride(0) == 1):
-        return None
     return torch.ops.fastplm_C.linear.default(input, weight, bias)
 
 
