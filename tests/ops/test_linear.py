@@ -378,8 +378,9 @@ def test_a_forced_backend_that_cannot_run():
 
 
 @pytest.mark.parametrize("bug", ["a slice twice", "no bias", "a column of another"])
-def test_planted_bugs(bug):
-    inputs = make(63, 500, 33)
+@pytest.mark.parametrize("rows", [8, 63])
+def test_planted_bugs(rows, bug):
+    inputs = make(rows, 500, 33)
 
     def wrong(input, weight, bias):
         if bug == "no bias":
