@@ -21,7 +21,10 @@ _FEW: dict[int, dict[str, tuple[tuple[int, int], ...]]] = {
     8: {"linear": ((8, 1 << 17),), "conv1d": ((8, 1 << 18),)},
     0: {"linear": (), "conv1d": ()},
 }
-_MOST = {16: 96, 8: 8, 0: 0}
+_MOST = {
+    vector: max((rows for limits in layouts.values() for rows, _ in limits), default=0)
+    for vector, layouts in _FEW.items()
+}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,7 +35,7 @@ def linear(
 
     ``out = input weight^T + bias``
 
-    Which it is on a CPU, in eager mode, with vectors that csrc/ was compiled for (AVX2, AVX-512):
+    Which it is on a CPU with vectors that csrc/ was compiled for (AVX2, AVX-512):
 
     - few rows, as in generation of a batch or with beams: PyTorch packs the weight, which costs
       more than reading it; ``csrc/linear_few_rows.h`` reads it once;
@@ -52,7 +55,7 @@ def linear(
 
     Numerics:
         Backend "cpp" adds up in fp32, 384 products at a time, as MKL does; of few rows, and of fp16
-        and bf16, all of them, and rounds once, with the bias added.
+        and bf16, in shorter sums, which are rounded once, with the bias added.
 
     Determinism:
         Forward and backward repeat bit for bit, on "cpp" with any number of threads.

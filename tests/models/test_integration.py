@@ -118,9 +118,14 @@ def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypa
     options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, do_sample=False)
     ids, taken = torch.randint(4, 37, (3, 6)), []
     fits = module._fits_layer
-    monkeypatch.setattr(module, "_fits_layer", lambda *given: taken.append(1) or fits(*given))
+
+    def recorded(*given):
+        taken.append(fits(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(module, "_fits_layer", recorded)
     tokens = ours.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert len(taken) >= 4 * 4 * ours.config.num_hidden_layers
+    assert all(taken) and len(taken) >= 4 * 4 * ours.config.num_hidden_layers
     assert torch.equal(tokens, parent.generate(ids, attention_mask=torch.ones_like(ids), **options))
 
 

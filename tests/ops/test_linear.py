@@ -319,7 +319,7 @@ def test_a_layer_refuses_what_pytorch_refuses(slow, bad):
         layer(rows)
 
 
-def test_a_batch_of_one_token_each_goes_through_it(slow, monkeypatch):
+def test_a_batch_of_one_token_each_goes_through_it(slow):
     """Generation, as GPT-2 does it: Conv1D, whose weight lies by rows."""
     layer, tokens = Conv1D(512, 512), torch.randn(4, 1, 512)
     with record_decisions() as decisions:
