@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_report
 import pytest
@@ -54,7 +55,7 @@ def report(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(gpu_report, "machine", lambda dry_run: CPU)
 
-    def run(*steps, budget=20.0, **options):
+    def run(*steps, budget=100.0, **options):
         return gpu_report.report(steps, tmp_path / "rows", budget, **options).read_text()
 
     return run
@@ -88,17 +89,26 @@ def test_a_step_that_works_fails_is_stopped_or_is_missing(report):
 
 
 def test_none_starves_and_the_rest_is_said_not_to_be_reached(report, monkeypatch):
+    now = 0.0
+    needs = {"greedy": 60, "next": 0.1, "third": 60, "never": 0.1}
+
+    def run(step, limit):
+        nonlocal now
+        step.seconds = min(needs[step.name], limit)
+        step.outcome = "ok" if step.seconds < limit else f"stopped after {limit:.1f} s"
+        now += step.seconds
+
+    monkeypatch.setattr(gpu_report, "run", run)
+    monkeypatch.setattr(gpu_report, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(gpu_report, "LEAST", 0.3)
-    sleep = "import time; time.sleep(60)"
-    steps = [python(sleep, "greedy"), python("print(1)", "next"), python(sleep, "third")]
-    steps.append(python("print(1)", "never", share=1e-9))
-    started = time.perf_counter()
+    steps = [Step(name, [], share=1e-9 if name == "never" else 1.0) for name in needs]
     report(*steps, budget=2.0)
-    assert time.perf_counter() - started < 10
-    assert [step.outcome for step in steps[1::2]] == ["ok", "not reached: the time was up"]
-    assert all(step.outcome.startswith("stopped") for step in steps[::2])
-    # What "next" left of its share went to the one after it.
-    assert 0.4 < steps[0].seconds < 1.0 < steps[2].seconds
+    assert [step.outcome for step in steps] == [
+        "stopped after 0.7 s",
+        "ok",
+        "stopped after 1.2 s",  # with what "next" left of its share
+        "not reached: the time was up",
+    ]
 
 
 def test_rows_of_a_stopped_step_are_counted_and_on_the_page(report, tmp_path):
@@ -106,9 +116,9 @@ def test_rows_of_a_stopped_step_are_counted_and_on_the_page(report, tmp_path):
     write(tmp_path, "made", [row("attention", "kept", machine=CPU)])
     code = "import os, time; os.renames({!r}, {!r}); time.sleep(60)"
     made = python(code.format(str(tmp_path / "made.csv"), str(folder / "attention.csv")), "made")
-    made.most = 1
+    made.most = 4  # as long as a busy machine may take to start Python
     page = report(made)
-    assert "| made | stopped after 1 s | 1 | 1 |  |" in page
+    assert re.search(r"\| made \| stopped after 4 s \| \d+ \| 1 \|  \|", page)
     assert "| attention | kept | forward | fastplm | 100.0 [100.0–100.0] |" in page
 
 
@@ -116,6 +126,7 @@ def test_a_report_that_is_stopped_leaves_its_page_and_no_process(tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 import gpu_report
 gpu_report.LOGS = Path({str(tmp_path / "logs")!r})
 gpu_report.machine = lambda dry_run: gpu_report.Machine("cpu", {CPU.line!r})
