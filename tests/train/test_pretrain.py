@@ -188,20 +188,31 @@ def test_a_corpus_too_small_to_hold_text_out(run, arguments, tmp_path):
 # --- resuming -------------------------------------------------------------------------------------
 
 
+#: The command line as a process that is killed, as by a scheduler, in the step after this many.
+KILLED = """
+import os, signal, sys
+from transformers import Trainer
+from fastplm.cli import main
+
+step, steps = Trainer.training_step, int(sys.argv[1])
+
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == steps:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+
+Trainer.training_step = training_step
+main(sys.argv[2:])
+"""
+
+
 def kill_and_resume(arguments, command, out, *, at, **options):
-    """Start a run, kill it once it has passed the checkpoint of a step, and go on with it."""
-    start, environment = command
-    log = out.parent / "killed.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            start + arguments(out, **options), env=environment, stdout=file, stderr=file
-        )
-        limit = time.monotonic() + 240
-        while not (out / f"checkpoint-{at}").exists():
-            assert process.poll() is None and time.monotonic() < limit, log.read_text()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    """Start a run, kill it three steps after the checkpoint of a step, and go on with it."""
+    (python, *_), environment = command
+    words = [python, "-c", KILLED, str(at + 3), *arguments(out, **options)]
+    killed = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert last_checkpoint(out) == out / f"checkpoint-{at}"
     assert not (out / "metrics.json").exists()
     # TensorBoard orders the files of a run by the second they were begun in.
     time.sleep(1)
@@ -220,12 +231,12 @@ def kill_and_resume(arguments, command, out, *, at, **options):
 def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, command, tmp_path):
     # Dropout, so that the random state has to come back too; one thread, as in the killed process.
     dropout = {"dropout": 0.1, "attention_dropout": 0.1}
-    options = {**options, **dropout, "steps": 40, "save_every": 10}
+    options = {**options, **dropout, "steps": 12, "save_every": 5}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         whole = run(tmp_path / "whole", **options)["history"]
-        parts = kill_and_resume(arguments, command, tmp_path / "parts", at=10, **options)
+        parts = kill_and_resume(arguments, command, tmp_path / "parts", at=5, **options)
     finally:
         torch.set_num_threads(threads)
     assert losses(parts) == losses(whole)
