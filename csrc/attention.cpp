@@ -2,7 +2,11 @@
 // nothing is summed across threads and results do not depend on how many there are.
 #include "attention.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <tuple>
+#include <vector>
 
 #include "tensors.h"
 
@@ -129,50 +133,100 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
   });
 }
 
-void attention(const Tensor& query, const Tensor& key, const Tensor& value,
-               const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
-               const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q,
-               const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
-               const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
-               int64_t dropout_threshold, bool is_causal, double scale, Tensor& out) {
+// --- operators ------------------------------------------------------------------------------------
+
+// Sequences lie one after the other within the rows, and none is longer than it was said to be. What
+// is wrong where they do not, ops.attention_varlen says.
+void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t longest) {
+  if (!starts.defined) return;
+  const int32_t* at = starts.data();
+  const int64_t batch = starts.tensor.size(0) - 1;
+  bool fit = at[0] == 0 && at[batch] <= rows.size(0);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = int64_t{at[b + 1]} - at[b];
+    fit = fit && length >= 0 && length <= longest;
+  }
+  STD_TORCH_CHECK(fit, "attention: cu_seqlens do not fit the rows or the longest length");
+}
+
+// A tensor to fill, in memory as a projection is: [B, T, H, D], or [N, H, D] with 0 in spare rows.
+Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
+  if (!starts.defined) {
+    const Tensor out =
+        new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)});
+    return torch::stable::transpose(out, 1, 2);
+  }
+  Tensor out = new_empty_like(like);
+  const int64_t row = like.size(1) * like.size(2) * static_cast<int64_t>(like.element_size());
+  const int64_t used = starts.data()[starts.tensor.size(0) - 1];
+  auto* bytes = static_cast<char*>(out.mutable_data_ptr());
+  std::memset(bytes + used * row, 0, (like.size(0) - used) * row);
+  return out;
+}
+
+// (out, the statistics that a backward needs of a row's softmax: none, ours rebuilds it).
+std::tuple<Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q, int64_t longest_k,
+    const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
+    int64_t dropout_threshold, bool is_causal, double scale) {
   const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
                         Dense<int32_t>(cu_seqlens_k), longest_q,
                         Dense<float>(bias_weight),   Dense<int64_t>(buckets),
                         Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
                         dropout_threshold,           is_causal,
                         scale};
+  check_starts(options.cu_seqlens_q, query, longest_q);
+  check_starts(options.cu_seqlens_k, key, longest_k);
+  const Tensor out = like_projection(query, options.cu_seqlens_q);
   with_floating_type(query, [&](auto element) {
     using T = decltype(element);
     const Heads<T> result(out, options.cu_seqlens_q.data());
     run<T>(query, key, value, options, &result, nullptr);
   });
+  return {out, new_empty(query, {2, query.size(1), 0}, ScalarType::Float)};
 }
 
-void attention_backward(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const std::optional<Tensor>& key_mask,
-                        const std::optional<Tensor>& cu_seqlens_q,
-                        const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q,
-                        const std::optional<Tensor>& bias_weight,
-                        const std::optional<Tensor>& buckets, const std::optional<Tensor>& seed,
-                        const std::optional<Tensor>& sample_index, int64_t dropout_threshold,
-                        bool is_causal, double scale, const Tensor& grad_out, Tensor& grad_query,
-                        Tensor& grad_key, Tensor& grad_value, Tensor& grad_bias) {
+// The gradients of query, key and value, and of the bias [B, H, buckets] in fp64, or an empty one.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q, int64_t longest_k,
+    const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
+    int64_t dropout_threshold, bool is_causal, double scale, const Tensor& grad_out,
+    bool bias_grad) {
   const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
                         Dense<int32_t>(cu_seqlens_k), longest_q,
                         Dense<float>(bias_weight),   Dense<int64_t>(buckets),
                         Dense<int64_t>(seed),        Dense<int64_t>(sample_index),
                         dropout_threshold,           is_causal,
                         scale};
+  check_starts(options.cu_seqlens_q, query, longest_q);
+  check_starts(options.cu_seqlens_k, key, longest_k);
+  const Tensor dq = like_projection(query, options.cu_seqlens_q);
+  const Tensor dk = like_projection(key, options.cu_seqlens_k);
+  const Tensor dv = like_projection(value, options.cu_seqlens_k);
+  std::vector<int64_t> sizes{0};
+  if (bias_grad) {
+    const int64_t batch = cu_seqlens_q ? cu_seqlens_q->size(0) - 1 : query.size(0);
+    sizes = {batch, query.size(1), bias_weight->size(0)};
+  }
+  Tensor by_sample = new_empty(query, sizes, ScalarType::Double);
+  double* bias = by_sample.mutable_data_ptr<double>();
+  std::fill(bias, bias + by_sample.numel(), 0.0);
   with_floating_type(query, [&](auto element) {
     using T = decltype(element);
     const int32_t* starts_q = options.cu_seqlens_q.data();
     const int32_t* starts_k = options.cu_seqlens_k.data();
-    const Gradients<T> gradients{
-        Heads<T>(grad_out, starts_q), Heads<T>(grad_query, starts_q), Heads<T>(grad_key, starts_k),
-        Heads<T>(grad_value, starts_k),
-        grad_bias.numel() > 0 ? grad_bias.mutable_data_ptr<double>() : nullptr};
+    const Gradients<T> gradients{Heads<T>(grad_out, starts_q), Heads<T>(dq, starts_q),
+                                 Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
+                                 by_sample.numel() > 0 ? bias : nullptr};
     run<T>(query, key, value, options, nullptr, &gradients);
   });
+  return {dq, dk, dv, by_sample};
 }
 
 }  // namespace
@@ -181,16 +235,15 @@ void attention_backward(const Tensor& query, const Tensor& key, const Tensor& va
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
-      "Tensor? cu_seqlens_k, int longest_q, Tensor? bias_weight, Tensor? buckets, Tensor? seed, "
-      "Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
-      "Tensor(a!) out) -> ()");
+      "Tensor? cu_seqlens_k, int longest_q, int longest_k, Tensor? bias_weight, Tensor? buckets, "
+      "Tensor? seed, Tensor? sample_index, int dropout_threshold, bool is_causal, float scale) -> "
+      "(Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int longest_q, Tensor? bias_weight, "
-      "Tensor? buckets, "
-      "Tensor? seed, Tensor? sample_index, int dropout_threshold, bool is_causal, float scale, "
-      "Tensor grad_out, Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, "
-      "Tensor(d!) grad_bias) -> ()");
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int longest_q, int longest_k, "
+      "Tensor? bias_weight, Tensor? buckets, Tensor? seed, Tensor? sample_index, "
+      "int dropout_threshold, bool is_causal, float scale, Tensor grad_out, bool bias_grad) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {

@@ -86,7 +86,8 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-constexpr int64_t kManyRows = 49;   // from which on fp32 is packed
+// From which on packing fp32 pays, as against not packing it; against MKL ops/linear.py knows.
+constexpr int64_t kManyRows = 49;
 constexpr int64_t kCacheLine = 16;  // floats
 
 // kRows: those of A at a time, where B lies by rows; 0 where it lies by columns.

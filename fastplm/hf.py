@@ -38,7 +38,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from fastplm._checks import UnsupportedError, check
+from fastplm._checks import UnsupportedError, check, message
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 from fastplm.ops._common import is_eager
 from fastplm.ops.attention import is_worth_it
@@ -272,23 +272,26 @@ def fastplm_attention_forward(
 
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     for name in _UNSUPPORTED:
-        check(
-            kwargs.get(name) is None,
-            _WHERE,
-            name,
-            "a value",
-            "None in this version",
-            "Use attn_implementation='eager' or 'sdpa' for this call.",
-            UnsupportedError,
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                message(
+                    _WHERE,
+                    name,
+                    "a value",
+                    "None in this version",
+                    "Use attn_implementation='eager' or 'sdpa' for this call.",
+                )
+            )
+    if mask is not None and mask.dim() not in (2, 4):
+        raise UnsupportedError(
+            message(
+                _WHERE,
+                "attention_mask",
+                f"{mask.dim()} dimensions",
+                "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
+                "Give the model a mask [B, T], True or 1 where there is a token.",
+            )
         )
-    check(
-        mask is None or mask.dim() in (2, 4),
-        _WHERE,
-        "attention_mask",
-        f"{0 if mask is None else mask.dim()} dimensions",
-        "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
-        "Give the model a mask [B, T], True or 1 where there is a token.",
-    )
 
 
 def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -298,6 +298,8 @@ def attention_varlen(
 
 def _run(call: _Call) -> torch.Tensor:
     backend = OP.resolve(*call)
+    if call.ragged and backend != "cpp":  # which looks itself
+        _check_lengths(call)
     if backend == "eager":
         if call.ragged:
             return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
@@ -386,11 +388,10 @@ def _check_ragged(call: _Call) -> None:
     check_shape(
         where, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "[B + 1], as `cu_seqlens_q`"
     )
-    for name, rows, longest in (
-        ("q", call.query, call.max_seqlen_q),
-        ("k", call.key, call.max_seqlen_k),
+    for name, cu_seqlens, longest in (
+        ("q", cu_seqlens_q, call.max_seqlen_q),
+        ("k", cu_seqlens_k, call.max_seqlen_k),
     ):
-        cu_seqlens = cu_seqlens_q if name == "q" else cu_seqlens_k
         check_dtype(where, f"cu_seqlens_{name}", cu_seqlens, (torch.int32,))
         check_same_device(where, query=call.query, **{f"cu_seqlens_{name}": cu_seqlens})
         check(
@@ -401,18 +402,24 @@ def _check_ragged(call: _Call) -> None:
             "the length of the longest sequence",
             "Pass it, or any upper bound.",
         )
-        if cu_seqlens.device.type == "cpu" and not _traced(cu_seqlens):
-            _check_lengths_on_cpu(where, name, cu_seqlens, rows.shape[0], longest)
 
 
-def _traced(tensor: torch.Tensor) -> bool:
-    """Whether the values are not there to look at: under torch.compile, in a fake or on meta."""
-    return torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
+def _check_lengths(call: _Call) -> None:
+    """The values of ``cu_seqlens``, on the CPU where looking costs no wait."""
+    for name, cu_seqlens, rows, longest in (
+        ("q", call.cu_seqlens_q, call.query, call.max_seqlen_q),
+        ("k", call.cu_seqlens_k, call.key, call.max_seqlen_k),
+    ):
+        assert cu_seqlens is not None
+        # Under torch.compile, in a fake or on meta there are none.
+        there = type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling()
+        if there and cu_seqlens.device.type == "cpu":
+            check_lengths(name, cu_seqlens, rows.shape[0], longest)
 
 
-def _check_lengths_on_cpu(
-    where: str, name: str, cu_seqlens: torch.Tensor, rows: int, longest: int
-) -> None:
+def check_lengths(name: str, cu_seqlens: torch.Tensor, rows: int, longest: int) -> None:
+    """Sequences lie one after the other in so many rows, and none is longer than the longest."""
+    where = "attention_varlen"
     values = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(values[:-1], values[1:], strict=True)]
     check(
@@ -524,8 +531,7 @@ def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
         buckets = _buckets_of(call)
     threshold = 0 if call.seed is None else dropout_threshold(call.dropout_p)
     return (
-        *call[:6],
-        call.max_seqlen_q,
+        *call[:8],
         weight,
         buckets,
         call.seed,
@@ -536,46 +542,26 @@ def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
     )
 
 
-def _cpp_outputs(call: _Call, *like: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors that csrc/ fills, as these lie; 0 in the spare rows of a ragged call."""
-    outputs = [_empty_like_projection(tensor) for tensor in like]
-    if call.ragged:
-        # The public function could not look if it was traced.
-        for tensor, name, cu_seqlens, longest in (
-            (call.query, "q", call.cu_seqlens_q, call.max_seqlen_q),
-            (call.key, "k", call.cu_seqlens_k, call.max_seqlen_k),
-        ):
-            assert cu_seqlens is not None
-            _check_lengths_on_cpu("attention_varlen", name, cu_seqlens, tensor.shape[0], longest)
-        for position, output in enumerate(outputs):
-            cu_seqlens = call.cu_seqlens_k if position else call.cu_seqlens_q
-            assert cu_seqlens is not None
-            output[int(cu_seqlens[-1]) :] = 0.0
-    return outputs
-
-
 def _cpp_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _Call(*arguments)
-    (out,) = _cpp_outputs(call, call.query)
-    torch.ops.fastplm_C.attention(*_cpp_arguments(call), out)
-    return out, _statistics(call, "cpp")
+    try:
+        return torch.ops.fastplm_C.attention.default(*_cpp_arguments(call))
+    except RuntimeError:
+        if call.ragged:
+            _check_lengths(call)  # csrc/ looks itself, and this says what it found
+        raise
 
 
 def _cpp_backward(
     grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _Call(*arguments)
-    dq, dk, dv = _cpp_outputs(call, *call[:3])
-    by_sample = grad_weight = call.query.new_empty(0)
-    weight = call.bias_weight
-    if bias_grad and weight is not None:
-        shape = (call.batch, call.query.shape[1], weight.shape[0])
-        by_sample = torch.zeros(shape, dtype=torch.float64)
-    shared = _cpp_arguments(call)
-    torch.ops.fastplm_C.attention_backward(*shared, grad_out, dq, dk, dv, by_sample)
-    if bias_grad and weight is not None:
-        grad_weight = by_sample.sum(0).t().to(weight.dtype).contiguous()
-    return dq, dk, dv, grad_weight
+    backward = torch.ops.fastplm_C.attention_backward.default
+    dq, dk, dv, by_sample = backward(*_cpp_arguments(call), grad_out, bias_grad)
+    if not bias_grad:
+        return dq, dk, dv, call.query.new_empty(0)
+    assert call.bias_weight is not None
+    return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
 
 
 # --- backend "torch" ------------------------------------------------------------------------------

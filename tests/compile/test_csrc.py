@@ -74,11 +74,11 @@ def test_a_group_of_threads_does_what_one_does(sanitizer, tmp_path):
     if missing:
         subprocess.run(build, check=True)
     # A missing barrier may also hang: the whole of it takes seconds.
-    result = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=300)
     if "unexpected memory mapping" in result.stderr:
         missing = result.stderr
         subprocess.run(build, check=True)
-        result = subprocess.run([program], capture_output=True, text=True, timeout=120)
+        result = subprocess.run([program], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     if missing:
         pytest.skip(f"right, but looked at without a sanitizer: {missing.splitlines()[0]}")

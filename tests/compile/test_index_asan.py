@@ -25,7 +25,7 @@ def test_the_index_builder_stays_within_its_arrays(tmp_path):
     if sanitized.returncode != 0:  # not every compiler ships the libraries of its sanitizers
         plain = subprocess.run(build, capture_output=True, text=True)
         assert plain.returncode == 0, plain.stderr
-    result = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     if sanitized.returncode != 0:
         pytest.skip("it passed without AddressSanitizer, which this compiler does not have")

@@ -24,7 +24,7 @@ def _build(source, program, *flags):
 
 def _run(program):
     # A kernel that does not end takes forever; all of them take seconds.
-    return subprocess.run([program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([program], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
