@@ -157,9 +157,12 @@ def test_import_touches_no_device_and_takes_under_a_second():
         "driver = triton and triton.driver._active\n"
         "print(json.dumps([seconds, torch.cuda.is_initialized(), driver is not None]))"
     )
-    answers = [python_says(script) for _ in range(3)]
-    assert not any(touched for _, *device in answers for touched in device)
-    assert min(seconds for seconds, *_ in answers) < 1.0
+    for _ in range(3):  # a machine may be busy once
+        seconds, *touched = python_says(script)
+        assert not any(touched)
+        if seconds < 1.0:
+            return
+    pytest.fail(f"it took {seconds:.1f} s, the last time of three")
 
 
 def test_versions_agree():

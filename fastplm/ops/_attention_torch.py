@@ -30,7 +30,7 @@ from fastplm.ops.attention import (
     _Call,
     _empty_like_projection,
     _projection_layout,
-    check_lengths,
+    check_lengths_on_cpu,
 )
 from fastplm.reference.attention import dropout_threshold
 from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, draw
@@ -156,7 +156,7 @@ def _cpu_batch(call: _Call) -> _Batch:
 
 def _cpu_rows(name: str, cu_seqlens: Tensor, count: int, max_seqlen: int) -> _Rows:
     # The public function could not look if it was traced.
-    check_lengths(name, cu_seqlens, count, max_seqlen)
+    check_lengths_on_cpu(name, cu_seqlens, count, max_seqlen)
     position = torch.arange(max_seqlen)
     exists = position < cu_seqlens.diff()[:, None]
     source = torch.where(exists, cu_seqlens[:-1, None] + position, 0).flatten()

@@ -414,10 +414,10 @@ def _check_lengths(call: _Call) -> None:
         # Under torch.compile, in a fake or on meta there are none.
         there = type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling()
         if there and cu_seqlens.device.type == "cpu":
-            check_lengths(name, cu_seqlens, rows.shape[0], longest)
+            check_lengths_on_cpu(name, cu_seqlens, rows.shape[0], longest)
 
 
-def check_lengths(name: str, cu_seqlens: torch.Tensor, rows: int, longest: int) -> None:
+def check_lengths_on_cpu(name: str, cu_seqlens: torch.Tensor, rows: int, longest: int) -> None:
     """Sequences lie one after the other in so many rows, and none is longer than the longest."""
     where = "attention_varlen"
     values = cu_seqlens.tolist()
