@@ -52,11 +52,15 @@ FASTPLM_HD void exchange(const Vector& a, const Vector& b, Vector& without, Vect
   shuffle(left, right, second, with);
 }
 
-FASTPLM_HD float sum_of(Floats lanes) {
-  for (int64_t width = kLane / 2; width > 0; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+// In halves, from registers: an index that is not known costs a way through memory.
+FASTPLM_HD float sum_of(const Floats& lanes) {
+  using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+  using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
+  const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
+  const Eight eight = halves[0] + halves[1];
+  const Four* quarters = reinterpret_cast<const Four*>(&eight);
+  const Four four = quarters[0] + quarters[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 // GCC compares vectors that are wider than the CPU's lane by lane, at ten times the cost; masks made
