@@ -1106,14 +1106,17 @@ RAGGED_ERRORS = (
     (dict(cu_seqlens_q=int32()), ValueError, "`cu_seqlens_q` got no element"),
     (dict(cu_seqlens_q=int32(0)[0]), ValueError, "`cu_seqlens_q` got 0 dimensions"),
     (dict(cu_seqlens_k=int32(0, 33)), ValueError, "`cu_seqlens_k` got shape (2,)"),
-    (dict(cu_seqlens_q=int32(1, 33, 42)), ValueError, "`cu_seqlens_q` got 1 … 42"),
-    (dict(cu_seqlens_q=int32(-1, 2, 3)), ValueError, "`cu_seqlens_q` got -1 … 3"),
-    (dict(cu_seqlens_q=int32(0, 33, 30)), ValueError, "`cu_seqlens_q` got 0 … 30 with lengths fr"),
-    (dict(cu_seqlens_q=int32(0, 33, 46)), ValueError, "at most 45 (the rows of the tensor)"),
-    (dict(cu_seqlens_k=int32(0, 33, 48)), ValueError, "`cu_seqlens_k` got 0 … 48"),
-    (dict(max_seqlen_q=32), ValueError, "`max_seqlen_q` got 32; expected at least 33"),
-    (dict(max_seqlen_k=32), ValueError, "`max_seqlen_k` got 32; expected at least 33"),
     (dict(max_seqlen_k=-1), ValueError, "`max_seqlen_k` got -1"),
+)
+
+LENGTH_ERRORS = (
+    (dict(cu_seqlens_q=int32(1, 33, 42)), "`cu_seqlens_q` got 1 … 42"),
+    (dict(cu_seqlens_q=int32(-1, 2, 3)), "`cu_seqlens_q` got -1 … 3"),
+    (dict(cu_seqlens_q=int32(0, 33, 30)), "`cu_seqlens_q` got 0 … 30 with lengths from -3"),
+    (dict(cu_seqlens_q=int32(0, 33, 46)), "at most 45 (the rows of the tensor)"),
+    (dict(cu_seqlens_k=int32(0, 33, 48)), "`cu_seqlens_k` got 0 … 48"),
+    (dict(max_seqlen_q=32), "`max_seqlen_q` got 32; expected at least 33"),
+    (dict(max_seqlen_k=32), "`max_seqlen_k` got 32; expected at least 33"),
 )
 
 
@@ -1134,6 +1137,26 @@ def test_errors_name_argument_got_expected_fix(ragged, change, error, words):
     where = "attention_varlen: " if ragged else "attention: "
     assert str(caught.value).startswith(where)
     assert words in str(caught.value) and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ("eager", *BACKENDS))
+@pytest.mark.parametrize(("change", "words"), LENGTH_ERRORS)
+def test_every_backend_looks_at_the_lengths_on_a_cpu(backend, change, words):
+    inputs = pack(make("cpu"), (33, 9)) | change
+    with fastplm.use_backend(backend), pytest.raises(ValueError) as caught:
+        ops.attention_varlen(**inputs)
+    assert str(caught.value).startswith("attention_varlen: ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ("cpp", "torch"))
+@pytest.mark.parametrize(("change", "words"), LENGTH_ERRORS)
+def test_a_compiled_call_looks_at_the_lengths_when_it_runs(backend, change, words):
+    torch._dynamo.reset()
+    with fastplm.use_backend(backend):
+        compiled = torch.compile(ops.attention_varlen, fullgraph=True, backend="eager")
+        with pytest.raises(ValueError) as caught:
+            compiled(**pack(make("cpu"), (33, 9)) | change)
+    assert words in str(caught.value)
 
 
 def test_a_dropout_that_has_no_counters_left():
