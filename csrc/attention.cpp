@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor dk = like_projection(key, options.cu_seqlens_k);
   const Tensor dv = like_projection(value, options.cu_seqlens_k);
   std::vector<int64_t> sizes{0};
-  if (bias_grad) {
+  if (bias_grad && bias_weight) {
     const int64_t batch = cu_seqlens_q ? cu_seqlens_q->size(0) - 1 : query.size(0);
     sizes = {batch, query.size(1), bias_weight->size(0)};
   }

@@ -22,8 +22,6 @@ namespace fastplm {
 constexpr int64_t kBlock = 48;
 constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// What every CPU with vectors compares by one instruction.
-using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
 
 // --- products -------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ namespace fastplm {
 
 constexpr int64_t kLane = 16;
 using Floats = float __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
+using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+// What every CPU with vectors compares by one instruction.
+using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
 using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
 using UInts = uint32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
 
@@ -54,8 +57,6 @@ FASTPLM_HD void exchange(const Vector& a, const Vector& b, Vector& without, Vect
 
 // In halves, from registers: an index that is not known costs a way through memory.
 FASTPLM_HD float sum_of(const Floats& lanes) {
-  using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
-  using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
   const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
   const Eight eight = halves[0] + halves[1];
   const Four* quarters = reinterpret_cast<const Four*>(&eight);

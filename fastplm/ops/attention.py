@@ -298,7 +298,7 @@ def attention_varlen(
 
 def _run(call: _Call) -> torch.Tensor:
     backend = OP.resolve(*call)
-    if call.ragged and backend != "cpp":  # which looks itself
+    if call.ragged and backend not in ("cpp", "torch"):  # which look themselves
         _check_lengths(call)
     if backend == "eager":
         if call.ragged:
@@ -558,9 +558,8 @@ def _cpp_backward(
     call = _Call(*arguments)
     backward = torch.ops.fastplm_C.attention_backward.default
     dq, dk, dv, by_sample = backward(*_cpp_arguments(call), grad_out, bias_grad)
-    if not bias_grad:
+    if not bias_grad or call.bias_weight is None:
         return dq, dk, dv, call.query.new_empty(0)
-    assert call.bias_weight is not None
     return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
 
 

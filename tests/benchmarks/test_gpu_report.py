@@ -126,7 +126,6 @@ def test_a_report_that_is_stopped_leaves_its_page_and_no_process(tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
-from types import SimpleNamespace
 import gpu_report
 gpu_report.LOGS = Path({str(tmp_path / "logs")!r})
 gpu_report.machine = lambda dry_run: gpu_report.Machine("cpu", {CPU.line!r})

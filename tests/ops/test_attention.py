@@ -1169,6 +1169,16 @@ def test_a_dropout_that_has_no_counters_left():
         ops.attention(many, many, many, dropout_p=0.1)
 
 
+def test_without_a_bias_its_gradient_is_empty_even_if_asked_for():
+    arguments = [
+        value.detach() if isinstance(value, torch.Tensor) else value
+        for value in operator_arguments(make("cpu"), "cpp")
+    ]
+    out, stats = torch.ops.fastplm.attention_fwd(*arguments)
+    *_, grad_bias = torch.ops.fastplm.attention_bwd(out, out, stats, True, *arguments)
+    assert grad_bias.numel() == 0
+
+
 @dense_and_ragged
 def test_the_fake_of_the_operator_checks_alike(ragged):
     inputs = make("cpu")
