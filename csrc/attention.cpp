@@ -1,16 +1,24 @@
 // fastplm_C::attention and its backward on the CPU: a head of a sequence is one thread's work, so
 // nothing is summed across threads and results do not depend on how many there are.
-#include "attention.h"
-
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "attention_head.h"
+#include "philox.h"
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "attention.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "attention.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 // [B, H, T, D] with any strides, or the packed rows [N, H, D] of sequences given by their starts.
@@ -55,30 +63,35 @@ struct Gradients {
 };
 
 template <typename T>
-FASTPLM_CLONES void run_head(const Head<T>& head, Scratch& scratch, Strided<T> out) {
+void run_head(const Head<T>& head, Scratch& scratch, Strided<T> out) {
   HeadPass<T>(head, scratch).forward(out, scratch);
 }
 
 template <typename T>
-FASTPLM_CLONES void run_head_backward(const Head<T>& head, Scratch& scratch,
-                                      Strided<const T> grad_out, Strided<T> grad_query,
-                                      Strided<T> grad_key, Strided<T> grad_value,
-                                      double* grad_bias) {
+void run_head_backward(const Head<T>& head, Scratch& scratch, Strided<const T> grad_out,
+                       Strided<T> grad_query, Strided<T> grad_key, Strided<T> grad_value,
+                       double* grad_bias) {
   HeadPass<T>(head, scratch)
       .backward(grad_out, grad_query, grad_key, grad_value, grad_bias, scratch);
+}
+
+// Rows of the queries, of all sequences.
+int64_t rows_of(const Tensor& query, const Dense<int32_t>& starts) {
+  return starts.defined ? query.size(0) : query.size(0) * query.size(2);
 }
 
 // Every head of every sequence, by whichever thread is free: `out` is written by the forward,
 // `gradients` by the backward.
 template <typename T>
 void run(const Tensor& query, const Tensor& key, const Tensor& value, const Options& options,
-         const Heads<T>* out, const Gradients<T>* gradients) {
+         Softmax* softmax, const Heads<T>* out, const Gradients<T>* gradients) {
   const int32_t* starts_q = options.cu_seqlens_q.data();
   const int32_t* starts_k = options.cu_seqlens_k.data();
   const Heads<T> queries(query, starts_q), keys(key, starts_k), values(value, starts_k);
   const int64_t batch =
       starts_q ? options.cu_seqlens_q.tensor.size(0) - 1 : query.size(0);
   const int64_t heads = query.size(1);
+  const int64_t rows = rows_of(query, options.cu_seqlens_q);
   const int64_t dim = query.size(starts_q ? 2 : 3);
   int64_t floats = 0;
   for (int64_t b = 0; b < batch; ++b) {
@@ -106,6 +119,7 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
           static_cast<float>(options.scale),
           {},
           {},
+          softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
       };
       if (options.bias_weight.defined) {
         head.bias = {options.bias_weight.data() + h, heads, options.bias_weight.tensor.size(0),
@@ -164,7 +178,8 @@ Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
   return out;
 }
 
-// (out, the statistics that a backward needs of a row's softmax: none, ours rebuilds it).
+// (out, what a backward needs of the softmax of each row, fp32 [2, H, rows of the queries]: pairs of
+// its largest score and the inverse of its sum, a head after another).
 std::tuple<Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& key_mask, const std::optional<Tensor>& cu_seqlens_q,
@@ -181,12 +196,16 @@ std::tuple<Tensor, Tensor> attention(
   check_starts(options.cu_seqlens_q, query, longest_q);
   check_starts(options.cu_seqlens_k, key, longest_k);
   const Tensor out = like_projection(query, options.cu_seqlens_q);
+  const int64_t rows = rows_of(query, options.cu_seqlens_q);
+  Tensor stats = new_empty(query, {2, query.size(1), rows}, ScalarType::Float);
+  auto* pairs = static_cast<Softmax*>(stats.mutable_data_ptr());
+  if (options.cu_seqlens_q.defined) std::fill(pairs, pairs + query.size(1) * rows, Softmax{});
   with_floating_type(query, [&](auto element) {
     using T = decltype(element);
     const Heads<T> result(out, options.cu_seqlens_q.data());
-    run<T>(query, key, value, options, &result, nullptr);
+    run<T>(query, key, value, options, pairs, &result, nullptr);
   });
-  return {out, new_empty(query, {2, query.size(1), 0}, ScalarType::Float)};
+  return {out, stats};
 }
 
 // The gradients of query, key and value, and of the bias [B, H, buckets] in fp64, or an empty one.
@@ -196,8 +215,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const std::optional<Tensor>& cu_seqlens_k, int64_t longest_q, int64_t longest_k,
     const std::optional<Tensor>& bias_weight, const std::optional<Tensor>& buckets,
     const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
-    int64_t dropout_threshold, bool is_causal, double scale, const Tensor& grad_out,
-    bool bias_grad) {
+    int64_t dropout_threshold, bool is_causal, double scale, const Tensor& stats,
+    const Tensor& grad_out, bool bias_grad) {
   const Options options{Dense<bool>(key_mask),       Dense<int32_t>(cu_seqlens_q),
                         Dense<int32_t>(cu_seqlens_k), longest_q,
                         Dense<float>(bias_weight),   Dense<int64_t>(buckets),
@@ -224,14 +243,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Gradients<T> gradients{Heads<T>(grad_out, starts_q), Heads<T>(dq, starts_q),
                                  Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
                                  by_sample.numel() > 0 ? bias : nullptr};
-    run<T>(query, key, value, options, nullptr, &gradients);
+    // The backward only reads them.
+    auto* pairs = static_cast<Softmax*>(const_cast<void*>(stats.const_data_ptr()));
+    run<T>(query, key, value, options, pairs, nullptr, &gradients);
   });
   return {dq, dk, dv, by_sample};
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
@@ -242,11 +264,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
       "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int longest_q, int longest_k, "
       "Tensor? bias_weight, Tensor? buckets, Tensor? seed, Tensor? sample_index, "
-      "int dropout_threshold, bool is_causal, float scale, Tensor grad_out, bool bias_grad) -> "
+      "int dropout_threshold, bool is_causal, float scale, Tensor stats, Tensor grad_out, "
+      "bool bias_grad) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("attention", TORCH_BOX(&fastplm::attention));
-  library.impl("attention_backward", TORCH_BOX(&fastplm::attention_backward));
+  library.impl("attention", FASTPLM_BOX(attention));
+  library.impl("attention_backward", FASTPLM_BOX(attention_backward));
 }
+#endif

@@ -1,23 +1,13 @@
 // Attention of one head of one sequence on one CPU thread, forward and backward, by blocks of
-// queries; the formulas are those of fastplm/ops/_attention_torch.py.
+// queries; the formulas are those of fastplm/ops/_attention_torch.py. Included once a level, after
+// lanes.h.
 //
-//   Tq/Tk query/key length    D head dim, padded with zeros to D16    kBlock queries a block
+//   Tq/Tk query/key length    D head dim, padded with zeros to Dw, whole vectors    kBlock queries a block
 //
-// Everything is computed in fp32, whatever the dtype of the tensors.
-#pragma once
+// Everything is computed in fp32, whatever the dtype of the tensors. Rows of a matrix lie an odd number
+// of cache lines apart (odd_lines).
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <new>
-#include <type_traits>
-
-#include "lanes.h"
-#include "philox.h"
-
-namespace fastplm {
+namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kBlock = 48;
 constexpr int64_t kFewQueries = 4;
@@ -25,266 +15,255 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // --- products -------------------------------------------------------------------------------------
 
-// C [kRows, 16 kWide] = (C +) A B: what the registers hold of a product.
-template <int kRows, int kWide, bool kAdd>
-FASTPLM_HD void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_col,
-                             const float* b, int64_t b_row, float* c, int64_t c_row) {
-  Floats sum[kRows][kWide];
-  for (int m = 0; m < kRows; ++m) {
-    for (int n = 0; n < kWide; ++n) sum[m][n] = kAdd ? at(c + m * c_row + n * kLane) : Floats{};
+// What the registers hold of a product: so many rows and vectors of sums, beside a row of B and an
+// element of A.
+constexpr int kTileRows = 6;
+constexpr int kTileWide = kRegisters == 32 ? 4 : 2;
+// Steps of a product after which the sums wait in C: so many rows of B stay in the first-level cache.
+constexpr int64_t kSlice = 128;
+
+// How the elements lie that a tile reads of A at a step: by rows, each of them `stride` apart, or side
+// by side, of a transposed view.
+enum class Lies { kByRows, kByColumns };
+
+// C [kRows, kWide vectors] = (C +) A B
+template <Lies kLies, int kRows, int kWide>
+FASTPLM_HD void product_tile(bool add, int64_t depth, const float* a, int64_t a_stride,
+                             const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  Floats sum[kRows][kWide] = {};
+  if (add) {
+    for (int m = 0; m < kRows; ++m) {
+      for (int n = 0; n < kWide; ++n) sum[m][n] = at(c + m * c_stride + n * kWidth);
+    }
   }
   for (int64_t k = 0; k < depth; ++k) {
+    Floats right[kWide];
+    for (int n = 0; n < kWide; ++n) right[n] = at(b + k * b_stride + n * kWidth);
     for (int m = 0; m < kRows; ++m) {
-      const float left = a[m * a_row + k * a_col];
-      for (int n = 0; n < kWide; ++n) sum[m][n] += left * at(b + k * b_row + n * kLane);
+      const float left = kLies == Lies::kByRows ? a[m * a_stride + k] : a[k * a_stride + m];
+      for (int n = 0; n < kWide; ++n) sum[m][n] += left * right[n];
     }
   }
   for (int m = 0; m < kRows; ++m) {
-    for (int n = 0; n < kWide; ++n) at(c + m * c_row + n * kLane) = sum[m][n];
+    for (int n = 0; n < kWide; ++n) at(c + m * c_stride + n * kWidth) = sum[m][n];
   }
 }
 
-template <int kWide, bool kAdd>
-FASTPLM_HD void product_columns(int64_t rows, int64_t depth, const float* a, int64_t a_row,
-                                int64_t a_col, const float* b, int64_t b_row, float* c,
-                                int64_t c_row) {
+template <Lies kLies, int kWide>
+void product_columns(bool add, int64_t rows, int64_t depth, const float* a, int64_t a_stride,
+                     const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  const int64_t a_row = kLies == Lies::kByRows ? a_stride : 1;
   int64_t m = 0;
-  for (; m + 6 <= rows; m += 6) {
-    product_tile<6, kWide, kAdd>(depth, a + m * a_row, a_row, a_col, b, b_row, c + m * c_row,
-                                 c_row);
+  for (; m + kTileRows <= rows; m += kTileRows) {
+    product_tile<kLies, kTileRows, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                          c + m * c_stride, c_stride);
   }
-  for (; m + 2 <= rows; m += 2) {
-    product_tile<2, kWide, kAdd>(depth, a + m * a_row, a_row, a_col, b, b_row, c + m * c_row,
-                                 c_row);
+  if (m + 4 <= rows) {
+    product_tile<kLies, 4, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                  c + m * c_stride, c_stride);
+    m += 4;
+  }
+  if (m + 2 <= rows) {
+    product_tile<kLies, 2, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                  c + m * c_stride, c_stride);
+    m += 2;
   }
   if (m < rows) {
-    product_tile<1, kWide, kAdd>(depth, a + m * a_row, a_row, a_col, b, b_row, c + m * c_row,
-                                 c_row);
+    product_tile<kLies, 1, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                  c + m * c_stride, c_stride);
   }
 }
 
-// C [rows, columns] = (C +) A [rows, depth] B [depth, columns]; columns is a multiple of 16, and
-// A lies as its strides say, so that it may be a transposed view.
-template <bool kAdd>
-FASTPLM_HD void product(int64_t rows, int64_t columns, int64_t depth, const float* a,
-                        int64_t a_row, int64_t a_col, const float* b, int64_t b_row, float* c,
-                        int64_t c_row) {
-  int64_t n = 0;
-  for (; n + 2 * kLane <= columns; n += 2 * kLane) {
-    product_columns<2, kAdd>(rows, depth, a, a_row, a_col, b + n, b_row, c + n, c_row);
-  }
-  if (n < columns) {
-    product_columns<1, kAdd>(rows, depth, a, a_row, a_col, b + n, b_row, c + n, c_row);
-  }
-}
-
-// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
-// for the product above would cost more.
-FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
-                               const float* key, int64_t key_stride, float* scores,
-                               int64_t row_stride) {
-  for (int64_t j = 0; j < columns; ++j) {
-    for (int64_t i = 0; i < rows; ++i) {
-      Floats sum = {};
-      for (int64_t d = 0; d < width; d += kLane) {
-        sum += at(query + i * width + d) * at(key + j * key_stride + d);
-      }
-      scores[i * row_stride + j] = sum_of(sum);
+// C [rows, columns] = (C +) A [rows, depth] B [depth, columns]; columns are whole vectors. An element
+// of C is one chain of multiply-adds, however it is cut: a row's bits do not depend on its neighbours.
+template <Lies kLies>
+FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, const float* a,
+                        int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                        int64_t c_stride) {
+  const int64_t a_step = kLies == Lies::kByRows ? 1 : a_stride;
+  int64_t k = 0;
+  do {
+    const int64_t some = std::min(kSlice, depth - k);
+    const float* a_k = a + k * a_step;
+    const float* b_k = b + k * b_stride;
+    int64_t n = 0;
+    for (; n + kTileWide * kWidth <= columns; n += kTileWide * kWidth) {
+      product_columns<kLies, kTileWide>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n,
+                                        c_stride);
     }
-  }
+    if constexpr (kTileWide == 4) {
+      for (; n + 2 * kWidth <= columns; n += 2 * kWidth) {
+        product_columns<kLies, 2>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n,
+                                  c_stride);
+      }
+    }
+    if (n < columns) {
+      product_columns<kLies, 1>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n, c_stride);
+    }
+    add = true;
+    k += some;
+  } while (k < depth);
 }
 
 // --- rows -----------------------------------------------------------------------------------------
 
-// Rows [count, width] of a tensor as fp32 [count, padded], times a factor.
+// A row of a head is too short for the CPU to see it coming, and the next lies far away.
+constexpr int64_t kRowsAhead = 8;
+
+template <int kToWrite, typename T>
+FASTPLM_HD void fetch_row(const T* row, int64_t width) {
+  constexpr int64_t kLineBytes = 64;
+  for (int64_t byte = 0; byte < width * int64_t{sizeof(T)}; byte += kLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, kToWrite);
+  }
+}
+
+// Rows [count, width] of a tensor as fp32, filled up with zeros to `padded` columns, times a factor.
 template <typename T>
 FASTPLM_HD void load_rows(const T* from, int64_t stride, int64_t count, int64_t width,
-                          int64_t padded, float factor, float* to) {
-  for (int64_t row = 0; row < count; ++row) {
-    for (int64_t d = 0; d < width; ++d) {
-      to[row * padded + d] = static_cast<float>(from[row * stride + d]) * factor;
-    }
-    for (int64_t d = width; d < padded; ++d) to[row * padded + d] = 0.0f;
+                          int64_t padded, float factor, float* to, int64_t to_stride) {
+  for (int64_t row = 0; row < count; ++row, from += stride, to += to_stride) {
+    fetch_row<0>(from + kRowsAhead * stride, width);
+    for (int64_t d = 0; d < width; ++d) to[d] = static_cast<float>(from[d]) * factor;
+    for (int64_t d = width; d < padded; ++d) to[d] = 0.0f;
   }
 }
 
 template <typename T>
-FASTPLM_HD void store_rows(const float* from, int64_t padded, int64_t count, int64_t width,
+FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count, int64_t width,
                            float factor, T* to, int64_t stride) {
-  for (int64_t row = 0; row < count; ++row) {
-    for (int64_t d = 0; d < width; ++d) {
-      to[row * stride + d] = static_cast<T>(from[row * padded + d] * factor);
-    }
+  for (int64_t row = 0; row < count; ++row, from += from_stride, to += stride) {
+    fetch_row<1>(to + kRowsAhead * stride, width);
+    for (int64_t d = 0; d < width; ++d) to[d] = static_cast<T>(from[d] * factor);
   }
 }
 
-// [count, width] -> [width, columns]; columns beyond count are 0.
-FASTPLM_HD void transpose(const float* from, int64_t count, int64_t width, int64_t columns,
-                          float* to) {
-  for (int64_t first = 0; first < columns; first += kLane) {
-    const int64_t some = std::min(kLane, count - first);
-    for (int64_t d = 0; d < width; ++d) {
-      float* line = to + d * columns + first;
-      if (some == kLane) {
-        for (int64_t i = 0; i < kLane; ++i) line[i] = from[(first + i) * width + d];
-      } else {
-        for (int64_t i = 0; i < kLane; ++i) line[i] = i < some ? from[(first + i) * width + d] : 0;
+// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
+// for a product would cost more.
+FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
+                               int64_t query_stride, const float* key, int64_t key_stride,
+                               float* scores, int64_t scores_stride) {
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int64_t i = 0; i < rows; ++i) {
+      Floats sum = {};
+      for (int64_t d = 0; d < width; d += kWidth) {
+        sum += at(query + i * query_stride + d) * at(key + j * key_stride + d);
       }
+      scores[i * scores_stride + j] = sum_of(sum);
     }
   }
 }
 
 // --- softmax --------------------------------------------------------------------------------------
 
-// Products q k [columns] to probabilities; the hidden ones and those from `limit` on become 0.
-template <bool kBias>
-FASTPLM_HD void softmax_row(float* scores, int64_t columns, float scale, const float* bias,
-                            const int32_t* hidden, int64_t limit) {
-  Ints lane;
-  for (int64_t i = 0; i < kLane; ++i) lane[i] = static_cast<int32_t>(i);
-  const Floats lowest = Floats{} - kInfinity;
-  Four largest[kLane / 4];
-  for (Four& four : largest) four = Four{} - kInfinity;
-  for (int64_t j = 0; j < columns; j += kLane) {
-    Ints unseen;
-    std::memcpy(&unseen, hidden + j, sizeof(unseen));
-    unseen |= (static_cast<int32_t>(limit - j) - 1 - lane) >> 31;
+// What a row of products q k [columns] becomes before the softmax, as vector j: with kAll every key is
+// seen, else neither the hidden ones nor those from `limit` on.
+template <bool kBias, bool kAll>
+struct Scores {
+  FASTPLM_HD Floats operator()(int64_t j) const {
     // Not the query is scaled but the product: the rounding of large scores is all that matters.
-    Floats score = at(scores + j) * scale;
+    Floats score = at(products + j) * scale;
     if (kBias) score += at(bias + j);
-    choose(unseen, lowest, score, at(scores + j));
-    for (int64_t i = 0; i < kLane / 4; ++i) {
-      const Four four = *reinterpret_cast<const Four*>(scores + j + 4 * i);
-      largest[i] = four > largest[i] ? four : largest[i];
+    if (!kAll) {
+      Ints lane, unseen;
+      for (int i = 0; i < kWidth; ++i) lane[i] = i;
+      std::memcpy(&unseen, hidden + j, sizeof(unseen));
+      unseen |= (static_cast<int32_t>(limit - j) - 1 - lane) >> 31;
+      choose(unseen, Floats{} - kInfinity, score, score);
     }
+    return score;
   }
-  float most = -kInfinity;
-  for (const Four& four : largest) {
-    for (int64_t i = 0; i < 4; ++i) most = std::max(most, four[i]);
+
+  const float* products;
+  float scale;
+  const float* bias;
+  const int32_t* hidden;
+  int64_t limit;
+};
+
+// What the softmax of a row takes from its scores, whose weights e^(score - most) are left there.
+template <typename Row>
+FASTPLM_HD Softmax weights_of(const Row& row, int64_t columns, float* weights) {
+  Floats largest = Floats{} - kInfinity;
+  for (int64_t j = 0; j < columns; j += kWidth) {
+    const Floats score = row(j);
+    at(weights + j) = score;
+    largest = score > largest ? score : largest;
   }
+  float most = largest[0];
+  for (int i = 1; i < kWidth; ++i) most = std::max(most, largest[i]);
   Floats total = {};
   int64_t j = 0;
-  for (; j + kTogether * kLane <= columns; j += kTogether * kLane) {
-    const auto weight = exponential(load<kTogether>(scores + j) - most);
-    store(weight, scores + j);
+  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
+    const auto weight = exponential(load<kTogether>(weights + j) - most);
+    store(weight, weights + j);
     for (const Floats& each : weight.each) total += each;
   }
-  for (; j < columns; j += kLane) {
-    const auto weight = exponential(load<1>(scores + j) - most);
-    store(weight, scores + j);
+  for (; j < columns; j += kWidth) {
+    const auto weight = exponential(load<1>(weights + j) - most);
+    store(weight, weights + j);
     total += weight.each[0];
   }
-  const float inverse = 1.0f / sum_of(total);
-  for (j = 0; j < columns; j += kLane) at(scores + j) *= inverse;
+  return {most, 1.0f / sum_of(total)};
+}
+
+// The same again, to probabilities.
+template <typename Row>
+FASTPLM_HD void probabilities_of(const Row& row, int64_t columns, Softmax softmax, float* probs) {
+  int64_t j = 0;
+  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
+    Several<kTogether> score;
+    for (int i = 0; i < kTogether; ++i) score.each[i] = row(j + i * kWidth);
+    store(exponential(score - softmax.most) * softmax.inverse, probs + j);
+  }
+  for (; j < columns; j += kWidth) {
+    const Several<1> score{{row(j)}};
+    store(exponential(score - softmax.most) * softmax.inverse, probs + j);
+  }
 }
 
 // --- one head -------------------------------------------------------------------------------------
-
-// A tensor's rows of one head of one sequence.
-template <typename T>
-struct Strided {
-  T* data;
-  int64_t stride;
-};
-
-struct Bias {
-  const float* weight;  // [buckets, H], the column of this head; null: no bias
-  int64_t heads;        // its stride
-  int64_t count;        // buckets
-  const int64_t* bucket;  // [2 furthest + 1], by distance + furthest
-  int64_t furthest;
-};
-
-struct Dropout {
-  uint64_t seed;
-  uint64_t sample_index;
-  uint32_t head;
-  uint32_t threshold;  // of 256; 0: no dropout
-};
-
-template <typename T>
-struct Head {
-  int64_t seqlen_q, seqlen_k, dim;
-  int64_t longest_q;  // of all sequences: the way to compute is one for a padded and a ragged batch
-  Strided<const T> query, key, value;
-  const bool* key_mask;  // [Tk], true = attend; null: all
-  bool is_causal;
-  float scale;
-  Bias bias;
-  Dropout dropout;
-};
-
-// What a thread works in; grown, never given back, as fresh pages are slow.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { release(); }
-
-  // `floats` of them, in pieces taken one after the other.
-  void reserve(int64_t floats) {
-    used_ = 0;
-    if (floats <= size_) return;
-    release();
-    memory_ = static_cast<float*>(::operator new(sizeof(float) * floats, kCacheLine));
-    size_ = floats;
-  }
-  float* take(int64_t floats) {
-    float* piece = memory_ + used_;
-    used_ += round_up(floats, kLane);
-    return piece;
-  }
-
- private:
-  static constexpr std::align_val_t kCacheLine{64};
-
-  void release() {
-    ::operator delete(memory_, kCacheLine);
-    memory_ = nullptr;
-    size_ = 0;
-  }
-
-  float* memory_ = nullptr;
-  int64_t size_ = 0;
-  int64_t used_ = 0;
-};
 
 // The keys of a head in fp32, and what the queries of a block make of them.
 template <typename T>
 class HeadPass {
  public:
-  // Of scratch that a pass takes: tiles by key, by score and by query, and what is drawn or masked.
+  // Of scratch that a pass takes, at most: matrices by key, transposed, by score and by query, and what
+  // is drawn, masked or added.
   static int64_t floats(int64_t seqlen_q, int64_t seqlen_k, int64_t dim, bool backward) {
-    const int64_t columns = round_up(seqlen_k, 4 * kLane);
-    const int64_t width = round_up(dim, kLane);
-    const int64_t by_key = backward ? 6 : 3;
-    const int64_t by_score = backward ? 3 : 1;
-    return columns * width * by_key + kBlock * columns * by_score + 3 * kBlock * width +
-           columns + kBlock * columns / 4 + 2 * (seqlen_q + columns) + 64;
+    const int64_t columns = round_up(seqlen_k, kDrawnKeys);
+    const int64_t width = round_up(dim, kWidth);
+    const int64_t by_key = columns * odd_lines(width), transposed = width * odd_lines(columns);
+    const int64_t by_score = kBlock * odd_lines(columns), by_query = kBlock * odd_lines(width);
+    const int64_t others = columns + kBlock * columns / 4 + 2 * (seqlen_q + columns);
+    const int64_t pieces = 16;
+    return (backward ? 3 : 2) * by_key + (backward ? 2 : 1) * transposed +
+           (backward ? 3 : 1) * by_score + 5 * by_query + others + pieces * kCacheLine;
   }
 
   FASTPLM_HD HeadPass(const Head<T>& head, Scratch& scratch)
-      : head_(head), width_(round_up(head.dim, kLane)) {
+      : head_(head), width_(round_up(head.dim, kWidth)), row_(odd_lines(width_)) {
     seen_ = head.seqlen_k;
     first_seen_ = 0;
     if (head.key_mask != nullptr) {
       while (seen_ > 0 && !head.key_mask[seen_ - 1]) --seen_;
       while (first_seen_ < seen_ && !head.key_mask[first_seen_]) ++first_seen_;
     }
-    columns_ = round_up(seen_, kLane);
+    columns_ = round_up(seen_, kWidth);
+    line_ = odd_lines(columns_);
     shift_ = head.seqlen_k - head.seqlen_q;
     hidden_ = reinterpret_cast<int32_t*>(scratch.take(columns_));
     for (int64_t j = 0; j < columns_; ++j) {
       hidden_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
     }
-    keep_ = reinterpret_cast<uint8_t*>(scratch.take(kBlock * round_up(seen_, 4 * kLane) / 4));
-    query_ = scratch.take(kBlock * width_);
-    scores_ = scratch.take(kBlock * columns_);
-    key_ = rows_by_key(head.key, scratch);
+    all_seen_ = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
+    keep_ = reinterpret_cast<uint8_t*>(scratch.take(kBlock * drawn() / 4));
+    query_ = scratch.take(kBlock * row_);
+    scores_ = scratch.take(kBlock * line_);
     if (head.longest_q > kFewQueries) {
-      key_t_ = scratch.take(columns_ * width_);
-      transpose(key_.data, seen_, width_, columns_, key_t_);
+      key_t_ = transposed(head.key, scratch);
+    } else {
+      key_ = rows_by_key(head.key, scratch);
     }
     if (head.bias.weight != nullptr) load_bias(scratch);
   }
@@ -292,16 +271,26 @@ class HeadPass {
   // O = c * drop(P) V
   FASTPLM_HD void forward(Strided<T> out, Scratch& scratch) {
     const Strided<const float> value = rows_by_key(head_.value, scratch);
-    float* result = scratch.take(kBlock * width_);
+    float* result = scratch.take(kBlock * row_);
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
-      probabilities(first, rows, columns);
-      if (head_.dropout.threshold > 0) drop(scores_, rows, columns);
-      product<false>(rows, width_, std::min(columns, seen_), scores_, columns_, 1, value.data,
-                     value.stride, result, width_);
-      store_rows(result, width_, rows, head_.dim, rescale(), out.data + first * out.stride,
-                 out.stride);
+      load_products(first, rows, columns);
+      for (int64_t i = 0; i < rows; ++i) {
+        head_.softmax[first + i] = with_scores(i, first + i, columns, [&](const auto& scores) {
+          return weights_of(scores, columns, scores_ + i * line_);
+        });
+      }
+      if (head_.dropout.threshold > 0) {
+        draw_bytes(first, rows, columns);
+        drop(scores_, rows, columns);
+      }
+      product<Lies::kByRows>(false, rows, width_, std::min(columns, seen_), scores_, line_,
+                             value.data, value.stride, result, row_);
+      for (int64_t i = 0; i < rows; ++i) {
+        store_rows(result + i * row_, row_, 1, head_.dim, rescale() * head_.softmax[first + i].inverse,
+                   out.data + (first + i) * out.stride, out.stride);
+      }
     }
   }
 
@@ -309,87 +298,113 @@ class HeadPass {
   // dQ = scale * dS K         dK = scale * dS^T Q       dbias[bucket] += sums of dS
   FASTPLM_HD void backward(Strided<const T> grad_out, Strided<T> grad_query, Strided<T> grad_key,
                            Strided<T> grad_value, double* grad_bias, Scratch& scratch) {
-    const float* value_t;
-    {
-      float* value = load_keys(head_.value, scratch);
-      float* transposed = scratch.take(columns_ * width_);
-      transpose(value, seen_, width_, columns_, transposed);
-      value_t = transposed;
-    }
-    float* dk = scratch.take(columns_ * width_);
-    float* dv = scratch.take(columns_ * width_);
-    float* upstream = scratch.take(kBlock * width_);
-    float* dq = scratch.take(kBlock * width_);
-    float* ds = scratch.take(kBlock * columns_);
+    if (key_.data == nullptr) key_ = rows_by_key(head_.key, scratch);
+    const float* value_t = transposed(head_.value, scratch);
+    float* dk = scratch.take(columns_ * row_);
+    float* dv = scratch.take(columns_ * row_);
+    float* upstream = scratch.take(kBlock * row_);
+    float* dq = scratch.take(kBlock * row_);
+    float* ds = scratch.take(kBlock * line_);
     float* used = scores_;
-    if (head_.dropout.threshold > 0) used = scratch.take(kBlock * columns_);
-    std::fill(dk, dk + columns_ * width_, 0.0f);
-    std::fill(dv, dv + columns_ * width_, 0.0f);
+    if (head_.dropout.threshold > 0) used = scratch.take(kBlock * line_);
+    std::fill(dk, dk + columns_ * row_, 0.0f);
+    std::fill(dv, dv + columns_ * row_, 0.0f);
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
       const int64_t keys = std::min(columns, seen_);
       load_rows(grad_out.data + first * grad_out.stride, grad_out.stride, rows, head_.dim, width_,
-                rescale(), upstream);
-      probabilities(first, rows, columns);
-      product<false>(rows, columns, width_, upstream, width_, 1, value_t, columns_, ds, columns_);
+                rescale(), upstream, row_);
+      load_products(first, rows, columns);
+      for (int64_t i = 0; i < rows; ++i) {
+        with_scores(i, first + i, columns, [&](const auto& scores) {
+          const Softmax softmax = head_.softmax[first + i];
+          probabilities_of(scores, columns, softmax, scores_ + i * line_);
+          return softmax;
+        });
+      }
+      product<Lies::kByRows>(false, rows, columns, width_, upstream, row_, value_t, line_, ds,
+                             line_);
       if (head_.dropout.threshold > 0) {
-        std::copy(scores_, scores_ + rows * columns_, used);
+        draw_bytes(first, rows, columns);
+        std::copy(scores_, scores_ + rows * line_, used);
         drop(used, rows, columns);
         drop(ds, rows, columns);
       }
-      product<true>(keys, width_, rows, used, 1, columns_, upstream, width_, dv, width_);
+      product<Lies::kByColumns>(true, keys, width_, rows, used, line_, upstream, row_, dv, row_);
       for (int64_t i = 0; i < rows; ++i) {
-        softmax_backward_row(scores_ + i * columns_, ds + i * columns_, columns);
-        if (grad_bias != nullptr) add_line(ds + i * columns_, first + i, keys);
+        softmax_backward_row(scores_ + i * line_, ds + i * line_, columns);
+        if (grad_bias != nullptr) add_distances(ds + i * line_, first + i, keys);
       }
-      product<true>(keys, width_, rows, ds, 1, columns_, query_, width_, dk, width_);
-      product<false>(rows, width_, keys, ds, columns_, 1, key_.data, key_.stride, dq, width_);
-      store_rows(dq, width_, rows, head_.dim, head_.scale,
+      product<Lies::kByColumns>(true, keys, width_, rows, ds, line_, query_, row_, dk, row_);
+      product<Lies::kByRows>(false, rows, width_, keys, ds, line_, key_.data, key_.stride, dq,
+                             row_);
+      store_rows(dq, row_, rows, head_.dim, head_.scale,
                  grad_query.data + first * grad_query.stride, grad_query.stride);
     }
     store_keys(dk, head_.scale, grad_key);
     store_keys(dv, 1.0f, grad_value);
     if (grad_bias != nullptr) {
-      for (int64_t at_line = 0; at_line < head_.seqlen_q + seen_ - 1; ++at_line) {
-        grad_bias[bucket_of(at_line)] += line_sums_[at_line];
+      for (int64_t place = 0; place < head_.seqlen_q + seen_ - 1; ++place) {
+        grad_bias[bucket_of(place)] += distance_sums_[place];
       }
     }
   }
 
  private:
+  // Random bytes come for so many keys at a time (draw_bytes), of which a draw decides for some.
+  static constexpr int64_t kDrawnKeys = 64;
+  static constexpr int64_t kKeysOfADraw = 16;
+
   // The rows of the keys up to the last that is seen, or for so few queries that a copy would cost
   // as much as they do, the tensor's own if they are what a copy would be.
   FASTPLM_HD Strided<const float> rows_by_key(Strided<const T> from, Scratch& scratch) {
     if constexpr (std::is_same_v<T, float>) {
-      const bool all_seen = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
-      if (head_.longest_q <= kFewQueries && head_.dim == width_ && all_seen) return from;
+      if (head_.longest_q <= kFewQueries && head_.dim == width_ && all_seen_) return from;
     }
-    return {load_keys(from, scratch), width_};
+    float* to = scratch.take(columns_ * row_);
+    load_keys(from, 0, seen_, to);
+    return {to, row_};
   }
 
   // What masked keys hold never matters, NaN included: they are 0 here.
-  FASTPLM_HD float* load_keys(Strided<const T> from, Scratch& scratch) {
-    float* to = scratch.take(columns_ * width_);
-    load_rows(from.data, from.stride, seen_, head_.dim, width_, 1.0f, to);
-    if (head_.key_mask != nullptr) {
-      for (int64_t j = 0; j < seen_; ++j) {
-        if (hidden_[j]) std::fill(to + j * width_, to + (j + 1) * width_, 0.0f);
+  FASTPLM_HD void load_keys(Strided<const T> from, int64_t first, int64_t count, float* to) {
+    load_rows(from.data + first * from.stride, from.stride, count, head_.dim, width_, 1.0f, to,
+              row_);
+    if (head_.key_mask == nullptr) return;
+    for (int64_t j = 0; j < count; ++j) {
+      if (hidden_[first + j]) std::fill(to + j * row_, to + j * row_ + width_, 0.0f);
+    }
+  }
+
+  // [Dw, columns] of the keys, and 0 beyond the last that is seen.
+  FASTPLM_HD const float* transposed(Strided<const T> from, Scratch& scratch) {
+    float* to = scratch.take(width_ * line_);
+    float* some = query_;  // which no query is in yet
+    for (int64_t first = 0; first < columns_; first += kWidth) {
+      const int64_t count = std::min(kWidth, seen_ - first);
+      load_keys(from, first, count, some);
+      std::fill(some + count * row_, some + kWidth * row_, 0.0f);
+      for (int64_t d = 0; d < width_; d += kWidth) {
+        Floats square[kWidth];
+        for (int64_t i = 0; i < kWidth; ++i) square[i] = at(some + i * row_ + d);
+        transpose(square);
+        for (int64_t i = 0; i < kWidth; ++i) at(to + (d + i) * line_ + first) = square[i];
       }
     }
     return to;
   }
 
   FASTPLM_HD void store_keys(const float* from, float factor, Strided<T> to) {
-    store_rows(from, width_, seen_, head_.dim, factor, to.data, to.stride);
+    store_rows(from, row_, seen_, head_.dim, factor, to.data, to.stride);
     for (int64_t j = seen_; j < head_.seqlen_k; ++j) {
       std::fill(to.data + j * to.stride, to.data + j * to.stride + head_.dim, T(0.0f));
     }
   }
 
-  // How many keys, rounded up, the last of these queries may see.
+  // How many keys, in whole vectors, the last of these queries may see.
   FASTPLM_HD int64_t block_columns(int64_t first, int64_t rows) const {
-    return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kLane))
+    return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kWidth))
                            : columns_;
   }
 
@@ -403,47 +418,56 @@ class HeadPass {
     return 256.0f / static_cast<float>(std::max<uint32_t>(kept, 1));
   }
 
-  // Leaves P in scores_, Q in query_ and, with dropout, the random bytes in keep_.
-  FASTPLM_HD void probabilities(int64_t first, int64_t rows, int64_t columns) {
+  // Leaves Q K^T in scores_ and Q in query_.
+  FASTPLM_HD void load_products(int64_t first, int64_t rows, int64_t columns) {
     load_rows(head_.query.data + first * head_.query.stride, head_.query.stride, rows, head_.dim,
-              width_, 1.0f, query_);
+              width_, 1.0f, query_, row_);
     if (key_t_ != nullptr) {
-      product<false>(rows, columns, width_, query_, width_, 1, key_t_, columns_, scores_, columns_);
+      product<Lies::kByRows>(false, rows, columns, width_, query_, row_, key_t_, line_, scores_,
+                             line_);
     } else {
-      inner_products(rows, std::min(columns, seen_), width_, query_, key_.data, key_.stride,
-                     scores_, columns_);
+      inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
+                     scores_, line_);
     }
-    for (int64_t i = 0; i < rows; ++i) {
-      float* row = scores_ + i * columns_;
-      const int64_t end = limit(first + i);
-      if (end <= first_seen_) {  // nothing to attend to
-        std::fill(row, row + columns, 0.0f);
-        continue;
-      }
-      if (line_ != nullptr) {
-        const float* bias = line_ + head_.seqlen_q - 1 - (first + i);
-        softmax_row<true>(row, columns, head_.scale, bias, hidden_, end);
-      } else {
-        softmax_row<false>(row, columns, head_.scale, nullptr, hidden_, end);
-      }
+  }
+
+  // function(the scores of query i, row `row` of its block); where it may attend to nothing, that row
+  // becomes 0 and there is no softmax.
+  template <typename Function>
+  FASTPLM_HD Softmax with_scores(int64_t row, int64_t i, int64_t columns, const Function& function) {
+    float* products = scores_ + row * line_;
+    const int64_t end = limit(i);
+    if (end <= first_seen_) {
+      std::fill(products, products + columns, 0.0f);
+      return {0.0f, 0.0f};
     }
-    if (head_.dropout.threshold > 0) draw_bytes(first, rows, columns);
+    const float scale = head_.scale;
+    const bool all = all_seen_ && end >= columns;
+    if (distances_ != nullptr) {
+      const float* bias = distances_ + head_.seqlen_q - 1 - i;
+      if (all) return function(Scores<true, true>{products, scale, bias, hidden_, end});
+      return function(Scores<true, false>{products, scale, bias, hidden_, end});
+    }
+    if (all) return function(Scores<false, true>{products, scale, nullptr, hidden_, end});
+    return function(Scores<false, false>{products, scale, nullptr, hidden_, end});
   }
 
   FASTPLM_HD void softmax_backward_row(const float* probs, float* grad, int64_t columns) {
     Floats sum = {};
-    for (int64_t j = 0; j < columns; j += kLane) sum += at(probs + j) * at(grad + j);
+    for (int64_t j = 0; j < columns; j += kWidth) sum += at(probs + j) * at(grad + j);
     const float delta = sum_of(sum);
-    for (int64_t j = 0; j < columns; j += kLane) {
+    for (int64_t j = 0; j < columns; j += kWidth) {
       at(grad + j) = at(probs + j) * (at(grad + j) - delta);
     }
   }
 
-  // The bytes of fastplm/reference/attention.py's dropout_keep_mask: a draw decides for 16 keys.
+  FASTPLM_HD int64_t drawn() const { return round_up(seen_, kDrawnKeys); }
+
+  // The bytes of fastplm/reference/attention.py's dropout_keep_mask.
   FASTPLM_HD void draw_bytes(int64_t first, int64_t rows, int64_t columns) {
     constexpr int kDraws = 16;
-    const int64_t stride = round_up(seen_, 4 * kLane);
-    const int64_t draws = round_up(columns, 4 * kLane) / kLane;
+    const int64_t stride = drawn();
+    const int64_t draws = round_up(columns, kDrawnKeys) / kKeysOfADraw;
     const Dropout& dropout = head_.dropout;
     for (int64_t begin = 0; begin < rows * draws; begin += kDraws) {
       WordLanes<kDraws> counter;
@@ -470,9 +494,9 @@ class HeadPass {
   }
 
   FASTPLM_HD void drop(float* row, int64_t rows, int64_t columns) {
-    const int64_t stride = round_up(seen_, 4 * kLane);
+    const int64_t stride = drawn();
     const uint32_t threshold = head_.dropout.threshold;
-    for (int64_t i = 0; i < rows; ++i, row += columns_) {
+    for (int64_t i = 0; i < rows; ++i, row += line_) {
       const uint8_t* bytes = keep_ + i * stride;
       for (int64_t j = 0; j < columns; ++j) row[j] = bytes[j] < threshold ? 0.0f : row[j];
     }
@@ -481,40 +505,43 @@ class HeadPass {
   // The bias of key j and query i stands at j - i + Tq - 1.
   FASTPLM_HD void load_bias(Scratch& scratch) {
     const int64_t length = head_.seqlen_q + columns_;
-    line_ = scratch.take(length);
-    line_sums_ = scratch.take(length);
+    distances_ = scratch.take(length);
+    distance_sums_ = scratch.take(length);
     for (int64_t i = 0; i < length; ++i) {
-      line_[i] = head_.bias.weight[bucket_of(i) * head_.bias.heads];
-      line_sums_[i] = 0.0f;
+      distances_[i] = head_.bias.weight[bucket_of(i) * head_.bias.heads];
+      distance_sums_[i] = 0.0f;
     }
   }
 
-  FASTPLM_HD int64_t bucket_of(int64_t at_line) const {
+  FASTPLM_HD int64_t bucket_of(int64_t place) const {
     const int64_t furthest = head_.bias.furthest;
     const int64_t distance =
-        at_line - (head_.seqlen_q - 1) - (head_.is_causal ? shift_ : int64_t{0});
+        place - (head_.seqlen_q - 1) - (head_.is_causal ? shift_ : int64_t{0});
     return head_.bias.bucket[std::clamp(distance, -furthest, furthest) + furthest];
   }
 
-  FASTPLM_HD void add_line(const float* row, int64_t i, int64_t keys) {
-    float* line = line_sums_ + head_.seqlen_q - 1 - i;
-    for (int64_t j = 0; j < keys; ++j) line[j] += row[j];
+  FASTPLM_HD void add_distances(const float* row, int64_t i, int64_t keys) {
+    float* sums = distance_sums_ + head_.seqlen_q - 1 - i;
+    for (int64_t j = 0; j < keys; ++j) sums[j] += row[j];
   }
 
   const Head<T>& head_;
-  const int64_t width_;         // D16
-  int64_t seen_;                // keys up to the last that is not masked
-  int64_t first_seen_;          // the first that is not masked
-  int64_t columns_;             // seen_, rounded up
+  const int64_t width_;                   // Dw
+  const int64_t row_;                     // floats from a row of Dw to the next
+  int64_t seen_;                          // keys up to the last that is not masked
+  int64_t first_seen_;                    // the first that is not masked
+  bool all_seen_;                         // up to that one
+  int64_t columns_;                       // seen_ in whole vectors
+  int64_t line_;                          // floats from a row of columns to the next
   int64_t shift_;
-  int32_t* hidden_;             // [columns], -1: masked
-  uint8_t* keep_;               // [kBlock, columns rounded up to 64]
-  float* query_;                // [kBlock, D16]
-  float* scores_;               // [kBlock, columns]
-  Strided<const float> key_;    // [seen, D16]
-  float* key_t_ = nullptr;      // [D16, columns], null: few queries
-  float* line_ = nullptr;       // [Tq + columns]
-  float* line_sums_ = nullptr;  // [Tq + columns]
+  int32_t* hidden_;                       // [columns], -1: masked
+  uint8_t* keep_;                         // [kBlock, columns rounded up to kDrawnKeys]
+  float* query_;                          // [kBlock, Dw]
+  float* scores_;                         // [kBlock, columns]
+  Strided<const float> key_ = {};         // [seen, Dw]; null: many queries of a forward
+  const float* key_t_ = nullptr;          // [Dw, columns]; null: few queries
+  float* distances_ = nullptr;            // [Tq + columns]
+  float* distance_sums_ = nullptr;        // [Tq + columns]
 };
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

@@ -5,12 +5,15 @@
 
 #include "bart_noise_op.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "bart_noise.cpp"
+#include "each_level.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 template <typename Id>
-FASTPLM_CLONES void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_row,
-                               int64_t* dropped) {
+void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_row,
+                int64_t* dropped) {
   OneThread group;
   SelectScratch scratch;
   NoiseRow<Id> memory;
@@ -46,11 +49,15 @@ struct BartNoiseCpu {
   }
 };
 
-}  // namespace
-}  // namespace fastplm
+constexpr auto bart_noise_op = &bart_noise<BartNoiseCpu>;
 
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kBartNoiseSchema); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("bart_noise", TORCH_BOX(&fastplm::bart_noise<fastplm::BartNoiseCpu>));
+  library.impl("bart_noise", FASTPLM_BOX(bart_noise_op));
 }
+#endif

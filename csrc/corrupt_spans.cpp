@@ -4,12 +4,14 @@
 
 #include "corrupt_spans_op.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "corrupt_spans.cpp"
+#include "each_level.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 template <typename Id>
-FASTPLM_CLONES void corrupt_rows(const CorruptSpansCall<Id>& call, int64_t first_row,
-                                 int64_t last_row) {
+void corrupt_rows(const CorruptSpansCall<Id>& call, int64_t first_row, int64_t last_row) {
   OneThread group;
   SelectScratch scratch{};
   std::vector<uint32_t> keys(call.plan.keys_size());
@@ -33,11 +35,15 @@ struct CorruptSpansCpu {
   }
 };
 
-}  // namespace
-}  // namespace fastplm
+constexpr auto corrupt_spans_op = &corrupt_spans<CorruptSpansCpu>;
 
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kCorruptSpansSchema); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("corrupt_spans", TORCH_BOX(&fastplm::corrupt_spans<fastplm::CorruptSpansCpu>));
+  library.impl("corrupt_spans", FASTPLM_BOX(corrupt_spans_op));
 }
+#endif

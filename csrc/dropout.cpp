@@ -1,18 +1,20 @@
 // fastplm_C::dropout on the CPU, forward and backward alike.
-#include "dropout.h"
+#include <algorithm>
+#include <cstring>
 
+#include "philox.h"
+#include "sizes.h"
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "dropout.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "dropout.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 constexpr int64_t kBlocksWorthAThread = 64;
-
-template <typename T>
-FASTPLM_CLONES void run_drop(uint64_t seed, int32_t threshold, float scale, int64_t first,
-                             int64_t last, const T* in, T* out) {
-  drop_elements(seed, threshold, scale, first, last, in, out);
-}
 
 // input and out dense and of one shape; threshold of 65536.
 void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
@@ -26,20 +28,22 @@ void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double 
     torch::stable::parallel_for(
         0, (size + kDropBlock - 1) / kDropBlock, kBlocksWorthAThread,
         [&](int64_t begin, int64_t end) {
-          run_drop<T>(key, static_cast<int32_t>(threshold), static_cast<float>(scale),
-                      begin * kDropBlock, std::min(end * kDropBlock, size), from, to);
+          drop_elements(key, static_cast<int32_t>(threshold), static_cast<float>(scale),
+                        begin * kDropBlock, std::min(end * kDropBlock, size), from, to);
         });
   });
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def(
       "dropout(Tensor input, Tensor seed, int threshold, float scale, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("dropout", TORCH_BOX(&fastplm::dropout));
+  library.impl("dropout", FASTPLM_BOX(dropout));
 }
+#endif

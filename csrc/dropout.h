@@ -1,17 +1,9 @@
 // Dropout of a tensor's elements: each is multiplied by 1 / (1 - p) or becomes 0, by the bits of
 // fastplm/reference/dropout.py. Nothing is kept for the backward, which draws them again.
-#pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+namespace fastplm::FASTPLM_LEVEL {
 
-#include "lanes.h"
-#include "philox.h"
-
-namespace fastplm {
-
-constexpr int64_t kDraws = kLane;  // side by side, a lane each
+constexpr int64_t kDraws = 16;  // side by side, a lane each, whatever the width of vectors
 constexpr int64_t kChoices = 8;    // of a draw: 16 bits each
 constexpr int64_t kDropBlock = kChoices * kDraws;
 
@@ -33,11 +25,13 @@ FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_
   float value[kDropBlock] = {};
   for (int64_t i = 0; i < count; ++i) value[i] = static_cast<float>(in[i]) * scale;
   for (int64_t j = 0; j < kChoices; ++j) {
-    Ints choice;
-    std::memcpy(&choice, words[j / 2], sizeof(choice));
-    const Ints dropped = ((choice >> (j % 2 * 16) & 0xFFFF) - threshold) >> 31;  // the sign
-    Floats& lanes = at(value + j * kDraws);
-    lanes = reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(lanes) & ~dropped);
+    for (int64_t i = 0; i < kDraws; i += kWidth) {
+      Ints choice;
+      std::memcpy(&choice, words[j / 2] + i, sizeof(choice));
+      const Ints dropped = ((choice >> (j % 2 * 16) & 0xFFFF) - threshold) >> 31;  // the sign
+      Floats& lanes = at(value + j * kDraws + i);
+      lanes = reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(lanes) & ~dropped);
+    }
   }
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(value[i]);
 }
@@ -55,4 +49,4 @@ FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int
   }
 }
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

@@ -8,7 +8,10 @@
 
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "gather_rows.cpp"
+#include "each_level.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 constexpr int64_t kBytesWorthAThread = 1 << 15;
@@ -107,14 +110,16 @@ Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def("gather_rows(Tensor input, Tensor positions) -> Tensor");
   library.def("gather_rows_backward(Tensor grad_out, Tensor positions, int rows) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("gather_rows", TORCH_BOX(&fastplm::gather_rows));
-  library.impl("gather_rows_backward", TORCH_BOX(&fastplm::gather_rows_backward));
+  library.impl("gather_rows", FASTPLM_BOX(gather_rows));
+  library.impl("gather_rows_backward", FASTPLM_BOX(gather_rows_backward));
 }
+#endif

@@ -1,24 +1,18 @@
 // fastplm_C::gelu_tanh and its backward on the CPU.
-#include "gelu.h"
-
 #include <algorithm>
 
+#include "sizes.h"
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "gelu.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "gelu.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 constexpr int64_t kBlocksWorthAThread = 128;
-
-template <typename T>
-FASTPLM_CLONES void run_gelu(int64_t count, const T* in, T* out) {
-  gelu_elements(count, in, out);
-}
-
-template <typename T>
-FASTPLM_CLONES void run_gelu_grad(int64_t count, const T* in, const T* grad_out, T* grad_in) {
-  gelu_grad_elements(count, in, grad_out, grad_in);
-}
 
 // function(first, count) for parts of `size` elements.
 template <typename Function>
@@ -37,7 +31,7 @@ void gelu_tanh(const Tensor& input, Tensor& out) {
     const T* from = static_cast<const T*>(input.const_data_ptr());
     T* to = static_cast<T*>(out.mutable_data_ptr());
     for_parts(input.numel(), [&](int64_t first, int64_t count) {
-      run_gelu<T>(count, from + first, to + first);
+      gelu_elements(count, from + first, to + first);
     });
   });
 }
@@ -49,20 +43,22 @@ void gelu_tanh_backward(const Tensor& grad_out, const Tensor& input, Tensor& gra
     const T* grad = static_cast<const T*>(grad_out.const_data_ptr());
     T* to = static_cast<T*>(grad_input.mutable_data_ptr());
     for_parts(input.numel(), [&](int64_t first, int64_t count) {
-      run_gelu_grad<T>(count, from + first, grad + first, to + first);
+      gelu_grad_elements(count, from + first, grad + first, to + first);
     });
   });
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def("gelu_tanh(Tensor input, Tensor(a!) out) -> ()");
   library.def("gelu_tanh_backward(Tensor grad_out, Tensor input, Tensor(a!) grad_input) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("gelu_tanh", TORCH_BOX(&fastplm::gelu_tanh));
-  library.impl("gelu_tanh_backward", TORCH_BOX(&fastplm::gelu_tanh_backward));
+  library.impl("gelu_tanh", FASTPLM_BOX(gelu_tanh));
+  library.impl("gelu_tanh_backward", FASTPLM_BOX(gelu_tanh_backward));
 }
+#endif

@@ -6,16 +6,11 @@
 // with the logistic function sigma, which keeps the digits of small values far below 0.
 //
 // Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2.
-#pragma once
 
-#include <cstdint>
-
-#include "lanes.h"
-
-namespace fastplm {
+namespace fastplm::FASTPLM_LEVEL {
 
 // What is read before the first of it is written.
-constexpr int64_t kGeluBlock = kTogether * kLane;
+constexpr int64_t kGeluBlock = kTogether * kWidth;
 using Block = Several<kTogether>;
 
 // What x is multiplied by, sigma(2u), and the derivative of that.
@@ -49,11 +44,11 @@ struct Whole {
   FASTPLM_HD static Block load(int64_t, const T* from) {
     float value[kGeluBlock];
     for (int64_t i = 0; i < kGeluBlock; ++i) value[i] = static_cast<float>(from[i]);
-    return fastplm::load<kTogether>(value);
+    return FASTPLM_LEVEL::load<kTogether>(value);
   }
   FASTPLM_HD static void store(int64_t, const Block& block, T* to) {
     float value[kGeluBlock];
-    fastplm::store(block, value);
+    FASTPLM_LEVEL::store(block, value);
     for (int64_t i = 0; i < kGeluBlock; ++i) to[i] = static_cast<T>(value[i]);
   }
 };
@@ -61,10 +56,10 @@ struct Whole {
 template <>
 struct Whole<float> {
   FASTPLM_HD static Block load(int64_t, const float* from) {
-    return fastplm::load<kTogether>(from);
+    return FASTPLM_LEVEL::load<kTogether>(from);
   }
   FASTPLM_HD static void store(int64_t, const Block& block, float* to) {
-    fastplm::store(block, to);
+    FASTPLM_LEVEL::store(block, to);
   }
 };
 
@@ -73,11 +68,11 @@ struct Part {
   FASTPLM_HD static Block load(int64_t count, const T* from) {
     float value[kGeluBlock] = {};
     for (int64_t i = 0; i < count; ++i) value[i] = static_cast<float>(from[i]);
-    return fastplm::load<kTogether>(value);
+    return FASTPLM_LEVEL::load<kTogether>(value);
   }
   FASTPLM_HD static void store(int64_t count, const Block& block, T* to) {
     float value[kGeluBlock];
-    fastplm::store(block, value);
+    FASTPLM_LEVEL::store(block, value);
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(value[i]);
   }
 };
@@ -118,4 +113,4 @@ FASTPLM_HD void gelu_grad_elements(int64_t count, const T* in, const T* grad_out
   if (i < count) gelu_grad_block<Part<T>>(count - i, in + i, grad_out + i, grad_in + i);
 }
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

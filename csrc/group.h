@@ -16,26 +16,13 @@
 // A group's members are host functions in one instantiation and __device__ functions in another.
 #define FASTPLM_GROUP_CODE _Pragma("nv_exec_check_disable")
 #else
-// Inlined whatever its size: what FASTPLM_CLONES compiles for several CPUs is all of a row's code.
+// Inlined whatever its size: a row's code takes the instructions of the level that it is called from.
 #if defined(__GNUC__)
 #define FASTPLM_HD inline __attribute__((always_inline))
 #else
 #define FASTPLM_HD inline
 #endif
 #define FASTPLM_GROUP_CODE
-#endif
-
-// Compiles a function for each width of the vector unit; the loader takes the widest there is. And for
-// the widest alone, which is the caller's to choose.
-#if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__)
-#define FASTPLM_HAS_CLONES 1
-#define FASTPLM_CLONES \
-  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#define FASTPLM_WIDEST __attribute__((target("arch=x86-64-v4")))
-#else
-#define FASTPLM_HAS_CLONES 0
-#define FASTPLM_CLONES
-#define FASTPLM_WIDEST
 #endif
 
 namespace fastplm {

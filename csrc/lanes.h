@@ -1,24 +1,16 @@
-// Vectors of floats: those of GCC and Clang, 16 wide. Where the CPU's are narrower, the compiler
-// takes several.
-#pragma once
+// Vectors of floats, as wide as the level's registers: those of GCC and Clang. Included once a level.
+//
+// Never a wider type: a compiler takes it apart, at many times the cost.
 
-#include <cstdint>
+namespace fastplm::FASTPLM_LEVEL {
 
-#include "group.h"
+constexpr int64_t kWidth = FASTPLM_WIDTH;
+// Vector registers: what a tile of sums may take of them.
+constexpr int kRegisters = FASTPLM_REGISTERS;
 
-namespace fastplm {
-
-constexpr int64_t kLane = 16;
-using Floats = float __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
-using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
-// What every CPU with vectors compares by one instruction.
-using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
-using Ints = int32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
-using UInts = uint32_t __attribute__((vector_size(4 * kLane), aligned(4), may_alias));
-
-FASTPLM_HD int64_t round_up(int64_t size, int64_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
+using Floats = float __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+using Ints = int32_t __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+using UInts = uint32_t __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 
 FASTPLM_HD Floats& at(float* pointer) {
   return *reinterpret_cast<Floats*>(pointer);
@@ -29,43 +21,68 @@ FASTPLM_HD const Floats& at(const float* pointer) {
 }
 
 // Lane i becomes lane `from[i]` of the two vectors, those of `b` counted from where `a` ends.
-// (Returned, vectors this wide would be a matter of the ABI.)
-template <typename Vector, typename Lanes>
-FASTPLM_HD void shuffle(const Vector& a, const Vector& b, const Lanes& from, Vector& out) {
+// (Returned, a vector would be a matter of the ABI.)
+FASTPLM_HD void shuffle(const Floats& a, const Floats& b, const Ints& from, Floats& out) {
 #if defined(__clang__)
-  constexpr int kCount = sizeof(Lanes) / sizeof(from[0]);
-  for (int i = 0; i < kCount; ++i) out[i] = from[i] < kCount ? a[from[i]] : b[from[i] - kCount];
+  for (int i = 0; i < kWidth; ++i) out[i] = from[i] < kWidth ? a[from[i]] : b[from[i] - kWidth];
 #else
   out = __builtin_shuffle(a, b, from);
 #endif
 }
 
 // Two vectors a, b -> the lanes of `a` whose number lacks the bit kBit, with those of `b` that lack it
-// in the places between; and the same of those that have it. Floats or narrower.
-template <int kBit, typename Lanes, typename Vector>
-FASTPLM_HD void exchange(const Vector& a, const Vector& b, Vector& without, Vector& with) {
-  constexpr int kCount = sizeof(Vector) / sizeof(float);
-  Lanes first, second;
-  for (int lane = 0; lane < kCount; ++lane) {
-    first[lane] = lane & kBit ? kCount + (lane ^ kBit) : lane;
-    second[lane] = lane & kBit ? kCount + lane : lane ^ kBit;
+// in the places between; and the same of those that have it.
+template <int kBit>
+FASTPLM_HD void exchange(const Floats& a, const Floats& b, Floats& without, Floats& with) {
+  Ints first, second;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    first[lane] = lane & kBit ? kWidth + (lane ^ kBit) : lane;
+    second[lane] = lane & kBit ? kWidth + lane : lane ^ kBit;
   }
-  const Vector left = a, right = b;
+  const Floats left = a, right = b;
   shuffle(left, right, first, without);
   shuffle(left, right, second, with);
 }
 
+// Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
+template <int kBit>
+FASTPLM_HD void exchange_rows(Floats* rows) {
+  if constexpr (kBit < kWidth) {
+    for (int i = 0; i < kWidth; ++i) {
+      if ((i & kBit) == 0) exchange<kBit>(rows[i], rows[i | kBit], rows[i], rows[i | kBit]);
+    }
+    exchange_rows<2 * kBit>(rows);
+  }
+}
+
+// kWidth rows of kWidth lanes.
+FASTPLM_HD void transpose(Floats* rows) {
+  exchange_rows<1>(rows);
+}
+
 // In halves, from registers: an index that is not known costs a way through memory.
 FASTPLM_HD float sum_of(const Floats& lanes) {
-  const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
-  const Eight eight = halves[0] + halves[1];
-  const Four* quarters = reinterpret_cast<const Four*>(&eight);
-  const Four four = quarters[0] + quarters[1];
+  using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+  using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
+  Four four;
+  if constexpr (kWidth == 4) {
+    four = reinterpret_cast<const Four&>(lanes);
+  } else {
+    const Four* quarters;
+    Eight eight;
+    if constexpr (kWidth == 16) {
+      const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
+      eight = halves[0] + halves[1];
+      quarters = reinterpret_cast<const Four*>(&eight);
+    } else {
+      quarters = reinterpret_cast<const Four*>(&lanes);
+    }
+    four = quarters[0] + quarters[1];
+  }
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// GCC compares vectors that are wider than the CPU's lane by lane, at ten times the cost; masks made
-// of signs it does not take apart so. All bits of a lane where x is negative:
+// All bits of a lane where x is negative:
 FASTPLM_HD void sign_of(const Floats& x, Ints& mask) {
   mask = reinterpret_cast<const Ints&>(x) >> 31;
 }
@@ -78,8 +95,8 @@ FASTPLM_HD void choose(const Ints& mask, const Floats& a, const Floats& b, Float
 }
 
 // Several vectors that go through the same steps side by side: a CPU does the steps of one while it
-// waits for those of another. So many are worth it:
-constexpr int kTogether = 4;
+// waits for those of another. So many are worth it, and have room for what a step needs:
+constexpr int kTogether = kRegisters / 8;
 
 template <int kCount>
 struct Several {
@@ -107,13 +124,13 @@ FASTPLM_SEVERAL(*)
 template <int kCount>
 FASTPLM_HD Several<kCount> load(const float* from) {
   Several<kCount> out;
-  for (int i = 0; i < kCount; ++i) out.each[i] = at(from + i * kLane);
+  for (int i = 0; i < kCount; ++i) out.each[i] = at(from + i * kWidth);
   return out;
 }
 
 template <int kCount>
 FASTPLM_HD void store(const Several<kCount>& value, float* to) {
-  for (int i = 0; i < kCount; ++i) at(to + i * kLane) = value.each[i];
+  for (int i = 0; i < kCount; ++i) at(to + i * kWidth) = value.each[i];
 }
 
 // e^x for x <= 0 or NaN, to about an ulp: 2^n times a polynomial in the rest (Cephes' expf).
@@ -134,12 +151,10 @@ FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {
     const UInts bits = reinterpret_cast<const UInts&>(p.each[i]) +
                        (reinterpret_cast<const UInts&>(shifted.each[i]) << 23);
     // 0 from -87 down to minus infinity, but not where it is NaN.
-    const Ints magnitude = reinterpret_cast<const Ints&>(x.each[i]) & 0x7FFFFFFF;
-    const Ints zero = (0x42AE0000 - magnitude) & (magnitude - 0x7F800001);
-    const Ints kept = reinterpret_cast<const Ints&>(bits) & ~(zero >> 31);
+    const Ints kept = reinterpret_cast<const Ints&>(bits) & ~(x.each[i] < -87.0f);
     p.each[i] = reinterpret_cast<const Floats&>(kept);
   }
   return p;
 }
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

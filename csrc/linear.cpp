@@ -1,47 +1,23 @@
 // fastplm_C::product on the CPU. Each block of the result is one thread's work and its sums go one
 // way whichever thread that is, so results do not depend on how many there are.
-#include "linear.h"
-
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
-#include "linear_few_rows.h"
+#include "sizes.h"
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "linear.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "linear.h"
+#include "linear_few_rows.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
-
-// Floats in a vector of this CPU, as FASTPLM_CLONES has it compiled: 16 with AVX-512, 8 with AVX2 and
-// FMA, and 0 where it is compiled for every CPU alike.
-int64_t vector_width() {
-#if FASTPLM_HAS_CLONES
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("x86-64-v4")) return 16;
-  if (__builtin_cpu_supports("x86-64-v3")) return 8;
-#endif
-  return 0;
-}
-
-// Whether this CPU has AVX-512, but not of the maker for whose CPUs alone MKL uses it.
-bool mkl_leaves_avx512_unused() {
-#if FASTPLM_HAS_CLONES
-  return vector_width() == 16 && !__builtin_cpu_is("intel");
-#else
-  return false;
-#endif
-}
-
-FASTPLM_CLONES void run_pack(const Cut& cut, const Matrix& a, int64_t group, float* packed) {
-  const int64_t first = group * kPackTiles;
-  pack_tiles(cut, a, first, std::min(first + kPackTiles, cut.tiles), packed);
-}
-
-FASTPLM_CLONES void run_block(const Cut& cut, const float* packed, const Matrix& b,
-                              const float* bias, float* c, int64_t c_row, int64_t block) {
-  block_product(cut, packed, b, bias, c, c_row, block);
-}
 
 // function(i) for each i below count, by whichever thread is free.
 template <typename Function>
@@ -77,10 +53,12 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
   Tensor buffer = new_empty(out, {cut.packed_size()});
   float* packed = buffer.mutable_data_ptr<float>();
   float* c = out.mutable_data_ptr<float>();
-  in_parallel(ceil_div(cut.tiles, kPackTiles),
-              [&](int64_t group) { run_pack(cut, left, group, packed); });
+  in_parallel(ceil_div(cut.tiles, kPackTiles), [&](int64_t group) {
+    const int64_t tile = group * kPackTiles;
+    pack_tiles(cut, left, tile, std::min(tile + kPackTiles, cut.tiles), packed);
+  });
   in_parallel(cut.blocks_down * cut.blocks_across, [&](int64_t block) {
-    run_block(cut, packed, right, first.data(), c, b.columns, block);
+    block_product(cut, packed, right, first.data(), c, b.columns, block);
   });
 }
 
@@ -88,33 +66,34 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // From which on packing fp32 pays, as against not packing it; against MKL ops/linear.py knows.
 constexpr int64_t kManyRows = 49;
-constexpr int64_t kCacheLine = 16;  // floats
+
+// How rows of A are multiplied with B: so many at a time, by this function.
+template <typename T>
+struct Way {
+  int64_t tile;
+  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
+};
 
 // kRows: those of A at a time, where B lies by rows; 0 where it lies by columns.
-template <int kWidth, int kRows, typename T>
-FASTPLM_HD void few_rows(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+template <int kRows, typename T>
+void few_rows(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
   if constexpr (kRows == 0) {
-    FewRowsOf<kWidth>::inner(a, b, b_stride, columns, c);
+    inner(a, b, b_stride, columns, c);
   } else {
-    FewRowsOf<kWidth>::template outer<kRows>(a, b, b_stride, columns, c);
+    outer<kRows>(a, b, b_stride, columns, c);
   }
 }
 
-template <int kRows, typename T>
-FASTPLM_CLONES void run_narrow(const FewRows& a, const T* b, int64_t b_stride, int64_t columns,
-                               float* c) {
-  few_rows<8, kRows>(a, b, b_stride, columns, c);
-}
-
-template <int kRows, typename T>
-FASTPLM_WIDEST void run_wide(const FewRows& a, const T* b, int64_t b_stride, int64_t columns,
-                             float* c) {
-  few_rows<16, kRows>(a, b, b_stride, columns, c);
+template <typename T>
+Way<T> way_of(int64_t rows, bool by_rows) {
+  if (!by_rows) return {kInnerRows, few_rows<0, T>};
+  if (rows > 4) return {kMostOuterRows, few_rows<kMostOuterRows, T>};
+  return {4, few_rows<4, T>};
 }
 
 // to [filled, width] = from [rows, depth], filled up with zeros.
 template <typename T>
-FASTPLM_CLONES void run_load(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth,
+void run_load(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth,
                              float* to, int64_t filled, int64_t width) {
   for (int64_t m = 0; m < filled; ++m, to += width) {
     const int64_t given = m < rows ? depth : 0;
@@ -129,7 +108,7 @@ FASTPLM_CLONES void run_load(const T* from, int64_t row, int64_t col, int64_t ro
 }
 
 template <typename T>
-FASTPLM_CLONES void run_store(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
+void run_store(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
                               int64_t to_row) {
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
@@ -155,22 +134,6 @@ struct Stored<c10::BFloat16> {
 struct alignas(64) Line {
   float each[kCacheLine];
 };
-
-// How rows of A are multiplied with B: so many at a time, by this function.
-template <typename T>
-struct Way {
-  int64_t tile;
-  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
-};
-
-template <typename T>
-Way<T> way_of(int64_t rows, bool by_rows) {
-  if (vector_width() < 16) {
-    return by_rows ? Way<T>{4, run_narrow<4, T>} : Way<T>{FewRowsOf<8>::kInnerRows, run_narrow<0, T>};
-  }
-  if (!by_rows) return {FewRowsOf<16>::kInnerRows, run_wide<0, T>};
-  return rows > 4 ? Way<T>{8, run_wide<8, T>} : Way<T>{4, run_wide<4, T>};
-}
 
 template <typename T>
 void product_of_few(const Operand& a, const Operand& b, const std::optional<Tensor>& bias,
@@ -235,21 +198,16 @@ Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tens
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def("product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("mkl_leaves_avx512_unused() -> bool");
-  library.def("vector_width() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("product", TORCH_BOX(&fastplm::product));
-  library.impl("linear", TORCH_BOX(&fastplm::layer));
+  library.impl("product", FASTPLM_BOX(product));
+  library.impl("linear", FASTPLM_BOX(layer));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
-  library.impl("mkl_leaves_avx512_unused", TORCH_BOX(&fastplm::mkl_leaves_avx512_unused));
-  library.impl("vector_width", TORCH_BOX(&fastplm::vector_width));
-}
+#endif

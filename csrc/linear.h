@@ -8,32 +8,22 @@
 // reads them ("packed"), the last rows and columns filled up with zeros.
 //
 // Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
-#pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+namespace fastplm::FASTPLM_LEVEL {
 
-#include "lanes.h"
-
-namespace fastplm {
-
-constexpr int64_t kTileRows = 12;
+// Sums in registers, beside a row of B and an element of A.
+constexpr int64_t kTileRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kTileWide = 2;
-constexpr int64_t kTileColumns = kTileWide * kLane;
+constexpr int64_t kTileColumns = kTileWide * kWidth;
 constexpr int64_t kSliceDepth = 384;
 // What a thread does at a time: columns of B of which a second-level cache holds a slice, beside the
 // rows of C that wait for the next one.
-constexpr int64_t kBlockTiles = 44;
-constexpr int64_t kBlockColumns = 4 * kTileColumns;
+constexpr int64_t kBlockTiles = 528 / kTileRows;
+constexpr int64_t kBlockColumns = 128;
 // How far ahead of a tile its panel is fetched.
 constexpr int64_t kAhead = 8;
 constexpr int64_t kPackTiles = 16;
-constexpr int64_t kPackSteps = kLane;
-
-inline int64_t ceil_div(int64_t size, int64_t part) {
-  return (size + part - 1) / part;
-}
+constexpr int64_t kPackSteps = 16;
 
 // A matrix of which rows or columns lie together: element (i, j) is at i * row + j * col.
 struct Matrix {
@@ -47,7 +37,7 @@ struct Matrix {
 struct Cut {
   Cut(int64_t rows, int64_t columns, int64_t depth) : rows(rows), columns(columns), depth(depth) {
     tiles = ceil_div(rows, kTileRows);
-    slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kLane);
+    slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kCacheLine);
     blocks_down = ceil_div(tiles, kBlockTiles);
     block_tiles = ceil_div(tiles, blocks_down);
     blocks_across = ceil_div(columns, kBlockColumns);
@@ -66,53 +56,38 @@ struct Cut {
 
 // --- packing --------------------------------------------------------------------------------------
 
-// Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
-template <int kBit>
-FASTPLM_HD void exchange_rows(Floats* rows) {
-  for (int i = 0; i < kLane; ++i) {
-    if ((i & kBit) == 0) exchange<kBit, Ints>(rows[i], rows[i | kBit], rows[i], rows[i | kBit]);
-  }
-}
-
-FASTPLM_HD void transpose(Floats* rows) {
-  exchange_rows<1>(rows);
-  exchange_rows<2>(rows);
-  exchange_rows<4>(rows);
-  exchange_rows<8>(rows);
-}
-
-// packed [depth, kWidth]: element i of each of `depth` steps, at data[i * across + k * along], and 0
+// packed [depth, kElements]: element i of each of `depth` steps, at data[i * across + k * along], and 0
 // from `count` on.
-template <int kWidth>
+template <int64_t kElements>
 FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t count,
                      int64_t depth, float* packed) {
   if (across == 1) {
-    for (int64_t k = 0; k < depth; ++k, data += along, packed += kWidth) {
+    for (int64_t k = 0; k < depth; ++k, data += along, packed += kElements) {
       __builtin_prefetch(data + kPackSteps * along);
-      if (count == kWidth) {
-        std::memcpy(packed, data, sizeof(float) * kWidth);
+      if (count == kElements) {
+        std::memcpy(packed, data, sizeof(float) * kElements);
       } else {
-        for (int64_t i = 0; i < kWidth; ++i) packed[i] = i < count ? data[i] : 0.0f;
+        for (int64_t i = 0; i < kElements; ++i) packed[i] = i < count ? data[i] : 0.0f;
       }
     }
     return;
   }
   // All steps of a few elements, then the next few: no more rows at once than the CPU reads ahead of.
-  for (int64_t begin = 0; begin < kWidth; begin += kLane, data += kLane * across) {
-    const int64_t width = std::min<int64_t>(kLane, kWidth - begin);
+  for (int64_t begin = 0; begin < kElements; begin += kWidth, data += kWidth * across) {
+    const int64_t width = std::min(kWidth, kElements - begin);
     const int64_t given = std::min(count - begin, width);
     float* to = packed + begin;
     int64_t k = 0;
-    for (; k + kLane <= depth; k += kLane) {
-      Floats rows[kLane];
-      for (int64_t i = 0; i < kLane; ++i) rows[i] = i < given ? at(data + i * across + k) : Floats{};
+    for (; k + kWidth <= depth; k += kWidth) {
+      Floats rows[kWidth];
+      for (int64_t i = 0; i < kWidth; ++i) rows[i] = i < given ? at(data + i * across + k) : Floats{};
       transpose(rows);
-      for (int64_t j = 0; j < kLane; ++j) {
-        std::memcpy(to + (k + j) * kWidth, &rows[j], sizeof(float) * width);
+      for (int64_t j = 0; j < kWidth; ++j) {
+        std::memcpy(to + (k + j) * kElements, &rows[j], sizeof(float) * width);
       }
     }
     for (; k < depth; ++k) {
-      for (int64_t i = 0; i < width; ++i) to[k * kWidth + i] = i < given ? data[i * across + k] : 0.0f;
+      for (int64_t i = 0; i < width; ++i) to[k * kElements + i] = i < given ? data[i * across + k] : 0.0f;
     }
   }
 }
@@ -161,17 +136,17 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
   Floats sum[kTileRows][kTileWide] = {};
   for (int64_t k = 0; k < depth; ++k) {
     for (int64_t n = 0; n < kTileWide; ++n) {
-      __builtin_prefetch(b + kAhead * kTileColumns + n * kLane);
+      __builtin_prefetch(b + kAhead * kTileColumns + n * kWidth);
     }
     for (int64_t m = 0; m < kTileRows; ++m) {
-      for (int64_t n = 0; n < kTileWide; ++n) sum[m][n] += a[m] * at(b + n * kLane);
+      for (int64_t n = 0; n < kTileWide; ++n) sum[m][n] += a[m] * at(b + n * kWidth);
     }
     a += kTileRows;
     b += kTileColumns;
   }
   for (int64_t m = 0; m < kTileRows; ++m) {
     for (int64_t n = 0; n < kTileWide; ++n) {
-      at(c + m * c_row + n * kLane) = at(start + m * start_row + n * kLane) + sum[m][n];
+      at(c + m * c_row + n * kWidth) = at(start + m * start_row + n * kWidth) + sum[m][n];
     }
   }
 }
@@ -219,4 +194,4 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
   }
 }
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

@@ -11,16 +11,9 @@
 //   outer   rows lie together (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
 //           few steps of K are added.
 //
-// kWidth is that of the CPU's vectors, 16 or 8: its registers hold a tile of either kind.
-#pragma once
+// Included once a level, after lanes.h.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
-#include "lanes.h"
-
-namespace fastplm {
+namespace fastplm::FASTPLM_LEVEL {
 
 // The bits of floating-point numbers in 16 bits.
 struct Bf16 {
@@ -55,250 +48,220 @@ struct FewRows {
   int64_t rows, depth, stride;
 };
 
-template <int kWidth>
-struct Vectors;
-template <>
-struct Vectors<8> {
-  using Float = float __attribute__((vector_size(32), aligned(4), may_alias));
-  using Int = int32_t __attribute__((vector_size(32), aligned(4), may_alias));
-  using UInt = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
-};
-template <>
-struct Vectors<16> {
-  using Float = Floats;
-  using Int = Ints;
-  using UInt = UInts;
-};
+// An inner tile has as many sums as a vector has lanes, an outer one what registers there are.
+constexpr int kInnerColumns = 4;
+constexpr int kInnerRows = kWidth / kInnerColumns;
+constexpr int kOuterVectors = 3;
+constexpr int kOuterColumns = kOuterVectors * kWidth;
+constexpr int kMostOuterRows = kRegisters == 32 ? 8 : 4;
+static_assert(kFewColumns % kFewUnit == 0 && kFewUnit % kOuterColumns == 0 &&
+              kFewUnit % kInnerColumns == 0);
 
-template <int kWidth>
-struct FewRowsOf {
-  using Floats = typename Vectors<kWidth>::Float;
-  using Ints = typename Vectors<kWidth>::Int;
-  using UInts = typename Vectors<kWidth>::UInt;
+// --- numbers -------------------------------------------------------------------------------------
 
-  // As many sums as a vector has lanes.
-  static constexpr int kInnerColumns = 4;
-  static constexpr int kInnerRows = kWidth / kInnerColumns;
-  static constexpr int kOuterVectors = 3;
-  static constexpr int kOuterColumns = kOuterVectors * kWidth;
-  static_assert(kFewColumns % kFewUnit == 0 && kFewUnit % kOuterColumns == 0 &&
-                kFewUnit % kInnerColumns == 0);
+FASTPLM_HD void widen(const float* from, Floats& to) { to = at(from); }
 
-  static FASTPLM_HD Floats& at(float* pointer) { return *reinterpret_cast<Floats*>(pointer); }
-  static FASTPLM_HD const Floats& at(const float* pointer) {
-    return *reinterpret_cast<const Floats*>(pointer);
+// Lane by lane, which GCC makes one instruction of.
+template <typename T>
+FASTPLM_HD void bits_of(const T* from, UInts& to) {
+  for (int i = 0; i < kWidth; ++i) to[i] = from[i].bits;
+}
+FASTPLM_HD void widen(const Bf16* from, Floats& to) {
+  UInts bits;
+  bits_of(from, bits);
+  bits <<= 16;
+  to = reinterpret_cast<const Floats&>(bits);
+}
+// Sign, exponent and mantissa where fp32 has them, and the exponent's bias by a factor, which
+// makes normal numbers of subnormal ones. Infinity and NaN get the exponent that says so.
+FASTPLM_HD void widen(const Fp16* from, Floats& to) {
+  UInts bits;
+  bits_of(from, bits);
+  const UInts magnitude = (bits & 0x7FFF) << 13;
+  const Floats scaled = reinterpret_cast<const Floats&>(magnitude) * 0x1p112f;
+  const Ints special = (0x0F7FFFFF - reinterpret_cast<const Ints&>(magnitude)) >> 31;
+  const UInts out = reinterpret_cast<const UInts&>(scaled) | ((bits & 0x8000) << 16) |
+                    (reinterpret_cast<const UInts&>(special) & 0x7F800000u);
+  to = reinterpret_cast<const Floats&>(out);
+}
+
+// to [rows, width] = from [rows, count], filled up with zeros; width is whole vectors.
+template <int64_t kAhead, typename T>
+FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t from_row, float* to,
+                           int64_t width) {
+  for (int64_t row = 0; row < rows; ++row, from += from_row, to += width) {
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      widen(from + i, at(to + i));
+      __builtin_prefetch(from + i + kAhead);
+    }
+    for (; i < width; i += kWidth) {
+      T rest[kWidth] = {};
+      if (i < count) std::memcpy(rest, from + i, sizeof(T) * (count - i));
+      widen(rest, at(to + i));
+    }
   }
+}
 
-  // --- numbers ------------------------------------------------------------------------------------
+// --- inner ---------------------------------------------------------------------------------------
 
-  static FASTPLM_HD void widen(const float* from, Floats& to) { to = at(from); }
-
-  // Lane by lane, which GCC makes one instruction of.
-  template <typename T>
-  static FASTPLM_HD void bits_of(const T* from, UInts& to) {
-    for (int i = 0; i < kWidth; ++i) to[i] = from[i].bits;
-  }
-  static FASTPLM_HD void widen(const Bf16* from, Floats& to) {
-    UInts bits;
-    bits_of(from, bits);
-    bits <<= 16;
-    to = reinterpret_cast<const Floats&>(bits);
-  }
-  // Sign, exponent and mantissa where fp32 has them, and the exponent's bias by a factor, which
-  // makes normal numbers of subnormal ones. Infinity and NaN get the exponent that says so.
-  static FASTPLM_HD void widen(const Fp16* from, Floats& to) {
-    UInts bits;
-    bits_of(from, bits);
-    const UInts magnitude = (bits & 0x7FFF) << 13;
-    const Floats scaled = reinterpret_cast<const Floats&>(magnitude) * 0x1p112f;
-    const Ints special = (0x0F7FFFFF - reinterpret_cast<const Ints&>(magnitude)) >> 31;
-    const UInts out = reinterpret_cast<const UInts&>(scaled) | ((bits & 0x8000) << 16) |
-                      (reinterpret_cast<const UInts&>(special) & 0x7F800000u);
-    to = reinterpret_cast<const Floats&>(out);
-  }
-
-  // --- inner --------------------------------------------------------------------------------------
-
-  template <int kBit>
-  static FASTPLM_HD void fold(Floats* sums) {
+template <int kBit>
+FASTPLM_HD void fold(Floats* sums) {
+  if constexpr (kBit < kWidth) {
     for (int i = 0; i < kWidth / 2 / kBit; ++i) {
       Floats without, with;
-      exchange<kBit, Ints>(sums[2 * i], sums[2 * i + 1], without, with);
+      exchange<kBit>(sums[2 * i], sums[2 * i + 1], without, with);
       sums[i] = without + with;
     }
+    fold<2 * kBit>(sums);
   }
+}
 
-  // Lane i of the first vector = the sum of the lanes of vector i.
-  static FASTPLM_HD void add_lanes(Floats* sums) {
-    fold<1>(sums);
-    fold<2>(sums);
-    fold<4>(sums);
-    if constexpr (kWidth == 16) fold<8>(sums);
+// Lane i of the first vector = the sum of the lanes of vector i.
+FASTPLM_HD void add_lanes(Floats* sums) {
+  fold<1>(sums);
+}
+
+// C [kInnerRows, columns] (+)= A B of `depth` elements of K, of columns of B that lie b_col apart.
+// Where there are fewer than kInnerColumns, the last is multiplied several times.
+template <bool kFetch, typename T>
+FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
+                           int64_t columns, bool add, float* c) {
+  const T* column[kInnerColumns];
+  for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
+  Floats sum[kWidth] = {};
+  int64_t k = 0;
+  for (; k + kWidth <= depth; k += kWidth) {
+    Floats right[kInnerColumns];
+    for (int n = 0; n < kInnerColumns; ++n) {
+      widen(column[n] + k, right[n]);
+      if (kFetch) __builtin_prefetch(column[n] + k + kInnerAhead);
+    }
+    for (int m = 0; m < kInnerRows; ++m) {
+      const Floats left = at(a + m * a_row + k);
+      for (int n = 0; n < kInnerColumns; ++n) sum[m * kInnerColumns + n] += left * right[n];
+    }
   }
-
-  // C [kInnerRows, columns] (+)= A B of `depth` elements of K, of columns of B that lie b_col apart.
-  // Where there are fewer than kInnerColumns, the last is multiplied several times.
-  template <bool kFetch, typename T>
-  static FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b,
-                                    int64_t b_col, int64_t columns, bool add, float* c) {
-    const T* column[kInnerColumns];
-    for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
-    Floats sum[kWidth] = {};
-    int64_t k = 0;
-    for (; k + kWidth <= depth; k += kWidth) {
-      Floats right[kInnerColumns];
-      for (int n = 0; n < kInnerColumns; ++n) {
-        widen(column[n] + k, right[n]);
-        if (kFetch) __builtin_prefetch(column[n] + k + kInnerAhead);
-      }
+  if (k < depth) {
+    for (int n = 0; n < kInnerColumns; ++n) {
+      T rest[kWidth] = {};
+      std::memcpy(rest, column[n] + k, sizeof(T) * (depth - k));
+      Floats right;
+      widen(rest, right);
       for (int m = 0; m < kInnerRows; ++m) {
-        const Floats left = at(a + m * a_row + k);
-        for (int n = 0; n < kInnerColumns; ++n) sum[m * kInnerColumns + n] += left * right[n];
-      }
-    }
-    if (k < depth) {
-      for (int n = 0; n < kInnerColumns; ++n) {
-        T rest[kWidth] = {};
-        std::memcpy(rest, column[n] + k, sizeof(T) * (depth - k));
-        Floats right;
-        widen(rest, right);
-        for (int m = 0; m < kInnerRows; ++m) {
-          sum[m * kInnerColumns + n] += at(a + m * a_row + k) * right;
-        }
-      }
-    }
-    add_lanes(sum);
-    const float* sums = reinterpret_cast<const float*>(sum);
-    for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
-      for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
-    }
-  }
-
-  // C [rows, columns] = A B, of columns of B that lie b_col apart.
-  template <typename T>
-  static FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns,
-                               float* c) {
-    for (int64_t n = 0; n < columns; n += kInnerColumns) {
-      const int64_t some = std::min<int64_t>(kInnerColumns, columns - n);
-      for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
-        const int64_t depth = std::min(kInnerDepth, a.depth - k);
-        const FewRows part = a.from(k);
-        const T* from = b + n * b_col + k;
-        if (sizeof(T) == sizeof(float) || a.rows == kInnerRows) {
-          inner_tiles(part, depth, from, b_col, some, k > 0, c + n);
-        } else {
-          alignas(64) float wide[kInnerColumns * kInnerDepth];
-          const int64_t filled = round_up(depth, kWidth);
-          widen_rows<kInnerAhead>(some, depth, from, b_col, wide, filled);
-          inner_tiles(part, filled, wide, filled, some, k > 0, c + n);
-        }
+        sum[m * kInnerColumns + n] += at(a + m * a_row + k) * right;
       }
     }
   }
+  add_lanes(sum);
+  const float* sums = reinterpret_cast<const float*>(sum);
+  for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
+    for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
+  }
+}
 
-  // The same of a few columns and a part of K. The first rows fetch what comes after it in B.
-  template <typename T>
-  static FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
-                                     int64_t columns, bool add, float* c) {
-    inner_tile<true>(depth, a.at(0), a.stride, b, b_col, columns, add, c);
-    for (int64_t m = kInnerRows; m < a.rows; m += kInnerRows) {
-      inner_tile<false>(depth, a.at(m), a.stride, b, b_col, columns, add, c + m * kFewColumns);
+// The same of all rows of A. The first of them fetch what comes after it in B.
+template <typename T>
+FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
+                            int64_t columns, bool add, float* c) {
+  inner_tile<true>(depth, a.at(0), a.stride, b, b_col, columns, add, c);
+  for (int64_t m = kInnerRows; m < a.rows; m += kInnerRows) {
+    inner_tile<false>(depth, a.at(m), a.stride, b, b_col, columns, add, c + m * kFewColumns);
+  }
+}
+
+// C [rows, columns] = A B, of columns of B that lie b_col apart.
+template <typename T>
+FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
+  for (int64_t n = 0; n < columns; n += kInnerColumns) {
+    const int64_t some = std::min<int64_t>(kInnerColumns, columns - n);
+    for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
+      const int64_t depth = std::min(kInnerDepth, a.depth - k);
+      const FewRows part = a.from(k);
+      const T* from = b + n * b_col + k;
+      if (sizeof(T) == sizeof(float) || a.rows == kInnerRows) {
+        inner_tiles(part, depth, from, b_col, some, k > 0, c + n);
+      } else {
+        alignas(64) float wide[kInnerColumns * kInnerDepth];
+        const int64_t filled = round_up(depth, kWidth);
+        widen_rows<kInnerAhead>(some, depth, from, b_col, wide, filled);
+        inner_tiles(part, filled, wide, filled, some, k > 0, c + n);
+      }
     }
   }
+}
 
-  // --- outer --------------------------------------------------------------------------------------
+// --- outer ---------------------------------------------------------------------------------------
 
-  // C [kRows, kOuterColumns] (+)= A B of `depth` steps of K.
-  template <int kRows, bool kFetch, typename T>
-  static FASTPLM_HD void outer_tile(int64_t depth, const float* a, int64_t a_row, const T* b,
-                                    int64_t b_row, bool add, float* c) {
-    Floats sum[kRows][kOuterVectors] = {};
-    for (int64_t k = 0; k < depth; ++k, b += b_row) {
-      Floats right[kOuterVectors];
-      for (int n = 0; n < kOuterVectors; ++n) {
-        widen(b + n * kWidth, right[n]);
-        if (kFetch) __builtin_prefetch(b + n * kWidth + kOuterAhead);
-      }
-      for (int m = 0; m < kRows; ++m) {
-        const float left = a[m * a_row + k];
-        for (int n = 0; n < kOuterVectors; ++n) sum[m][n] += left * right[n];
-      }
+// C [kRows, kOuterColumns] (+)= A B of `depth` steps of K.
+template <int kRows, bool kFetch, typename T>
+FASTPLM_HD void outer_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_row,
+                           bool add, float* c) {
+  Floats sum[kRows][kOuterVectors] = {};
+  for (int64_t k = 0; k < depth; ++k, b += b_row) {
+    Floats right[kOuterVectors];
+    for (int n = 0; n < kOuterVectors; ++n) {
+      widen(b + n * kWidth, right[n]);
+      if (kFetch) __builtin_prefetch(b + n * kWidth + kOuterAhead);
     }
     for (int m = 0; m < kRows; ++m) {
-      for (int n = 0; n < kOuterVectors; ++n) {
-        float* to = c + m * kFewColumns + n * kWidth;
-        at(to) = add ? at(to) + sum[m][n] : sum[m][n];
+      const float left = a[m * a_row + k];
+      for (int n = 0; n < kOuterVectors; ++n) sum[m][n] += left * right[n];
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int n = 0; n < kOuterVectors; ++n) {
+      float* to = c + m * kFewColumns + n * kWidth;
+      at(to) = add ? at(to) + sum[m][n] : sum[m][n];
+    }
+  }
+}
+
+template <int kRows, typename T>
+FASTPLM_HD void outer_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_row, bool add,
+                            float* c) {
+  outer_tile<kRows, true>(depth, a.at(0), a.stride, b, b_row, add, c);
+  for (int64_t m = kRows; m < a.rows; m += kRows) {
+    outer_tile<kRows, false>(depth, a.at(m), a.stride, b, b_row, add, c + m * kFewColumns);
+  }
+}
+
+// C [rows, columns filled up to kOuterColumns] = A B of the first kOuterSlice steps of K.
+template <int kRows, typename T>
+FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t columns,
+                            float* c) {
+  const int64_t end = std::min(kOuterSlice, a.depth);
+  for (int64_t k = 0; k < end; k += kOuterDepth) {
+    const int64_t depth = std::min(kOuterDepth, end - k);
+    const FewRows part = a.from(k);
+    for (int64_t n = 0; n < columns; n += kOuterColumns) {
+      const T* from = b + k * b_row + n;
+      const bool whole = columns - n >= kOuterColumns;
+      if (whole && (sizeof(T) == sizeof(float) || a.rows == kRows)) {
+        outer_tiles<kRows>(part, depth, from, b_row, k > 0, c + n);
+      } else {
+        alignas(64) float wide[kOuterDepth * kOuterColumns];
+        const int64_t some = whole ? kOuterColumns : columns - n;
+        widen_rows<kOuterAhead>(depth, some, from, b_row, wide, kOuterColumns);
+        outer_tiles<kRows>(part, depth, wide, kOuterColumns, k > 0, c + n);
       }
     }
   }
+}
 
-  // C [rows, columns filled up to kOuterColumns] = A B, of rows of B that lie b_row apart.
-  template <int kRows, typename T>
-  static FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t columns,
-                               float* c) {
-    outer_slice<kRows>(a, b, b_row, columns, c);
-    alignas(64) float slice[kFewRows * kFewColumns];
-    for (int64_t k = kOuterSlice; k < a.depth; k += kOuterSlice) {
-      outer_slice<kRows>(a.from(k), b + k * b_row, b_row, columns, slice);
-      for (int64_t m = 0; m < a.rows; ++m) {
-        for (int64_t n = 0; n < columns; n += kWidth) {
-          at(c + m * kFewColumns + n) += at(slice + m * kFewColumns + n);
-        }
+// The same of all steps.
+template <int kRows, typename T>
+FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t columns, float* c) {
+  outer_slice<kRows>(a, b, b_row, columns, c);
+  alignas(64) float slice[kFewRows * kFewColumns];
+  for (int64_t k = kOuterSlice; k < a.depth; k += kOuterSlice) {
+    outer_slice<kRows>(a.from(k), b + k * b_row, b_row, columns, slice);
+    for (int64_t m = 0; m < a.rows; ++m) {
+      for (int64_t n = 0; n < columns; n += kWidth) {
+        at(c + m * kFewColumns + n) += at(slice + m * kFewColumns + n);
       }
     }
   }
+}
 
-  // The same of the first kOuterSlice steps.
-  template <int kRows, typename T>
-  static FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t columns,
-                                     float* c) {
-    const int64_t end = std::min(kOuterSlice, a.depth);
-    for (int64_t k = 0; k < end; k += kOuterDepth) {
-      const int64_t depth = std::min(kOuterDepth, end - k);
-      const FewRows part = a.from(k);
-      for (int64_t n = 0; n < columns; n += kOuterColumns) {
-        const T* from = b + k * b_row + n;
-        const bool whole = columns - n >= kOuterColumns;
-        if (whole && (sizeof(T) == sizeof(float) || a.rows == kRows)) {
-          outer_tiles<kRows>(part, depth, from, b_row, k > 0, c + n);
-        } else {
-          alignas(64) float wide[kOuterDepth * kOuterColumns];
-          const int64_t some = whole ? kOuterColumns : columns - n;
-          widen_rows<kOuterAhead>(depth, some, from, b_row, wide, kOuterColumns);
-          outer_tiles<kRows>(part, depth, wide, kOuterColumns, k > 0, c + n);
-        }
-      }
-    }
-  }
-
-  template <int kRows, typename T>
-  static FASTPLM_HD void outer_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_row,
-                                     bool add, float* c) {
-    outer_tile<kRows, true>(depth, a.at(0), a.stride, b, b_row, add, c);
-    for (int64_t m = kRows; m < a.rows; m += kRows) {
-      outer_tile<kRows, false>(depth, a.at(m), a.stride, b, b_row, add, c + m * kFewColumns);
-    }
-  }
-
-  // --- both ---------------------------------------------------------------------------------------
-
-  // to [rows, width] = from [rows, count], filled up with zeros; width is whole vectors.
-  template <int64_t kAhead, typename T>
-  static FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t from_row,
-                                    float* to, int64_t width) {
-    for (int64_t row = 0; row < rows; ++row, from += from_row, to += width) {
-      int64_t i = 0;
-      for (; i + kWidth <= count; i += kWidth) {
-        widen(from + i, at(to + i));
-        __builtin_prefetch(from + i + kAhead);
-      }
-      for (; i < width; i += kWidth) {
-        T rest[kWidth] = {};
-        if (i < count) std::memcpy(rest, from + i, sizeof(T) * (count - i));
-        widen(rest, at(to + i));
-      }
-    }
-  }
-};
-
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

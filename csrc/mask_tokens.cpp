@@ -6,7 +6,10 @@
 
 #include "mask_tokens_op.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "mask_tokens.cpp"
+#include "each_level.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 // A vector that does not write zeros first.
@@ -22,8 +25,7 @@ struct Chosen {
 };
 
 template <typename Id>
-FASTPLM_CLONES void choose_rows(Chosen<Id>& chosen, int64_t first_row, int64_t last_row,
-                                int64_t longest) {
+void choose_rows(Chosen<Id>& chosen, int64_t first_row, int64_t last_row, int64_t longest) {
   OneThread group;
   SelectScratch scratch{};
   Buffer<uint32_t> keys(new uint32_t[longest + 3]);
@@ -36,7 +38,7 @@ FASTPLM_CLONES void choose_rows(Chosen<Id>& chosen, int64_t first_row, int64_t l
 }
 
 template <typename Id>
-FASTPLM_CLONES void write_rows(const Chosen<Id>& chosen, int64_t first_row, int64_t last_row) {
+void write_rows(const Chosen<Id>& chosen, int64_t first_row, int64_t last_row) {
   OneThread group;
   for (int64_t row = first_row; row < last_row; ++row) {
     const uint8_t* tokens = chosen.tokens.get() + chosen.call.rows.begin(row);
@@ -80,11 +82,15 @@ struct MaskTokensCpu {
   }
 };
 
-}  // namespace
-}  // namespace fastplm
+constexpr auto mask_tokens_op = &mask_tokens<MaskTokensCpu>;
 
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kMaskTokensSchema); }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("mask_tokens", TORCH_BOX(&fastplm::mask_tokens<fastplm::MaskTokensCpu>));
+  library.impl("mask_tokens", FASTPLM_BOX(mask_tokens_op));
 }
+#endif

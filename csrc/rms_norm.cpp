@@ -1,32 +1,18 @@
 // fastplm_C::rms_norm and its backward on the CPU.
-#include "rms_norm.h"
-
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
+#include "sizes.h"
 #include "tensors.h"
 
-namespace fastplm {
+#define FASTPLM_FILE "rms_norm.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "rms_norm.h"
+
+namespace fastplm::FASTPLM_LEVEL {
 namespace {
-
-template <typename In, typename Out>
-FASTPLM_CLONES void run_norm(int64_t rows, int64_t width, float eps, const float* weight,
-                             const In* in, Out* out, float* x) {
-  norm_rows(rows, width, eps, weight, in, out, x);
-}
-
-template <typename In, typename Out>
-FASTPLM_CLONES void run_norm_grad(int64_t rows, int64_t width, float eps, const float* weight,
-                                  const In* in, const Out* grad_out, In* grad_in,
-                                  float* grad_weight, float* x, float* grad) {
-  norm_grad_rows(rows, width, eps, weight, in, grad_out, grad_in, grad_weight, x, grad);
-}
-
-template <typename T>
-FASTPLM_CLONES void run_sum(int64_t parts, int64_t width, const float* from, double* total,
-                            T* out) {
-  sum_parts(parts, width, from, total, out);
-}
 
 std::vector<float> filled_up(const Tensor& row) {
   std::vector<float> filled(norm_width(row.numel()));
@@ -64,8 +50,8 @@ void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out
       Out* to = static_cast<Out*>(out.mutable_data_ptr());
       for_parts(rows, [&](int64_t, int64_t first, int64_t count) {
         std::vector<float> x(weights.size());
-        run_norm<In, Out>(count, width, static_cast<float>(eps), weights.data(),
-                          from + first * width, to + first * width, x.data());
+        norm_rows(count, width, static_cast<float>(eps), weights.data(), from + first * width,
+                  to + first * width, x.data());
       });
     });
   });
@@ -88,21 +74,21 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
       for_parts(rows, [&](int64_t part, int64_t first, int64_t rows_here) {
         std::vector<float> scratch(3 * filled);
         float *x = scratch.data(), *g = x + filled, *sum = g + filled;
-        run_norm_grad<In, Out>(rows_here, width, static_cast<float>(eps), weights.data(),
-                               from + first * width, grad + first * width, to + first * width, sum,
-                               x, g);
+        norm_grad_rows(rows_here, width, static_cast<float>(eps), weights.data(),
+                       from + first * width, grad + first * width, to + first * width, sum, x, g);
         std::copy(sum, sum + width, parts.data() + part * width);
       });
       std::vector<double> total(width);
-      run_sum<Out>(count, width, parts.data(), total.data(),
-                   static_cast<Out*>(grad_weight.mutable_data_ptr()));
+      sum_parts(count, width, parts.data(), total.data(),
+                static_cast<Out*>(grad_weight.mutable_data_ptr()));
     });
   });
 }
 
 }  // namespace
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL
 
+#if FASTPLM_ONCE
 STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps, Tensor(a!) out) -> ()");
   library.def(
@@ -111,6 +97,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("rms_norm", TORCH_BOX(&fastplm::rms_norm));
-  library.impl("rms_norm_backward", TORCH_BOX(&fastplm::rms_norm_backward));
+  library.impl("rms_norm", FASTPLM_BOX(rms_norm));
+  library.impl("rms_norm_backward", FASTPLM_BOX(rms_norm_backward));
 }
+#endif

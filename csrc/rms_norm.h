@@ -7,18 +7,12 @@
 //
 // Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv 1910.07467),
 // equation 4.
-#pragma once
 
-#include <cmath>
-#include <cstdint>
-
-#include "lanes.h"
-
-namespace fastplm {
+namespace fastplm::FASTPLM_LEVEL {
 
 // A row is worked on as fp32, filled up with zeros to whole blocks: each row anew, as a scale that
 // is infinite or NaN makes others of them.
-constexpr int64_t kNormBlock = kTogether * kLane;
+constexpr int64_t kNormBlock = kTogether * kWidth;
 
 // Rows whose part of the weight's gradient is one sum, whatever the number of threads.
 constexpr int64_t kNormRows = 32;
@@ -106,4 +100,4 @@ FASTPLM_HD void sum_parts(int64_t parts, int64_t width, const float* from, doubl
   for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(static_cast<float>(total[i]));
 }
 
-}  // namespace fastplm
+}  // namespace fastplm::FASTPLM_LEVEL

@@ -557,7 +557,7 @@ def _cpp_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _Call(*arguments)
     backward = torch.ops.fastplm_C.attention_backward.default
-    dq, dk, dv, by_sample = backward(*_cpp_arguments(call), grad_out, bias_grad)
+    dq, dk, dv, by_sample = backward(*_cpp_arguments(call), stats, grad_out, bias_grad)
     if not bias_grad or call.bias_weight is None:
         return dq, dk, dv, call.query.new_empty(0)
     return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
@@ -648,8 +648,6 @@ def _statistics(call: _Call, backend: str) -> torch.Tensor:
     [2, H, 0] where it needs nothing.
     """
     query = call.query
-    if backend == "cpp":
-        return torch.empty((2, query.shape[1], 0), dtype=torch.float32, device=query.device)
     rows = query.shape[0] if call.ragged else query.shape[0] * query.shape[2]
     if backend == "triton":
         from fastplm.triton_kernels.attention import needs_statistics
@@ -684,8 +682,9 @@ def _setup_context(ctx, inputs, output):
     tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
     ctx.plain = [None if isinstance(value, torch.Tensor) else value for value in inputs]
     out, stats = output
-    # A backward without row statistics rebuilds the output as well.
-    ctx.save_for_backward(*tensors, out if stats.numel() else None, stats)
+    # Some backwards rebuild the output: those without row statistics, and that of csrc/.
+    rebuilt = stats.numel() == 0 or inputs[-1] == "cpp"
+    ctx.save_for_backward(*tensors, None if rebuilt else out, stats)
 
 
 def _backward(ctx, grad_out, _grad_stats):

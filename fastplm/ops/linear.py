@@ -317,7 +317,7 @@ def _smoke(device: torch.device) -> None:
 _CSRC_REJECTS = rejects_of_csrc("linear")["cpp"]
 #: Floats in a vector of this CPU, 0 if csrc/ was not compiled for it.
 _VECTOR = (
-    torch.ops.fastplm_C.vector_width() if _CSRC_REJECTS(torch.empty(0), forced=False) is None else 0
+    (0, 8, 16)[torch.ops.fastplm_C.level()] if _CSRC_REJECTS(torch.empty(0), forced=False) is None else 0
 )
 _BLAS_IS_SLOW = (
     _VECTOR > 0
