@@ -9,7 +9,7 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-constexpr int64_t kBlock = 48;
+constexpr int64_t kBlock = 66;
 constexpr int64_t kFewQueries = 4;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -181,45 +181,34 @@ struct Scores {
   int64_t limit;
 };
 
-// What the softmax of a row takes from its scores, whose weights e^(score - most) are left there.
 template <typename Row>
-FASTPLM_HD Softmax weights_of(const Row& row, int64_t columns, float* weights) {
+FASTPLM_HD float largest_of(const Row& row, int64_t columns) {
   Floats largest = Floats{} - kInfinity;
   for (int64_t j = 0; j < columns; j += kWidth) {
     const Floats score = row(j);
-    at(weights + j) = score;
     largest = score > largest ? score : largest;
   }
-  float most = largest[0];
-  for (int i = 1; i < kWidth; ++i) most = std::max(most, largest[i]);
-  Floats total = {};
-  int64_t j = 0;
-  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
-    const auto weight = exponential(load<kTogether>(weights + j) - most);
-    store(weight, weights + j);
-    for (const Floats& each : weight.each) total += each;
-  }
-  for (; j < columns; j += kWidth) {
-    const auto weight = exponential(load<1>(weights + j) - most);
-    store(weight, weights + j);
-    total += weight.each[0];
-  }
-  return {most, 1.0f / sum_of(total)};
+  return maximum_of(largest);
 }
 
-// The same again, to probabilities.
+// to [columns] = e^(score - most) * factor; the sum of the powers is returned.
 template <typename Row>
-FASTPLM_HD void probabilities_of(const Row& row, int64_t columns, Softmax softmax, float* probs) {
+FASTPLM_HD float weights_of(const Row& row, int64_t columns, float most, float factor, float* to) {
+  Floats total = {};
   int64_t j = 0;
   for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
     Several<kTogether> score;
     for (int i = 0; i < kTogether; ++i) score.each[i] = row(j + i * kWidth);
-    store(exponential(score - softmax.most) * softmax.inverse, probs + j);
+    const auto weight = exponential(score - most);
+    for (const Floats& each : weight.each) total += each;
+    store(weight * factor, to + j);
   }
   for (; j < columns; j += kWidth) {
-    const Several<1> score{{row(j)}};
-    store(exponential(score - softmax.most) * softmax.inverse, probs + j);
+    const auto weight = exponential(Several<1>{{row(j)}} - most);
+    total += weight.each[0];
+    store(weight * factor, to + j);
   }
+  return sum_of(total);
 }
 
 // --- one head -------------------------------------------------------------------------------------
@@ -276,11 +265,13 @@ class HeadPass {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
       load_products(first, rows, columns);
-      for (int64_t i = 0; i < rows; ++i) {
-        head_.softmax[first + i] = with_scores(i, first + i, columns, [&](const auto& scores) {
-          return weights_of(scores, columns, scores_ + i * line_);
-        });
-      }
+      // A row waits for its largest score, and then for its sum; so all rows do the one, then the other.
+      for_rows(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
+        softmax.most = largest_of(scores, columns);
+      });
+      for_rows(first, rows, columns, [&](const auto& scores, float* row, Softmax& softmax) {
+        softmax.inverse = 1.0f / weights_of(scores, columns, softmax.most, 1.0f, row);
+      });
       if (head_.dropout.threshold > 0) {
         draw_bytes(first, rows, columns);
         drop(scores_, rows, columns);
@@ -316,13 +307,9 @@ class HeadPass {
       load_rows(grad_out.data + first * grad_out.stride, grad_out.stride, rows, head_.dim, width_,
                 rescale(), upstream, row_);
       load_products(first, rows, columns);
-      for (int64_t i = 0; i < rows; ++i) {
-        with_scores(i, first + i, columns, [&](const auto& scores) {
-          const Softmax softmax = head_.softmax[first + i];
-          probabilities_of(scores, columns, softmax, scores_ + i * line_);
-          return softmax;
-        });
-      }
+      for_rows(first, rows, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
+        weights_of(scores, columns, softmax.most, softmax.inverse, row);
+      });
       product<Lies::kByRows>(false, rows, columns, width_, upstream, row_, value_t, line_, ds,
                              line_);
       if (head_.dropout.threshold > 0) {
@@ -384,6 +371,9 @@ class HeadPass {
     for (int64_t first = 0; first < columns_; first += kWidth) {
       const int64_t count = std::min(kWidth, seen_ - first);
       load_keys(from, first, count, some);
+      for (int64_t j = first; j < first + count; ++j) {
+        fetch_row<0>(head_.value.data + j * head_.value.stride, head_.dim);  // needed next
+      }
       std::fill(some + count * row_, some + kWidth * row_, 0.0f);
       for (int64_t d = 0; d < width_; d += kWidth) {
         Floats square[kWidth];
@@ -431,25 +421,30 @@ class HeadPass {
     }
   }
 
-  // function(the scores of query i, row `row` of its block); where it may attend to nothing, that row
-  // becomes 0 and there is no softmax.
+  // function(scores, their row, softmax) of each query of a block; where it may attend to nothing, the
+  // row becomes 0 and there is no softmax.
   template <typename Function>
-  FASTPLM_HD Softmax with_scores(int64_t row, int64_t i, int64_t columns, const Function& function) {
-    float* products = scores_ + row * line_;
-    const int64_t end = limit(i);
-    if (end <= first_seen_) {
-      std::fill(products, products + columns, 0.0f);
-      return {0.0f, 0.0f};
-    }
+  FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t columns, const Function& function) {
     const float scale = head_.scale;
-    const bool all = all_seen_ && end >= columns;
-    if (distances_ != nullptr) {
+    for (int64_t i = first; i < first + rows; ++i) {
+      float* row = scores_ + (i - first) * line_;
+      Softmax& softmax = head_.softmax[i];
+      const int64_t end = limit(i);
+      const bool all = all_seen_ && end >= columns;
       const float* bias = distances_ + head_.seqlen_q - 1 - i;
-      if (all) return function(Scores<true, true>{products, scale, bias, hidden_, end});
-      return function(Scores<true, false>{products, scale, bias, hidden_, end});
+      if (end <= first_seen_) {
+        std::fill(row, row + columns, 0.0f);
+        softmax = {0.0f, 0.0f};
+      } else if (distances_ == nullptr && all) {
+        function(Scores<false, true>{row, scale, bias, hidden_, end}, row, softmax);
+      } else if (distances_ == nullptr) {
+        function(Scores<false, false>{row, scale, bias, hidden_, end}, row, softmax);
+      } else if (all) {
+        function(Scores<true, true>{row, scale, bias, hidden_, end}, row, softmax);
+      } else {
+        function(Scores<true, false>{row, scale, bias, hidden_, end}, row, softmax);
+      }
     }
-    if (all) return function(Scores<false, true>{products, scale, nullptr, hidden_, end});
-    return function(Scores<false, false>{products, scale, nullptr, hidden_, end});
   }
 
   FASTPLM_HD void softmax_backward_row(const float* probs, float* grad, int64_t columns) {

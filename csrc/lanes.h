@@ -60,26 +60,39 @@ FASTPLM_HD void transpose(Floats* rows) {
   exchange_rows<1>(rows);
 }
 
-// In halves, from registers: an index that is not known costs a way through memory.
-FASTPLM_HD float sum_of(const Floats& lanes) {
+// op of all lanes, in halves: an index that is not known costs a way through memory.
+template <typename Op>
+FASTPLM_HD float reduce(const Floats& lanes, const Op& op) {
   using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
   using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
   Four four;
   if constexpr (kWidth == 4) {
     four = reinterpret_cast<const Four&>(lanes);
   } else {
-    const Four* quarters;
     Eight eight;
     if constexpr (kWidth == 16) {
       const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
-      eight = halves[0] + halves[1];
-      quarters = reinterpret_cast<const Four*>(&eight);
+      op(halves[0], halves[1], eight);
     } else {
-      quarters = reinterpret_cast<const Four*>(&lanes);
+      eight = reinterpret_cast<const Eight&>(lanes);
     }
-    four = quarters[0] + quarters[1];
+    const Four* quarters = reinterpret_cast<const Four*>(&eight);
+    op(quarters[0], quarters[1], four);
   }
-  return (four[0] + four[2]) + (four[1] + four[3]);
+  const float first[2] = {four[0], four[1]}, second[2] = {four[2], four[3]};
+  float pair[2], out;
+  op(first[0], second[0], pair[0]);
+  op(first[1], second[1], pair[1]);
+  op(pair[0], pair[1], out);
+  return out;
+}
+
+FASTPLM_HD float sum_of(const Floats& lanes) {
+  return reduce(lanes, [](const auto& a, const auto& b, auto& out) { out = a + b; });
+}
+
+FASTPLM_HD float maximum_of(const Floats& lanes) {
+  return reduce(lanes, [](const auto& a, const auto& b, auto& out) { out = a > b ? a : b; });
 }
 
 // All bits of a lane where x is negative:

@@ -1,16 +1,27 @@
-// csrc/attention.h under sanitizers, compiled for one width of the vector unit: tensors are
+// csrc/attention.h under sanitizers, compiled for one level: tensors are
 // allocations of exactly their size, results those of plain loops in double.
-#include "attention.h"
-
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
+#include <type_traits>
 #include <vector>
+
+#include "attention_head.h"
+#include "philox.h"
+#include "one_level.h"
+
+#include "lanes.h"
+#include "attention.h"
 
 namespace {
 
 using namespace fastplm;
+using namespace fastplm::tested;
 
 struct Shape {
   int64_t seqlen_q, seqlen_k, dim;
@@ -132,8 +143,9 @@ void run(const Shape& s, std::mt19937& random) {
     }
   }
 
+  const std::unique_ptr<Softmax[]> softmax(new Softmax[tq]);
   Head<float> head{tq,         tk,       dim,      tq, query.in(), key.in(), value.in(),
-                   mask.get(), s.causal, static_cast<float>(scale), {}, {}};
+                   mask.get(), s.causal, static_cast<float>(scale), {}, {}, softmax.get()};
   if (s.biased) head.bias = {bias_weight, 1, 4, bucket, kFurthest};
   if (s.threshold > 0) head.dropout = {kSeed, kSample, kHead, s.threshold};
   {

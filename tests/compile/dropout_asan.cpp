@@ -1,14 +1,22 @@
-// csrc/dropout.h under sanitizers, compiled for one width of the vector unit: arrays are allocations
+// csrc/dropout.h under sanitizers, compiled for one level: arrays are allocations
 // of exactly their size, results those of one Philox draw after another.
-#include "dropout.h"
-
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+
+#include "philox.h"
+#include "sizes.h"
+#include "one_level.h"
+
+#include "lanes.h"
+#include "dropout.h"
 
 namespace {
 
 using namespace fastplm;
+using namespace fastplm::tested;
 
 uint32_t choice_of(uint64_t seed, int64_t element) {
   const int64_t lane = element % kDraws, j = element % kDropBlock / kDraws;

@@ -1,16 +1,22 @@
-// csrc/gelu.h under sanitizers, compiled for one width of the vector unit: arrays are allocations of
+// csrc/gelu.h under sanitizers, compiled for one level: arrays are allocations of
 // exactly their size, results those of the standard library in double precision.
-#include "gelu.h"
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <memory>
+
+#include "sizes.h"
+#include "one_level.h"
+
+#include "lanes.h"
+#include "gelu.h"
 
 namespace {
 
 using namespace fastplm;
+using namespace fastplm::tested;
 
 void check(const char* what, double x, double got, double expected) {
   // Some units in the last place of 1, times what is multiplied by that.

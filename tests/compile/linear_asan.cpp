@@ -1,18 +1,25 @@
-// csrc/linear.h and linear_few_rows.h under sanitizers, compiled for one width of the vector unit:
+// csrc/linear.h and linear_few_rows.h under sanitizers, compiled for one level:
 // matrices are allocations of exactly their size, results those of plain loops in double.
-#include "linear.h"
-#include "linear_few_rows.h"
-
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <random>
 
+#include "sizes.h"
+#include "one_level.h"
+
+#include "lanes.h"
+#include "linear.h"
+#include "linear_few_rows.h"
+
 namespace {
 
 using namespace fastplm;
+using namespace fastplm::tested;
 
 // An allocation of rows x columns floats, which lie by rows or by columns.
 struct Array {
@@ -88,10 +95,10 @@ struct Eighth {
   }
 };
 
-template <int kWidth, int kRows, typename T>
+template <int kRows, typename T>
 void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random) {
   constexpr bool kByRows = kRows > 0;
-  constexpr int64_t kTile = kByRows ? kRows : FewRowsOf<kWidth>::kInnerRows;
+  constexpr int64_t kTile = kByRows ? kRows : kInnerRows;
   std::uniform_int_distribution<int> eighths(-31, 31);
   const int64_t filled = (rows + kTile - 1) / kTile * kTile, stride = round_up(depth, kWidth);
   const std::unique_ptr<float[]> a(new float[filled * stride]());
@@ -108,9 +115,9 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   }
   const FewRows left{a.get(), filled, depth, stride};
   if constexpr (kByRows) {
-    FewRowsOf<kWidth>::template outer<kRows>(left, b.get(), columns, columns, c.get());
+    outer<kRows>(left, b.get(), columns, columns, c.get());
   } else {
-    FewRowsOf<kWidth>::inner(left, b.get(), depth, columns, c.get());
+    inner(left, b.get(), depth, columns, c.get());
   }
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
@@ -119,7 +126,7 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
         gold += a[m * stride + k] * plain[kByRows ? k * columns + n : n * depth + k];
       }
       if (c[m * kFewColumns + n] != gold) {
-        std::printf("%d lanes, %ld x %ld x %ld: [%ld, %ld] is %g, not %g\n", kWidth, long(rows),
+        std::printf("%ld lanes, %ld x %ld x %ld: [%ld, %ld] is %g, not %g\n", long(kWidth), long(rows),
                     long(columns), long(depth), long(m), long(n), c[m * kFewColumns + n], gold);
         std::exit(1);
       }
@@ -127,12 +134,12 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   }
 }
 
-template <int kWidth, int kRows, typename T>
+template <int kRows, typename T>
 void run_few_sizes(std::mt19937& random) {
   for (int64_t rows : {1, 5, 17}) {
     for (int64_t columns : {1, 5, 48, 97}) {
       for (int64_t depth : {1, 16, 19, 390, 785}) {
-        run_few<kWidth, kRows, T>(rows, columns, depth, random);
+        run_few<kRows, T>(rows, columns, depth, random);
       }
     }
   }
@@ -144,13 +151,13 @@ int main() {
   std::mt19937 random(7);
   double worst = 0.0;
   int runs = 0;
-  run_few_sizes<16, 0, float>(random);
-  run_few_sizes<16, 4, Fp16>(random);
-  run_few_sizes<16, 8, float>(random);
-  run_few_sizes<16, 0, Bf16>(random);
-  run_few_sizes<8, 0, Fp16>(random);
-  run_few_sizes<8, 4, float>(random);
-  run_few_sizes<8, 4, Bf16>(random);
+  run_few_sizes<0, float>(random);
+  run_few_sizes<0, Fp16>(random);
+  run_few_sizes<0, Bf16>(random);
+  run_few_sizes<4, float>(random);
+  run_few_sizes<4, Bf16>(random);
+  run_few_sizes<kMostOuterRows, float>(random);
+  run_few_sizes<kMostOuterRows, Fp16>(random);
   // Around the sizes of a tile, of what is packed at a time, and of a block; then of a slice.
   for (int64_t rows : {1, 11, 12, 13, 97, 541}) {
     for (int64_t columns : {1, 31, 32, 33, 129}) {

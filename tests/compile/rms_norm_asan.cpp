@@ -1,16 +1,22 @@
-// csrc/rms_norm.h under sanitizers, compiled for one width of the vector unit: rows are allocations
+// csrc/rms_norm.h under sanitizers, compiled for one level: rows are allocations
 // of exactly their size, results those of the formula in double precision.
-#include "rms_norm.h"
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <vector>
+
+#include "sizes.h"
+#include "one_level.h"
+
+#include "lanes.h"
+#include "rms_norm.h"
 
 namespace {
 
 using namespace fastplm;
+using namespace fastplm::tested;
 
 void check(const char* what, double got, double expected, double size) {
   if (std::fabs(got - expected) <= 2e-6 * size) return;

@@ -1,6 +1,6 @@
-"""csrc/<op>.h for each width of the vector unit, once with sanitizers looking on.
+"""csrc/<op>.h at each level of vector instructions, once with sanitizers looking on.
 
-The library holds all of them, of which one machine runs the widest that it has.
+The library holds all of them, of which a machine runs one.
 """
 
 from __future__ import annotations
