@@ -76,13 +76,10 @@ def _finetune(**settings: Any) -> int:
     return 0
 
 
-def _demo(out: str) -> int:
-    from transformers.utils import logging
-
+def _demo(**settings: Any) -> int:
     from fastplm.train.demo import demo
 
-    logging.disable_progress_bar()
-    return 0 if demo(out) else 1
+    return 0 if demo(**settings) else 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,6 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.models import _electra_options
+    from fastplm.train.demo import MINUTES
     from fastplm.train.objectives import FAMILIES, OBJECTIVES, UNITS
     from fastplm.train.presets import OPTIMIZERS, PRESETS
     from fastplm.train.pretrain import PRECISIONS
@@ -106,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="pre-train a small ELECTRA on Python's own documentation, and compare"
     )
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")
+    demo.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="what all of it is to take: the steps are fewer on a slow machine (default: "
+        "%(default)s)",
+    )
     demo.set_defaults(command=_demo)
 
     run = commands.add_parser(

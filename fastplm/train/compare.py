@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,12 @@ class Row:
 
 
 def compare(
-    model: nn.Module, batches: Sequence[Batch], *, bf16: bool, rounds: int = 5
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    bf16: bool,
+    rounds: int = 5,
+    time_limit: float = math.inf,
 ) -> list[Row]:
     """Measure a model of fastplm and its Hugging Face twins, with eager and SDPA attention.
 
@@ -56,6 +62,7 @@ def compare(
         batches: of ``DataCollatorForMaskedTokens``.
         bf16: run under autocast to bfloat16.
         rounds: times that each path sees every batch, after one that does not count.
+        time_limit: seconds after which no further round may end; there is one at least.
 
     Returns:
         One row a path, ours first.
@@ -76,7 +83,10 @@ def compare(
 
     losses: dict[str, list[float]] = {name: [] for name in paths}
     seconds: dict[str, list[float]] = {name: [] for name in paths}
+    start = time.perf_counter()
     for turn in range(rounds + 1):
+        if turn > 1 and (time.perf_counter() - start) * (turn + 1) / turn > time_limit:
+            break
         for index in range(len(batches)):
             for name, (module, step) in paths.items():
                 began = time.perf_counter()

@@ -43,7 +43,12 @@ from fastplm.train.presets import (
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
@@ -239,19 +244,11 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     checkpoint = last_checkpoint(out)
     _check_output(args, out, checkpoint)
     training_arguments = _training_arguments(args, out)
-    with training_arguments.main_process_first(desc="preparing the data"):
-        documents = open_corpus(args.corpus)
-        tokenizer = _tokenizer(args, out, documents)
-        store = tokenize(documents, tokenizer, args.cache)
-        train_store, held_out = hold_out(args, store, tokenizer)
-        samples = args.steps * args.gradient_accumulation * args.batch_size
-        train_dataset = make_dataset(
-            args, train_store, tokenizer, length=samples * training_arguments.world_size
-        )
+    tokenizer, store, train_dataset, held_out = _load(args, out, training_arguments)
     set_seed(args.seed)
     model = make_model(args, tokenizer)
     if args.electra_generator == "unigram":
-        model.set_token_counts(count_tokens(train_store, tokenizer))
+        model.set_token_counts(count_tokens(store, tokenizer))
     collator = make_collator(args, tokenizer)
     first = training_arguments.process_index == 0
     if first:
@@ -264,19 +261,33 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
-    trainer = _trainer_class(args)(
-        model=model,
-        args=training_arguments,
-        train_dataset=train_dataset,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-        optimizer_cls_and_kwargs=_optimizer(args),
-        **_collation(collator),
+    trainer = _make_trainer(
+        args, training_arguments, model, tokenizer, collator, train_dataset, callbacks
     )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = _finish(args, out, trainer, tokenizer, collator, held_out) if first else {}
     trainer.accelerator.wait_for_everyone()
     return metrics
+
+
+def seconds_a_step(args: PretrainArguments) -> float:
+    """The median time of a step of such a run, taken with a model that is thrown away.
+
+    Nothing is printed or written, but the cache, where the run finds its tokenizer and tokens.
+    """
+    from fastplm.train.trainer import Progress, Stopwatch
+
+    out = Path(args.out)
+    training_arguments = _training_arguments(args, out)
+    tokenizer, _, train_dataset, _ = _load(args, out, training_arguments)
+    model, collator = make_model(args, tokenizer), make_collator(args, tokenizer)
+    stopwatch = Stopwatch()
+    trainer = _make_trainer(
+        args, training_arguments, model, tokenizer, collator, train_dataset, [stopwatch]
+    )
+    trainer.remove_callback(Progress)
+    trainer.train()
+    return stopwatch.median
 
 
 def open_corpus(corpus: Sequence[str | Path]) -> Iterable[str]:
@@ -376,6 +387,41 @@ def _collation(collator: Any) -> dict[str, Any]:
     if corrupts_on_device():
         return {"data_collator": collator.pad, "corrupt": collator.corrupt}
     return {"data_collator": collator}
+
+
+def _load(
+    args: PretrainArguments, out: Path, training_arguments: TrainingArguments
+) -> tuple[PreTrainedTokenizerBase, TokenStore, Dataset, Dataset | None]:
+    """The tokenizer, the tokens to train on, the run's samples of them, and those held out."""
+    with training_arguments.main_process_first(desc="preparing the data"):
+        documents = open_corpus(args.corpus)
+        tokenizer = _tokenizer(args, out, documents)
+        store, held_out = hold_out(args, tokenize(documents, tokenizer, args.cache), tokenizer)
+        samples = args.steps * args.gradient_accumulation * args.batch_size
+        train_dataset = make_dataset(
+            args, store, tokenizer, length=samples * training_arguments.world_size
+        )
+    return tokenizer, store, train_dataset, held_out
+
+
+def _make_trainer(
+    args: PretrainArguments,
+    training_arguments: TrainingArguments,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    collator: Any,
+    train_dataset: Dataset,
+    callbacks: list[TrainerCallback],
+) -> Any:
+    return _trainer_class(args)(
+        model=model,
+        args=training_arguments,
+        train_dataset=train_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        optimizer_cls_and_kwargs=_optimizer(args),
+        **_collation(collator),
+    )
 
 
 def _trainer_class(args: PretrainArguments) -> Any:

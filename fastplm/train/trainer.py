@@ -6,9 +6,11 @@ import functools
 import inspect
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from fastplm.train.losses import (
 
 #: What ELECTRA's joint model counts, see ``ElectraJointOutput``.
 DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "correct", "total")
+
+# How long a ``Stopwatch`` looks at the steps, and at how many at least.
+_WARM_UP_STEPS, _TIMED_STEPS, _TIMED_SECONDS = 5, 3, 5.0
 
 _SCRATCH = ".incomplete"
 _PARTS_OF_A_CHECKPOINT = (
@@ -293,6 +298,32 @@ class LogLastStep(TrainerCallback):
     ) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
+
+
+class Stopwatch(TrainerCallback):
+    """Times steps, after some that warm up, and ends the training after a few seconds of them."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    @property
+    def median(self) -> float:
+        """The median time of a step."""
+        return statistics.median(after - before for before, after in pairwise(self._ends))
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if state.global_step < _WARM_UP_STEPS:
+            return
+        self._ends.append(time.perf_counter())
+        long_enough = self._ends[-1] - self._ends[0] >= _TIMED_SECONDS
+        if long_enough and len(self._ends) > _TIMED_STEPS:
+            control.should_training_stop = True
 
 
 class Progress(TrainerCallback):

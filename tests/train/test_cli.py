@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from fastplm.cli import main
+from fastplm.train.demo import LEAST_STEPS
 
 
 def test_help_does_not_wait_for_transformers():
@@ -25,9 +26,17 @@ def test_info(capsys):
     assert "attention" in capsys.readouterr().out
 
 
+def test_demo_in_no_time(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--minutes", "-1"]) == 2
+    assert "`minutes` got -1.0; expected more than 0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_demo(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path / "demo")]) == 0
+    """In the shortest time there are the least steps, and what they are to show is seen."""
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--minutes", "0.001"]) == 0
     shown = capsys.readouterr().out
-    assert "FAIL" not in shown
+    assert f" {LEAST_STEPS} steps in about " in shown
+    assert "FAIL" not in shown and shown.count("\nok ") == 5
     assert "Hugging Face, eager" in shown and "loss.png" in shown
