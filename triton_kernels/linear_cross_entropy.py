@@ -1021,8 +1021,8 @@ def _linear_cross_entropy_bwd_weight_kernel(
         dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
         tl.store(dw_ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask_dw)
     if NEED_BIAS:
-        # Every tile of E has the same sum. A vector is compared, as the interpreter of Triton 3.9
-        # takes no mask that a scalar comparison was broadcast to.
+        # Every tile of E has the same sum. A vector is compared: Triton 3.9's interpreter takes no
+        # scalar comparison in a mask.
         first = start_e + tl.zeros([BLOCK_V], tl.int32) == 0
         tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & first)
 
