@@ -48,7 +48,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import arch_of, cast, dot, launch, nearest_arch, upcast_dot
+from fastplm.triton_kernels._launch import (
+    arch_of,
+    cast,
+    dot,
+    launch,
+    max_with_index,
+    nearest_arch,
+    upcast_dot,
+)
 from fastplm.triton_kernels._philox import philox
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -396,7 +404,7 @@ def _linear_cross_entropy_fwd_kernel(
 
         picked += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
         if split_argmax_ptr is not None:
-            m_tile, index = tl.max(z, 1, return_indices=True)
+            m_tile, index = max_with_index(z)
             argmax = tl.where(m_tile > m_i, start_v + index, argmax)
         else:
             m_tile = tl.max(z, 1)
