@@ -8,9 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 
 from fastplm import _backends
 from fastplm._registry import OPS
+
+#: The versions between those that the tests have run with (CONTRIBUTING, "Tested versions").
+TESTED = {
+    "torch": SpecifierSet(">=2.11,<2.16"),
+    "triton": SpecifierSet(">=3.6,<3.10"),
+    "transformers": SpecifierSet(">=5.17,<5.24"),
+}
 
 
 def explain(model_or_op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -40,7 +48,7 @@ def info() -> str:
     """Versions, devices, and what works on this machine: every op is tried on every backend."""
     lines = [
         f"python {platform.python_version()} on {platform.platform()}",
-        *(f"{name} {_version(name)}" for name in ("fastplm", "torch", "triton", "transformers")),
+        *(f"{name} {_version(name)}" for name in ("fastplm", *TESTED)),
     ]
     devices = [torch.device("cpu")]
     for index in range(torch.cuda.device_count()):
@@ -73,6 +81,10 @@ def _try(op: Any, backend: str, device: torch.device) -> str:
 
 def _version(package: str) -> str:
     try:
-        return importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "is not installed"
+    tested = TESTED.get(package)
+    if tested is None or tested.contains(version, prereleases=True):
+        return version
+    return f"{version}  NOT TESTED: fastplm's tests have run with {package}{tested}"

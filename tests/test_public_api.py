@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import fastplm
-from fastplm import _backends, ops
+from fastplm import _backends, _explain, ops
 from fastplm._registry import OPS
 
 OP_FUNCTIONS = [getattr(ops, name) for name in OPS]
@@ -59,6 +63,30 @@ def test_info_tries_every_op_on_every_backend():
             line = next(x for x in text.splitlines() if x.split()[:3] == ["cpu", op, backend])
             assert line.split()[3] in ("ok", "no", "-"), line
         assert f"cpu     {op}" in text
+
+
+@pytest.mark.parametrize(
+    "version, tested",
+    [("2.10.1", False), ("2.11.0", True), ("2.15.9+cpu", True), ("2.16.0.dev1", False)],
+)
+def test_info_says_which_versions_were_never_tested(version, tested, monkeypatch):
+    found = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == "torch" else found(name)
+    )
+    monkeypatch.setattr(_explain, "OPS", {"gelu": OPS["gelu"]})
+    (line,) = (x for x in fastplm.info().splitlines() if x.startswith("torch "))
+    assert line.startswith(f"torch {version}") and ("NOT TESTED" in line) != tested
+
+
+def test_the_tested_versions_begin_where_the_requirements_do_and_hold_the_pins():
+    text = Path(__file__).parents[1].joinpath("constraints.txt").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
+    required = {r.name: r for r in map(Requirement, importlib.metadata.requires("fastplm"))}
+    for name, tested in _explain.TESTED.items():
+        assert pins[name] in tested
+        lowest = {bound for bound in required[name].specifier if bound.operator == ">="}
+        assert lowest and lowest <= set(tested)
 
 
 def test_use_backend_is_scoped_and_checked():

@@ -19,6 +19,7 @@ import triton.language as tl
 
 #: Whether the kernels of this process are interpreted: fixed when they are decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,11 @@ def cast(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(dtype)
+
+
+@triton.jit
+def max_with_index(x):
+    """The largest of each row [M, N] and the first place of it, both [M]."""
+    if _INTERPRETED:  # Triton 3.9's interpreter raises an error where a row is NaN throughout
+        x = tl.where(x == x, x, float("-inf"))
+    return tl.max(x, 1, return_indices=True)

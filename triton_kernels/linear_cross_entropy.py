@@ -48,7 +48,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import arch_of, cast, dot, launch, nearest_arch, upcast_dot
+from fastplm.triton_kernels._launch import (
+    arch_of,
+    cast,
+    dot,
+    launch,
+    max_with_index,
+    nearest_arch,
+    upcast_dot,
+)
 from fastplm.triton_kernels._philox import philox
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -396,7 +404,7 @@ def _linear_cross_entropy_fwd_kernel(
 
         picked += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
         if split_argmax_ptr is not None:
-            m_tile, index = tl.max(z, 1, return_indices=True)
+            m_tile, index = max_with_index(z)
             argmax = tl.where(m_tile > m_i, start_v + index, argmax)
         else:
             m_tile = tl.max(z, 1)
@@ -1020,8 +1028,11 @@ def _linear_cross_entropy_bwd_weight_kernel(
     if NEED_WEIGHT:
         dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
         tl.store(dw_ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask_dw)
-    if NEED_BIAS:  # every tile of E has the same sum
-        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & (start_e == 0))
+    if NEED_BIAS:
+        # Every tile of E has the same sum. A vector is compared: Triton 3.9's interpreter takes no
+        # scalar comparison in a mask.
+        first = start_e + tl.zeros([BLOCK_V], tl.int32) == 0
+        tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & first)
 
 
 @triton.jit

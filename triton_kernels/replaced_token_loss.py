@@ -210,7 +210,8 @@ def _replaced_token_loss_fwd_kernel(
     for start in range(BLOCK_N, rows + BLOCK_N, BLOCK_N):
         # The next tile is on its way while this one is worked on.
         next_offs_n = offs_n + BLOCK_N
-        next_exists = (next_offs_n < num_rows) & (start < rows)
+        # A vector is compared: Triton 3.9's interpreter takes no scalar comparison in a mask.
+        next_exists = (next_offs_n < num_rows) & (start + tl.zeros([BLOCK_N], tl.int32) < rows)
         next_counted = _counted_rows(mask_ptr, next_offs_n, next_exists, HAS_MASK)
         next_h = _load_rows(h_ptr, next_offs_n, next_counted, 0, stride_hn, WIDTH, PART, PARTS)
         token = tl.load(replaced_ptr + offs_n, mask=exists, other=0)
