@@ -29,10 +29,15 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* position = positions.const_data_ptr<int64_t>();
+  // What is wrong where one is not, ops.gather_rows says.
+  const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
+    return row >= -1 && row < rows;
+  });
+  STD_TORCH_CHECK(inside, "gather_rows: a position is outside of the rows");
   torch::stable::parallel_for(0, slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
     for (int64_t slot = first; slot < last; ++slot) {
       const int64_t row = position[slot];
-      if (row >= 0 && row < rows) {
+      if (row >= 0) {
         std::memcpy(to + slot * row_bytes, from + row * stride_bytes, row_bytes);
       } else {
         std::memset(to + slot * row_bytes, 0, row_bytes);

@@ -18,10 +18,11 @@
 #else
 // Inlined whatever its size: a row's code takes the instructions of the level that it is called from.
 #if defined(__GNUC__)
-#define FASTPLM_HD inline __attribute__((always_inline))
+#define FASTPLM_INLINE __attribute__((always_inline))
 #else
-#define FASTPLM_HD inline
+#define FASTPLM_INLINE
 #endif
+#define FASTPLM_HD inline FASTPLM_INLINE
 #define FASTPLM_GROUP_CODE
 #endif
 

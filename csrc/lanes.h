@@ -146,6 +146,13 @@ FASTPLM_HD void store(const Several<kCount>& value, float* to) {
   for (int i = 0; i < kCount; ++i) at(to + i * kWidth) = value.each[i];
 }
 
+template <int kCount>
+FASTPLM_HD float sum_of(const Several<kCount>& block) {
+  Floats sum = block.each[0];
+  for (int i = 1; i < kCount; ++i) sum += block.each[i];
+  return sum_of(sum);
+}
+
 // e^x for x <= 0 or NaN, to about an ulp: 2^n times a polynomial in the rest (Cephes' expf).
 template <int kCount>
 FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {

@@ -32,12 +32,6 @@ FASTPLM_HD void narrow(int64_t count, const float* from, T* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
 }
 
-FASTPLM_HD float sum_of(const Several<kTogether>& block) {
-  Floats sum = block.each[0];
-  for (int i = 1; i < kTogether; ++i) sum += block.each[i];
-  return sum_of(sum);
-}
-
 // r of a row, whose squares have this sum.
 FASTPLM_HD float scale_of(float squares, int64_t width, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fastplm._checks import BackendError, check_choice
+from fastplm._measured import CallClass, slower
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")
@@ -44,12 +45,26 @@ class Backend:
         forward: the implementation behind ``fastplm::<op>_fwd`` (None for "eager", which is not an
             opaque op but plain PyTorch).
         backward: the implementation behind ``fastplm::<op>_bwd``.
+        measured: what the speed of a call depends on, of its arguments: the backend runs it where the
+            table of ``_measured.py`` says that it is faster. None: wherever it can.
     """
 
     name: str
     rejects: Callable[..., str | None]
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
+    measured: Callable[..., CallClass | None] | None = None
+
+    def refuses(self, op: str, arguments: tuple[Any, ...], *, forced: bool) -> str | None:
+        """Why it does not run a call: it cannot, or another one is faster.
+
+        A graph that is traced serves calls of any size, so there nobody asks for the faster one.
+        """
+        reason = self.rejects(*arguments, forced=forced)
+        if reason is not None or forced or self.measured is None or torch.compiler.is_compiling():
+            return reason
+        call = self.measured(*arguments)
+        return None if call is None else slower(op, call)
 
 
 @dataclass(frozen=True)
@@ -143,18 +158,18 @@ def resolve(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...]) -
         _state.record.append(_decide(op, backends, arguments, wanted))
     if wanted == "auto":
         for backend in backends.values():
-            if backend.rejects(*arguments, forced=False) is None:
+            if backend.refuses(op, arguments, forced=False) is None:
                 return backend.name
-    elif wanted in backends and backends[wanted].rejects(*arguments, forced=True) is None:
+    elif wanted in backends and backends[wanted].refuses(op, arguments, forced=True) is None:
         return wanted
     raise BackendError(_refusal(op, backends, arguments, wanted))
 
 
 def _reasons(
-    backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
+    op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
 ) -> dict[str, str | None]:
     return {
-        name: backends[name].rejects(*arguments, forced=name == wanted)
+        name: backends[name].refuses(op, arguments, forced=name == wanted)
         if name in backends
         else "no implementation of this op"
         for name in BACKENDS
@@ -164,7 +179,7 @@ def _reasons(
 def _decide(
     op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
 ) -> Decision:
-    reasons = _reasons(backends, arguments, wanted)
+    reasons = _reasons(op, backends, arguments, wanted)
     able = [name for name in BACKENDS if reasons[name] is None]
     chosen = wanted if wanted != "auto" else able[0]
     rejected = []
@@ -179,7 +194,7 @@ def _decide(
 
 
 def _refusal(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str) -> str:
-    reasons = _reasons(backends, arguments, wanted)
+    reasons = _reasons(op, backends, arguments, wanted)
     lines = [
         f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
         f"{op}({_describe(arguments)}): {reasons.get(wanted) or 'unknown backend'}."

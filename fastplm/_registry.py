@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from fastplm._backends import BACKENDS, Backend, accepts_all, resolve
+from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
+from fastplm._measured import CallClass
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments that dispatch to nobody else: neither subclasses of tensors nor symbols.
@@ -54,9 +55,10 @@ class Op:
         forward: Callable[..., Any],
         rejects: Callable[..., str | None],
         backward: Callable[..., Any] | None = None,
+        measured: Callable[..., CallClass | None] | None = None,
     ) -> None:
         """Add an implementation; ``resolve`` tries them in the order of ``BACKENDS``."""
-        self.backends[name] = Backend(name, rejects, forward, backward)
+        self.backends[name] = Backend(name, rejects, forward, backward, measured)
         self.backends = {
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
@@ -64,6 +66,21 @@ class Op:
     def resolve(self, *arguments: Any) -> str:
         """The backend that runs a call with these arguments (see ``_backends.resolve``)."""
         return resolve(self.name, self.backends, arguments)
+
+    def is_faster(self, *arguments: Any) -> bool:
+        """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
+
+        For layers, which have PyTorch's function at hand and call it where this says no: traced or
+        transformed calls are PyTorch's, too.
+        """
+        wanted = requested(self.name)
+        if wanted not in ("auto", "cpp") or "cpp" not in self.backends:
+            return False
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        return (
+            is_eager(*tensors)
+            and self.backends["cpp"].refuses(self.name, arguments, forced=wanted == "cpp") is None
+        )
 
     def define(self, schema: str, *, fake: Callable[..., Any]) -> None:
         """Register an op without gradient: ``fastplm::<op>`` + ``schema``."""
@@ -149,6 +166,16 @@ def is_watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
+    )
+
+
+def is_eager(*tensors: torch.Tensor) -> bool:
+    """Whether a call on these is nobody's but ours: not traced, transformed or a subclass's."""
+    return (
+        all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``finetune``, ``demo`` and ``info``."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``demo``, ``info`` and ``measure``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def _info() -> int:
     import fastplm
 
     print(fastplm.info())
+    return 0
+
+
+def _measure(ops: list[str]) -> int:
+    from fastplm._measure import measure
+
+    path = measure(lambda line: print(line, flush=True), tuple(ops))
+    print(f"Written to {path}; fastplm uses it on this machine from now on.")
     return 0
 
 
@@ -99,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="what works on this machine, checked by running it")
     info.set_defaults(command=_info)
+
+    measure = commands.add_parser(
+        "measure", help="time the ops on this CPU, and let its own figures choose what runs"
+    )
+    measure.add_argument(
+        "ops", nargs="*", metavar="OP", help="ops to measure (default: all that have a choice)"
+    )
+    measure.set_defaults(command=_measure)
 
     demo = commands.add_parser(
         "demo", help="pre-train a small ELECTRA on Python's own documentation, and compare"

@@ -39,9 +39,9 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from fastplm._checks import UnsupportedError, check, message
+from fastplm._registry import is_eager
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
-from fastplm.ops._common import is_eager
-from fastplm.ops.attention import is_worth_it
+from fastplm.ops.attention import is_faster
 
 logger = logging.get_logger(__name__)
 NAME = "fastplm"
@@ -229,7 +229,7 @@ def fastplm_attention_forward(
         and attention_mask is None
         and relative_bias is None
         and dropout == 0.0
-        and not is_worth_it(query, key)
+        and not is_faster(query, key)
     ):
         out, _ = sdpa_attention_forward(
             module, query, key, value, None, scaling=scaling, is_causal=False

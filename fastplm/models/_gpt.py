@@ -19,7 +19,7 @@ from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
 from fastplm.models._ragged import flags, values_are_known
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
-from fastplm.ops.linear import if_faster, may_be_worth_it
+from fastplm.ops.linear import if_faster
 
 _logger = logging.get_logger(__name__)
 
@@ -29,7 +29,7 @@ class Conv1D(transformers.pytorch_utils.Conv1D):
     """A linear layer whose weight [K, M] lies the other way round; see ``nn.Linear`` of fastplm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = if_faster(x, self.weight.t(), self.bias) if may_be_worth_it(x) else None
+        out = if_faster(x, self.weight.t(), self.bias)
         return super().forward(x) if out is None else out
 
 

@@ -40,7 +40,7 @@ from fastplm.models._seq2seq import (
     is_fused,
 )
 from fastplm.nn._rows import IGNORE_INDEX
-from fastplm.ops.rms_norm import is_worth_it
+from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
 @drop_in
@@ -49,7 +49,7 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, eps = self.weight, self.variance_epsilon
-        if is_worth_it(hidden_states, weight):
+        if RMS_NORM.is_faster(hidden_states, weight):
             return ops.rms_norm(hidden_states, weight, eps=eps)
         if hidden_states.is_cuda and hidden_states.dtype is weight.dtype:
             return F.rms_norm(hidden_states, weight.shape, weight, eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastplm import ops
-from fastplm.ops.dropout import is_worth_it
+from fastplm.ops.dropout import is_faster
 
 
 class Dropout(torch.nn.Dropout):
@@ -17,6 +17,6 @@ class Dropout(torch.nn.Dropout):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[...] -> [...]."""
-        if self.training and not self.inplace and is_worth_it(input, self.p):
+        if self.training and not self.inplace and is_faster(input, self.p):
             return ops.dropout(input, self.p)
         return super().forward(input)

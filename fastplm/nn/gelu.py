@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from fastplm import ops
-from fastplm.ops.gelu import is_worth_it
+from fastplm.ops.gelu import OP
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """``ops.gelu`` where it is faster, else ``torch.nn.functional.gelu``: [...] -> [...]."""
-    if is_worth_it(input, approximate):
+    if OP.is_faster(input, approximate):
         return ops.gelu(input, approximate=approximate)
     return F.gelu(input, approximate=approximate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastplm import ops
-from fastplm.ops.rms_norm import is_worth_it
+from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -22,7 +22,7 @@ class RMSNorm(torch.nn.RMSNorm):
             weight is None
             or self.normalized_shape != input.shape[-1:]
             or weight.dtype != input.dtype
-            or not is_worth_it(input, weight)
+            or not RMS_NORM.is_faster(input, weight)
         ):
             return super().forward(input)
         eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps

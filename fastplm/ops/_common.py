@@ -33,16 +33,6 @@ def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
     return {"cpp": cpp_rejects, "cuda": cuda_rejects}
 
 
-def is_eager(*tensors: torch.Tensor) -> bool:
-    """Whether a call on these is nobody's but ours: not traced, transformed or a subclass's."""
-    return (
-        all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 def checked_seed(where: str, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """A seed as int64, 0-d; without one a new one from PyTorch's generator."""
     if seed is None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastplm._extension import lacks
+from fastplm.ops.linear import dense, is_ours
 from fastplm.reference.linear_cross_entropy import uniform_level
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the ca
 _CHUNK_COLUMNS = 512  # at least, or the products of a chunk get too narrow
 _LARGE = 1 << 23  # bytes, of which each page fault counts
 _HUGE_PAGES = lacks("ask_for_huge_pages", "CPU") is None
+_ROWS_IN_CPP = lacks("softmax_statistics", "CPU") is None
 
 
 def torch_forward(
@@ -139,7 +141,6 @@ def _keep_logits(
         z = kept if kept.dtype is _wide(kept) else kept.to(_wide(kept))
         p = _row_block(call, z, target[here], statistics, here)
         grad_target = _grad_target(statistics.log_probability()[here], call, z.shape[1])
-        p.mul_(statistics.l_i[here, None].reciprocal())
         if call.label_smoothing:
             p.sub_(call.label_smoothing / z.shape[1])
         p.scatter_(1, target[here], grad_target[:, None])
@@ -150,7 +151,18 @@ def _keep_logits(
 def _row_block(
     call: _Forward, z: Tensor, target: Tensor, statistics: _Statistics, here: slice
 ) -> Tensor:
-    """Statistics of whole rows of logits, which become exp(z - m), in place."""
+    """Statistics of whole rows of logits, which become their softmax, in place."""
+    cooled = call.seed is not None and call.temperature != 1.0
+    if _ROWS_IN_CPP and z.dtype is torch.float32 and not call.need_argmax and not cooled:
+        picked = z.gather(1, target).squeeze(1)
+        m_i, l_i, below, _ = torch.ops.fastplm_C.softmax_statistics.default(z, False, True, 0.0)
+        statistics.m_i[here], statistics.l_i[here] = m_i, l_i
+        statistics.picked[here] = picked.sub_(m_i)
+        if call.label_smoothing:
+            statistics.mean[here] = below / z.shape[1]
+        if call.seed is not None:
+            statistics.sample[here] = _inverse_cdf(z, statistics.level[here])
+        return z
     if call.need_argmax:
         m_i, statistics.argmax[here] = z.max(1)
     else:
@@ -161,14 +173,14 @@ def _row_block(
     if call.label_smoothing:
         statistics.mean[here] = z.mean(1)
     weights = None
-    if call.seed is not None and call.temperature != 1.0:
+    if cooled:
         weights = (z / call.temperature).exp_()
     z.exp_()
     statistics.l_i[here] = z.sum(1)
     if call.seed is not None:
         weights = z if weights is None else weights
         statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
-    return z
+    return z.mul_(statistics.l_i[here, None].reciprocal())
 
 
 def _backward_of_kept(
@@ -211,6 +223,20 @@ def _stream_logits(call: _Forward, rows: Tensor, statistics: _Statistics) -> Non
     for start, _, logits, _ in _logit_chunks(compact, call.linear_weight, call.linear_bias):
         column, inside = _locate(target, start, logits)
         picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
+        if _ROWS_IN_CPP and logits.dtype is torch.float32:
+            if call.need_argmax:
+                likeliest.append(logits.argmax(1) + start)
+            temperature = 0.0 if call.seed is None or call.temperature == 1.0 else call.temperature
+            m_c, l_c, below, cooled = torch.ops.fastplm_C.softmax_statistics.default(
+                logits, True, False, temperature
+            )
+            maxima.append(m_c)
+            sums.append(l_c)
+            if call.label_smoothing:
+                means.append(below / vocab)
+            if temperature:
+                sampled_sums.append(cooled)
+            continue
         if call.need_argmax:
             m_c, index = logits.max(1)
             likeliest.append(index + start)
@@ -374,17 +400,21 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
     """``out = rows weight^T + bias``, in the dtype of ``rows``."""
     weight = weight.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
-    if bias is None:
+    if is_ours(rows, weight.t()):
+        torch.ops.fastplm_C.product.default(dense(rows), weight.t(), bias, out)
+    elif bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:
         torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    if out.dtype is a.dtype:
-        torch.mm(a, b, out=out)
-    else:
+    if out.dtype is not a.dtype:
         out.copy_(a @ b)
+    elif is_ours(a, b) and out.is_contiguous():
+        torch.ops.fastplm_C.product.default(a, b, None, out)
+    else:
+        torch.mm(a, b, out=out)
 
 
 def multiplies_in(tensor: Tensor) -> torch.dtype:

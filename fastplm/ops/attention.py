@@ -21,8 +21,9 @@ from fastplm._checks import (
     check_shape,
     check_tensor,
 )
-from fastplm._registry import Op, autocast
-from fastplm.ops._common import checked_seed, is_eager, last_dim_contiguous, rejects_of_csrc
+from fastplm._measured import CallClass, slower, training
+from fastplm._registry import Op, autocast, is_eager
+from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -85,9 +86,6 @@ class _Call(NamedTuple):
             sample_index=self.sample_index,
         )
 
-
-# Below this many elements of the keys a call costs more than it saves.
-_WORTH_IT = 1 << 20
 
 # Which arguments a backend wants with a last stride of 1.
 _ALIGNED = tuple(
@@ -190,20 +188,14 @@ def attention(
     return _run(call)
 
 
-def is_worth_it(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether ``attention`` of [B, H, Tq, D] and [B, H, Tk, D] has more to win than a call costs.
+def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether ``attention`` of these has more to win than a call costs, with nothing but scores.
 
-    On a CPU it has not for one query of few keys in fp32, the next token of a generation. For those
-    who have ``scaled_dot_product_attention`` at hand, and nothing to hide, add or drop.
+    For those who have ``scaled_dot_product_attention`` at hand, and nothing to hide, add or drop.
     """
-    return not (
-        query.shape[2] == 1
-        and key.numel() < _WORTH_IT
-        and query.dtype is torch.float32
-        and query.device.type == "cpu"
-        and requested("attention") == "auto"
-        and is_eager(query, key)
-    )
+    if query.device.type != "cpu" or requested("attention") != "auto" or not is_eager(query, key):
+        return True
+    return slower("attention", _class_of(query, key)) is None
 
 
 def attention_varlen(
@@ -300,6 +292,8 @@ def _run(call: _Call) -> torch.Tensor:
     backend = OP.resolve(*call)
     if call.ragged and backend not in ("cpp", "torch"):  # which look themselves
         _check_lengths(call)
+    if backend == "torch" and requested("attention") == "auto" and _is_plain(call):
+        return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
     if backend == "eager":
         if call.ragged:
             return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
@@ -523,6 +517,23 @@ def _cpp_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
     return _CSRC_REJECTS(query, forced=forced)
 
 
+def _is_plain(call: _Call) -> bool:
+    """Whether there is nothing but scores: nothing hidden, added or dropped."""
+    others = (call.key_mask, call.cu_seqlens_q, call.bias_weight, call.seed)
+    return not call.is_causal and all(tensor is None for tensor in others)
+
+
+def _class_of(query: torch.Tensor, key: torch.Tensor) -> CallClass:
+    sizes = (query.shape[2], key.shape[2], query.shape[0] * query.shape[1])
+    return CallClass(training(query, key), query.dtype, sizes)
+
+
+def _measured(*arguments: Any) -> CallClass | None:
+    """Of the calls that PyTorch has a kernel for; all others are ours wherever it can run them."""
+    call = _Call(*arguments)
+    return _class_of(call.query, call.key) if _is_plain(call) else None
+
+
 def _cpp_arguments(call: _Call) -> tuple[Any, ...]:
     """What the forward and the backward of csrc/ share."""
     buckets = weight = None
@@ -721,7 +732,13 @@ _INPUTS = (
 _CSRC_REJECTS = rejects_of_csrc("attention")["cpp"]
 
 OP = Op("attention", reference=attention_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=_cpp_rejects,
+    measured=_measured,
+)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(

@@ -6,12 +6,10 @@ import torch
 
 from fastplm._backends import requested
 from fastplm._checks import FLOATING, check, check_dtype, check_same_device, check_tensor
+from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op
-from fastplm.ops._common import checked_seed, is_eager, rejects_of_csrc
+from fastplm.ops._common import checked_seed, rejects_of_csrc
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
-
-# Below this many elements a call costs more than the random numbers of PyTorch's.
-_WORTH_IT = 1 << 14
 
 
 def dropout(
@@ -70,19 +68,16 @@ def dropout(
     return OP.call(input, seed, float(p), backend)
 
 
-def is_worth_it(input: torch.Tensor, p: float) -> bool:
-    """Whether ``dropout`` would run by anything but the formula, and not for a few elements.
+def is_faster(input: torch.Tensor, p: float) -> bool:
+    """Whether ``dropout`` runs by csrc/, and faster than ``torch.nn.functional.dropout``.
 
-    For those who have ``torch.nn.functional.dropout`` at hand, and call it where this says no.
+    For layers, which may draw either's random bits.
     """
-    wanted = requested("dropout")
-    return (
-        wanted in ("auto", "cpp")
-        and 0.0 < p < 1.0
-        and (wanted == "cpp" or input.numel() >= _WORTH_IT)
-        and is_eager(input)
-        and _cpp_rejects(input, forced=False) is None
-    )
+    if not 0.0 < p < 1.0 or not OP.is_faster(input):
+        return False
+    if requested("dropout") == "cpp":
+        return True
+    return slower("dropout", CallClass(training(input), input.dtype, (input.numel(),))) is None
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------

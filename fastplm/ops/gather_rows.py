@@ -110,12 +110,15 @@ def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 def _cpp_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    _check_range(input, positions)
-    return torch.ops.fastplm_C.gather_rows(input, positions)
+    try:
+        return torch.ops.fastplm_C.gather_rows.default(input, positions)
+    except RuntimeError:
+        _check_range(input, positions)  # csrc/ looks itself, and this says what it found
+        raise
 
 
 def _cpp_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.ops.fastplm_C.gather_rows_backward(grad_out, positions, rows)
+    return torch.ops.fastplm_C.gather_rows_backward.default(grad_out, positions, rows)
 
 
 # --- backend "torch": index_select, and index_add in fp32 -----------------------------------------

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fastplm._backends import requested
 from fastplm._checks import FLOATING, check_choice, check_dtype, check_tensor
+from fastplm._measured import CallClass, training
 from fastplm._registry import Op
-from fastplm.ops._common import is_eager, rejects_of_csrc
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.gelu import gelu_ref
 
 FORMS = ("none", "tanh")
-# Below this many elements a call costs more than it saves.
-_WORTH_IT = 1 << 14
 
 
 def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
@@ -56,20 +54,6 @@ def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     return OP.call(input, approximate, backend)
 
 
-def is_worth_it(input: torch.Tensor, approximate: str) -> bool:
-    """Whether ``gelu`` would run by anything but PyTorch's own, and not for a few elements.
-
-    For those who have ``torch.nn.functional.gelu`` at hand, and call it where this says no.
-    """
-    wanted = requested("gelu")
-    return (
-        wanted in ("auto", "cpp")
-        and (wanted == "cpp" or input.numel() >= _WORTH_IT)
-        and is_eager(input)
-        and _cpp_rejects(input, approximate, forced=False) is None
-    )
-
-
 # --- backend "cpp" --------------------------------------------------------------------------------
 
 _CSRC_REJECTS = rejects_of_csrc("gelu_tanh")["cpp"]
@@ -81,6 +65,10 @@ def _cpp_rejects(input: torch.Tensor, approximate: str, *, forced: bool) -> str 
     if input.dtype is torch.float64:
         return "float64: csrc/ takes fp32, fp16 and bf16"
     return _CSRC_REJECTS(input, forced=forced)
+
+
+def _measured(input: torch.Tensor, approximate: str) -> CallClass:
+    return CallClass(training(input), input.dtype, (input.numel(),))
 
 
 def _cpp_forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -128,7 +116,13 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("gelu", reference=gelu_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=_cpp_rejects,
+    measured=_measured,
+)
 OP.define_differentiable(
     "(Tensor input, str approximate, str backend) -> Tensor",
     "(Tensor grad_out, Tensor input, str approximate, str backend) -> Tensor",

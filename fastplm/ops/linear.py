@@ -6,25 +6,11 @@ import torch
 
 from fastplm._backends import is_recorded, requested
 from fastplm._checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor
+from fastplm._measured import CallClass, slower
 from fastplm._registry import Op, is_watched
-from fastplm.ops._common import is_eager, rejects_of_csrc
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 
-# Below this many multiplications the threads cost more than the product; and of dtypes that the CPU
-# does not compute in.
-_WORTH_IT = 1 << 22
-_HALF_WORTH_IT = 1 << 16
-# Rows of the input up to which we are faster than MKL, with the elements of a weight from which it
-# is so: by the floats in a vector, for nn.Linear's weight and for one that lies the other way.
-_FEW: dict[int, dict[str, tuple[tuple[int, int], ...]]] = {
-    16: {"linear": ((56, 1 << 17), (96, 1 << 20)), "conv1d": ((48, 1 << 18),)},
-    8: {"linear": ((8, 1 << 17),), "conv1d": ((8, 1 << 18),)},
-    0: {"linear": (), "conv1d": ()},
-}
-_MOST = {
-    vector: max((rows for limits in layouts.values() for rows, _ in limits), default=0)
-    for vector, layouts in _FEW.items()
-}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -35,7 +21,7 @@ def linear(
 
     ``out = input weight^T + bias``
 
-    Which it is on a CPU with vectors that csrc/ was compiled for (AVX2, AVX-512):
+    Which it is on a CPU, where it was measured to be faster there (``fastplm measure``):
 
     - few rows, as in generation of a batch or with beams: PyTorch packs the weight, which costs
       more than reading it; ``csrc/linear_few_rows.h`` reads it once;
@@ -91,12 +77,11 @@ def if_faster(
     For layers, which have ``torch.nn.functional.linear`` at hand. A token of a decoder is some
     fifty of them, of few rows: checks that were made need no second time.
     """
-    if not may_be_worth_it(input):
-        return None
     wanted = requested("linear")
+    if not _BUILT or wanted not in ("auto", "cpp") or torch.compiler.is_compiling():
+        return None
     # The question that most calls end with comes first.
-    by_rows = weight.stride(0) == 1
-    if wanted == "auto" and _as_fast_by_torch(_rows(input), input.dtype, weight.numel(), by_rows):
+    if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
         return None
     if (
         wanted != "auto"
@@ -106,29 +91,8 @@ def if_faster(
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
         or not _fits_layer(input, weight, bias)
     ):
-        return linear(input, weight, bias) if is_worth_it(input, weight) else None
+        return linear(input, weight, bias) if OP.is_faster(input, weight) else None
     return torch.ops.fastplm_C.linear.default(input, weight, bias)
-
-
-def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``linear`` would run by anything but PyTorch's own, without looking at the bias."""
-    return (
-        is_eager(input, weight)
-        and _cpp_rejects(input, weight, forced=requested("linear") == "cpp") is None
-    )
-
-
-def may_be_worth_it(input: torch.Tensor) -> bool:
-    """Whether ``is_worth_it`` says yes of some weight: a glance, which costs little."""
-    wanted = requested("linear")
-    if wanted != "auto":
-        return wanted == "cpp"
-    if not _VECTOR or torch.compiler.is_compiling():
-        return False
-    if input.dtype is not torch.float32:
-        return input.dtype in _SLOW_DTYPES
-    width = input.shape[-1]
-    return _BLAS_IS_SLOW or width < input.numel() <= _MOST[_VECTOR] * width
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -138,6 +102,19 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
         return out.zero_() if bias is None else out.copy_(bias)
     torch.ops.fastplm_C.product(dense(a), dense(b), bias, out)
     return out
+
+
+def is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``multiply`` is faster than PyTorch's product of a [M, K] and b [K, N], dense as they lie."""
+    return (
+        _BUILT
+        and requested("linear") in ("auto", "cpp")
+        and a.dtype in _DTYPES
+        and 1 in a.stride()
+        and 1 in b.stride()
+        and min(a.numel(), b.numel()) > 0
+        and slower("linear", _class_of(a.shape[0], b)) is None
+    )
 
 
 def dense(matrix: torch.Tensor) -> torch.Tensor:
@@ -176,46 +153,21 @@ def _cpp_rejects(
         or torch.is_autocast_enabled("cpu")
     ):
         return "csrc/ multiplies matrices of one dtype, fp32, fp16 or bf16, outside autocast"
-    if forced:
-        return None
-    return _as_fast_by_torch(_rows(input), dtype, weight.numel(), weight.stride(0) == 1)
+    if not forced and torch.compiler.is_compiling():
+        return "a traced product, of any number of rows, is PyTorch's"
+    return None
 
 
-def _as_fast_by_torch(rows: int, dtype: torch.dtype, size: int, by_rows: bool) -> str | None:
-    """Why PyTorch's product of that many rows with b [K, N] takes no longer than ours.
-
-    Args:
-        rows: of a.
-        dtype: of both.
-        size: elements of b.
-        by_rows: whether the rows of b lie together.
-    """
-    if dtype is not torch.float32:
-        if dtype not in _SLOW_DTYPES:
-            return f"this CPU computes in {dtype}"
-        if rows * size < _HALF_WORTH_IT:
-            return "the product is small"
-        if rows == 1 and dtype is torch.float16 and not by_rows:
-            return "PyTorch reads the weight of one row as fast"
-        return None
-    if _BLAS_IS_SLOW and rows * size >= _WORTH_IT:
-        return None
-    if rows <= (1 if by_rows else 2):
-        return "PyTorch reads the weight of so few rows as fast"
-    for most, least in _FEW[_VECTOR]["conv1d" if by_rows else "linear"]:
-        if rows <= most and size >= least:
-            return None
-    return "PyTorch's product uses all of this CPU"
+def _measured(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> CallClass:
+    return _class_of(_rows(input), weight.t())
 
 
-def _slow_dtypes() -> frozenset[torch.dtype]:
-    """Of fp16 and bf16 those that this CPU does not compute in."""
-    matrices = torch.cpu._is_amx_tile_supported()
-    native = {
-        torch.float16: matrices,  # the CPUs that have them have AVX512-FP16, too
-        torch.bfloat16: matrices or torch.cpu._is_avx512_bf16_supported(),
-    }
-    return frozenset(dtype for dtype in native if _VECTOR and not native[dtype])
+def _class_of(rows: int, b: torch.Tensor) -> CallClass:
+    """Of a product of that many rows with b [K, N], the weight of nn.Linear or of Conv1D."""
+    form = "conv1d" if b.stride(1) == 1 and b.stride(0) != 1 else "linear"
+    return CallClass(form, b.dtype, (rows, b.numel()))
 
 
 def _fits_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -306,7 +258,7 @@ def _backward(ctx, grad_out):
 
 
 def _pays(rows: int, b: torch.Tensor) -> bool:
-    return _as_fast_by_torch(rows, b.dtype, b.numel(), b.stride(1) == 1) is None
+    return slower("linear", _class_of(rows, b)) is None
 
 
 def _smoke(device: torch.device) -> None:
@@ -315,19 +267,16 @@ def _smoke(device: torch.device) -> None:
 
 
 _CSRC_REJECTS = rejects_of_csrc("linear")["cpp"]
-#: Floats in a vector of this CPU, 0 if csrc/ was not compiled for it.
-_VECTOR = (
-    (0, 8, 16)[torch.ops.fastplm_C.level()] if _CSRC_REJECTS(torch.empty(0), forced=False) is None else 0
-)
-_BLAS_IS_SLOW = (
-    _VECTOR > 0
-    and torch.backends.mkl.is_available()
-    and torch.ops.fastplm_C.mkl_leaves_avx512_unused()
-)
-_SLOW_DTYPES = _slow_dtypes()
+_BUILT = _CSRC_REJECTS(torch.empty(0), forced=False) is None
 
 OP = Op("linear", reference=linear_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=_cpp_rejects,
+    measured=_measured,
+)
 OP.define_differentiable(
     "(Tensor input, Tensor weight, Tensor? bias, str backend) -> Tensor",
     "(Tensor grad_out, Tensor input, Tensor weight, bool of_input, bool of_weight, bool of_bias, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fastplm._backends import requested
 from fastplm._checks import (
     FLOATING,
     check,
@@ -13,12 +12,10 @@ from fastplm._checks import (
     check_shape,
     check_tensor,
 )
+from fastplm._measured import CallClass, training
 from fastplm._registry import Op
-from fastplm.ops._common import is_eager, rejects_of_csrc
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.rms_norm import rms_norm_ref
-
-# Below this many elements a call costs more than it saves.
-_WORTH_IT = 1 << 13
 
 
 def rms_norm(input: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
@@ -65,20 +62,6 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) ->
     return OP.call(input, weight, eps, backend)
 
 
-def is_worth_it(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``rms_norm`` would run by csrc/, and not for a few elements.
-
-    For those who have another one at hand, and call that where this says no.
-    """
-    wanted = requested("rms_norm")
-    return (
-        wanted in ("auto", "cpp")
-        and (wanted == "cpp" or input.numel() >= _WORTH_IT)
-        and is_eager(input, weight)
-        and _cpp_rejects(input, weight, forced=False) is None
-    )
-
-
 def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     check_dtype("rms_norm", "input", input, FLOATING)
     check_dtype("rms_norm", "weight", weight, FLOATING)
@@ -98,6 +81,10 @@ def _cpp_rejects(input: torch.Tensor, weight: torch.Tensor, *, forced: bool) -> 
     if torch.float64 in (input.dtype, weight.dtype):
         return "float64: csrc/ takes fp32, fp16 and bf16"
     return _CSRC_REJECTS(input, forced=forced)
+
+
+def _measured(input: torch.Tensor, weight: torch.Tensor) -> CallClass:
+    return CallClass(training(input, weight), input.dtype, (input.numel(),))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,7 +153,13 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("rms_norm", reference=rms_norm_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=_cpp_rejects,
+    measured=_measured,
+)
 OP.define_differentiable(
     "(Tensor input, Tensor weight, float eps, str backend) -> Tensor",
     "(Tensor grad_out, Tensor input, Tensor weight, float eps, str backend) -> (Tensor, Tensor)",

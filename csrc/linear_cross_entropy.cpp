@@ -1,0 +1,51 @@
+// fastplm_C::softmax_statistics on the CPU: what the loss over a vocabulary takes from its logits.
+#include <algorithm>
+#include <limits>
+
+#include "sizes.h"
+#include "tensors.h"
+
+#define FASTPLM_FILE "linear_cross_entropy.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "linear_cross_entropy.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+constexpr int64_t kLogitsWorthAThread = 1 << 15;
+
+// logits [rows, columns], fp32, rows dense; a temperature of 0 asks for no s. Returns [4, rows]: m, l, d
+// and s of linear_cross_entropy.h.
+Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temperature) {
+  const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
+  Tensor out = new_empty(logits, {4, rows});
+  float* statistics = out.mutable_data_ptr<float>();
+  float* z = logits.mutable_data_ptr<float>();
+  const bool sampled = temperature > 0.0;
+  const float cooled = sampled ? static_cast<float>(temperature) : 1.0f;
+  const int64_t grain = ceil_div(kLogitsWorthAThread, columns);
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const RowStatistics of =
+          softmax_row(z + row * stride, columns, finite, write, sampled, cooled);
+      const float each[4] = {of.m, of.l, of.d, of.s};
+      for (int64_t i = 0; i < 4; ++i) statistics[i * rows + row] = each[i];
+    }
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+#if FASTPLM_ONCE
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
+  library.def(
+      "softmax_statistics(Tensor(a!) logits, bool finite, bool write, float temperature) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
+  library.impl("softmax_statistics", FASTPLM_BOX(softmax_statistics));
+}
+#endif

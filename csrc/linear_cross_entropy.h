@@ -1,0 +1,65 @@
+// Softmax of rows of logits: what a vocabulary loss wants to know of them, in two passes over a row
+// while it is in the cache. Included once a level, after lanes.h.
+//
+//   m = max(z)    l = sum(e^(z - m))    d = sum(z - m)    s = sum(e^((z - m) / temperature))
+
+namespace fastplm::FASTPLM_LEVEL {
+
+struct RowStatistics {
+  float m, l, d, s;
+};
+
+// With `write` z becomes e^(z - m) / l. Where all of a row is minus infinity, or a part of a row may be,
+// `finite` takes 0 for its m, or it would be NaN.
+FASTPLM_HD RowStatistics softmax_row(float* z, int64_t columns, bool finite, bool write,
+                                     bool sampled, float temperature) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr int64_t kBlock = kTogether * kWidth;
+  const Floats lowest = Floats{} - kInfinity;
+  Several<kTogether> largest;
+  for (Floats& each : largest.each) each = lowest;
+  int64_t j = 0;
+  for (; j + kBlock <= columns; j += kBlock) {
+    const auto block = load<kTogether>(z + j);
+    for (int i = 0; i < kTogether; ++i) {
+      largest.each[i] = block.each[i] > largest.each[i] ? block.each[i] : largest.each[i];
+    }
+  }
+  for (int i = 1; i < kTogether; ++i) {
+    largest.each[0] = largest.each[i] > largest.each[0] ? largest.each[i] : largest.each[0];
+  }
+  float m = maximum_of(largest.each[0]);
+  const int64_t whole = j;
+  for (; j < columns; ++j) m = z[j] > m ? z[j] : m;
+  const float pivot = finite && m == -kInfinity ? 0.0f : m;
+  const float cooler = 1.0f / temperature;
+  Several<kTogether> l = {}, d = {}, s = {};
+  const auto add = [&](float* at_j) FASTPLM_INLINE {
+    const auto below = load<kTogether>(at_j) - pivot;
+    const auto power = exponential(below);
+    l = l + power;
+    d = d + below;
+    if (sampled) s = s + exponential(below * cooler);
+    if (write) store(power, at_j);
+  };
+  for (j = 0; j < whole; j += kBlock) add(z + j);
+  if (whole < columns) {  // filled up with what adds nothing
+    float rest[kBlock];
+    std::fill(rest, rest + kBlock, -kInfinity);
+    std::copy(z + whole, z + columns, rest);
+    const auto before = d;
+    add(rest);
+    d = before;
+    for (j = whole; j < columns; ++j) d.each[0][0] += z[j] - pivot;
+    if (write) std::copy(rest, rest + (columns - whole), z + whole);
+  }
+  const RowStatistics row{m, sum_of(l), sum_of(d), sum_of(s)};
+  if (write) {
+    const float inverse = 1.0f / row.l;
+    for (j = 0; j < whole; j += kBlock) store(load<kTogether>(z + j) * inverse, z + j);
+    for (; j < columns; ++j) z[j] *= inverse;
+  }
+  return row;
+}
+
+}  // namespace fastplm::FASTPLM_LEVEL

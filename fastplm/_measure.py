@@ -1,0 +1,227 @@
+"""``fastplm measure``: the table of ``fastplm/_measured.py``, made on this machine.
+
+Both sides of a comparison are called as a layer would call them, overhead and all. They take turns,
+so that whatever else the machine does hits both, and the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fastplm import _measured, ops
+from fastplm._backends import use_backend
+
+Call = Callable[[], Any]
+_HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, *_HALF)
+_ROUNDS = 7
+#: Of one side in a round, so that the clock sees more than its own grain; and of a whole cell.
+_SLICE, _MOST = 2e-3, 0.5
+
+
+class Plan(NamedTuple):
+    """A series to measure: ``make(*sizes)`` gives (ours, stock PyTorch's)."""
+
+    op: str
+    form: str
+    dtype: torch.dtype
+    axes: list[list[int]]
+    make: Callable[..., tuple[Call, Call]]
+
+
+def plans() -> Iterator[Plan]:
+    """Every op whose backend on a CPU follows from the table."""
+    for dtype in _DTYPES:
+        yield from _linear(dtype)
+        yield from _attention(dtype)
+        for form in ("forward", "training"):
+            yield _pointwise("gelu", form, dtype, _gelu)
+            yield _pointwise("dropout", form, dtype, _dropout)
+            yield _pointwise("rms_norm", form, dtype, _rms_norm)
+
+
+def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
+    """Measure this machine, write its own table and return the file.
+
+    Args:
+        write: is told each series as it is done.
+        only: names of ops; none means all. What the file has of others is kept.
+    """
+    path = _measured.own_table()
+    try:
+        contents = json.loads(path.read_text())
+    except (OSError, ValueError):
+        contents = {}
+    if contents.get("cpu") != _measured.cpu_model():
+        contents = {"ops": {}}
+    contents |= {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _measured.cpu_model(),
+        "kind": _measured.cpu_kind(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    for plan in plans():
+        if only and plan.op not in only:
+            continue
+        name = f"{plan.form} {_measured.dtype_key(plan.dtype)}"
+        cells = [_cell(*plan.make(*sizes)) for sizes in itertools.product(*plan.axes)]
+        ours, stock = ([float(f"{cell[side]:.4g}") for cell in cells] for side in (0, 1))
+        contents["ops"].setdefault(plan.op, {})[name] = _measured.Series(
+            plan.axes, ours, stock
+        )._asdict()
+        ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
+        write(f"{plan.op} {name}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as PyTorch's")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_dump(contents))
+    _measured.table.cache_clear()
+    return path
+
+
+def _dump(contents: dict[str, Any]) -> str:
+    """JSON with one line a list of numbers, which a reader and a diff can follow."""
+    text = json.dumps(contents, indent=1)
+    return re.sub(r"\[[^][]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _cell(ours: Call, stock: Call) -> tuple[float, float]:
+    """Microseconds a call of both."""
+    took: tuple[list[float], list[float]] = ([], [])
+    calls = []
+    for call in (ours, stock):
+        call()
+        calls.append(max(1, math.ceil(_SLICE / max(_seconds(call, 1), 1e-7))))
+    start = time.perf_counter()
+    for _ in range(_ROUNDS):
+        for call, times, count in zip((ours, stock), took, calls, strict=True):
+            times.append(_seconds(call, count))
+        if time.perf_counter() - start > _MOST and len(took[1]) > 1:
+            break
+    return tuple(statistics.median(times) * 1e6 for times in took)  # type: ignore[return-value]
+
+
+def _seconds(call: Call, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def _both(form: str, op: str, ours: Call, stock: Call, *wrt: torch.Tensor) -> tuple[Call, Call]:
+    """The calls, ours by csrc/ whatever the table says; with gradients in training."""
+
+    def forced() -> Any:
+        with use_backend("cpp", op):
+            return ours()
+
+    if form == "forward":
+
+        def plain(call: Call) -> Call:
+            def run() -> Any:
+                with torch.no_grad():
+                    return call()
+
+            return run
+
+        return plain(forced), plain(stock)
+    for tensor in wrt:
+        tensor.requires_grad_()
+    upstream = torch.randn_like(stock())
+
+    def trained(call: Call) -> Call:
+        return lambda: torch.autograd.grad(call(), wrt, upstream)
+
+    return trained(forced), trained(stock)
+
+
+# --- the ops --------------------------------------------------------------------------------------
+
+
+def _linear(dtype: torch.dtype) -> Iterator[Plan]:
+    rows = [1, 2, 3, 4, 8, 16, 32, 48, 56, 64, 96, 128, 256, 1024]
+    weight = [1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
+    if not _measured.computes_in(dtype):  # where PyTorch's takes seconds
+        rows, weight = rows[:-1], weight[:-2]
+    for form in ("linear", "conv1d"):
+
+        def make(rows: int, size: int, form: str = form) -> tuple[Call, Call]:
+            width = math.isqrt(size)
+            input = torch.randn(rows, width).to(dtype)
+            matrix = torch.randn(width, size // width).to(dtype)
+            matrix = matrix.t().contiguous().t() if form == "linear" else matrix  # [K, N]
+            weight = matrix.t()
+            product = torch.ops.fastplm_C.linear.default
+            return lambda: product(input, weight, None), lambda: F.linear(input, weight)
+
+        yield Plan("linear", form, dtype, [rows, weight], make)
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Plan]:
+    queries, keys, heads = [1, 4, 16, 64, 128, 512], [16, 64, 128, 512], [2, 24, 96]
+    dim = 64
+    for form in ("forward", "training"):
+
+        def make(seqlen_q: int, seqlen_k: int, heads: int, form: str = form) -> tuple[Call, Call]:
+            q, k, v = (
+                torch.randn(heads // 2, length, 2, dim).to(dtype).transpose(1, 2)
+                for length in (seqlen_q, seqlen_k, seqlen_k)
+            )
+            return _both(
+                form,
+                "attention",
+                lambda: ops.attention(q, k, v),
+                lambda: F.scaled_dot_product_attention(q, k, v),
+                q,
+                k,
+                v,
+            )
+
+        yield Plan("attention", form, dtype, [queries, keys, heads], make)
+
+
+def _pointwise(
+    op: str, form: str, dtype: torch.dtype, make: Callable[..., tuple[Call, Call]]
+) -> Plan:
+    sizes = [1 << 9, 1 << 11, 1 << 13, 1 << 14, 1 << 15, 1 << 17, 1 << 19, 1 << 21]
+    return Plan(op, form, dtype, [sizes], lambda size: make(form, dtype, size))
+
+
+def _gelu(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
+    x = torch.randn(size).to(dtype)
+    return _both(
+        form,
+        "gelu",
+        lambda: ops.gelu(x, approximate="tanh"),
+        lambda: F.gelu(x, approximate="tanh"),
+        x,
+    )
+
+
+def _dropout(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
+    x = torch.randn(size).to(dtype)
+    return _both(form, "dropout", lambda: ops.dropout(x, 0.1), lambda: F.dropout(x, 0.1), x)
+
+
+def _rms_norm(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
+    width = min(size, 512)
+    x, weight = torch.randn(size // width, width).to(dtype), torch.randn(width).to(dtype)
+    return _both(
+        form,
+        "rms_norm",
+        lambda: ops.rms_norm(x, weight),
+        lambda: F.rms_norm(x, weight.shape, weight, 1e-6),
+        x,
+        weight,
+    )

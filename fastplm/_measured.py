@@ -1,0 +1,145 @@
+"""Which of two implementations on a CPU is the faster one, from a table of measurements.
+
+``fastplm measure`` (``fastplm/_measure.py``) times every op against the best that stock PyTorch has
+for the same, over a grid of sizes, and writes the table of this kind of CPU: ``fastplm/measured/``
+has those that were made so far, and the user's own, of exactly this CPU, comes before them. A call
+takes the speedup of the nearest sizes; below 1, and where nothing was measured, it is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastplm import _extension
+
+LEVELS = ("baseline", "avx2", "avx512")
+
+
+class CallClass(NamedTuple):
+    """What the speed of a call depends on."""
+
+    form: str  # of the op's own, such as "forward" and "training"
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+
+class Series(NamedTuple):
+    """The measurements of one form and dtype of an op: times over a grid, the last axis fastest."""
+
+    axes: list[list[int]]
+    ours: list[float]  # microseconds
+    stock: list[float]
+
+    def speedup(self, sizes: Sequence[int]) -> float:
+        place = 0
+        for size, axis in zip(sizes, self.axes, strict=True):
+            nearest = min(range(len(axis)), key=lambda i: abs(math.log(max(size, 1) / axis[i])))
+            place = place * len(axis) + nearest
+        return self.stock[place] / self.ours[place]
+
+
+def level() -> str:
+    """The vector instructions that csrc/ uses in this process, "none" where it is not built."""
+    if _extension.lacks("attention", "CPU") is not None:
+        return "none"
+    return LEVELS[torch.ops.fastplm_C.level()]
+
+
+def cpu_kind() -> str:
+    """What tables are told apart by: level, architecture, and who made a CPU with AVX-512."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return platform.machine().lower()
+    if level() != "avx512":
+        return level()
+    return "avx512-amd" if torch.ops.fastplm_C.mkl_leaves_avx512_unused() else "avx512-intel"
+
+
+@functools.cache
+def cpu_model() -> str:
+    """The name that the CPU gives itself, where Linux says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def own_table() -> Path:
+    """Where ``fastplm measure`` writes: a file for each level of this CPU."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastplm"
+    return cache / f"measured-{cpu_kind()}.json"
+
+
+def shipped_table() -> Path:
+    return Path(__file__).parent / "measured" / f"{cpu_kind()}.json"
+
+
+def dtype_key(dtype: torch.dtype) -> str:
+    """A dtype, and whether this CPU computes in it: products of others are slow in PyTorch."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} native" if computes_in(dtype) else name
+
+
+@functools.cache
+def computes_in(dtype: torch.dtype) -> bool:
+    matrices = torch.cpu._is_amx_tile_supported()
+    if dtype is torch.float16:  # the CPUs that have those have AVX512-FP16, too
+        return matrices
+    if dtype is torch.bfloat16:
+        return matrices or torch.cpu._is_avx512_bf16_supported()
+    return True
+
+
+class Table:
+    """The table in use, read when it is first asked."""
+
+    def __init__(self, path: Path | None, contents: dict[str, Any]) -> None:
+        self.path = path
+        self.contents = contents
+        self.speedup = functools.lru_cache(maxsize=4096)(self._speedup)
+
+    def _speedup(
+        self, op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]
+    ) -> float | None:
+        """How much faster than PyTorch ours is; None where nobody measured."""
+        series = self.contents.get("ops", {}).get(op, {}).get(f"{form} {dtype_key(dtype)}")
+        return None if series is None else Series(**series).speedup(sizes)
+
+
+@functools.cache
+def table() -> Table:
+    """The user's own table of this CPU, or the one of its kind, or an empty one."""
+    for path, of_this_cpu in ((own_table(), True), (shipped_table(), False)):
+        try:
+            contents = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if not of_this_cpu or contents.get("cpu") == cpu_model():
+            return Table(path, contents)
+    return Table(None, {})
+
+
+def slower(op: str, call: CallClass) -> str | None:
+    """Why a call is PyTorch's; None if ours was seen to be as fast."""
+    speedup = table().speedup(op, *call)
+    if speedup is None:
+        return f"nobody measured it on a CPU of the kind {cpu_kind()} (fastplm measure)"
+    if speedup < 1.0:
+        return f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
+    return None
+
+
+def training(*tensors: torch.Tensor | None) -> str:
+    """The form of a call of which a gradient may be asked, or not."""
+    grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    return "training" if grad else "forward"
