@@ -17,16 +17,19 @@ small by cancellation, and the sums that cancel run in fp32. Where a gradient is
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 RMS_FACTOR = 1.5
+FP64_FACTOR = 16.0
 # What fp64 leaves of a gradient that is 0, as a share of the largest.
 _NOTHING = 2.0**-46
 
@@ -134,6 +137,53 @@ def check_error(
             )
 
 
+def check_in_fp64(
+    out: Mapping[str, torch.Tensor],
+    gold: Mapping[str, torch.Tensor],
+    single: Mapping[str, torch.Tensor],
+    condition: float = 0.0,
+) -> None:
+    """Hold results in fp64 to PyTorch's error in fp32, scaled as the roundings of the two are.
+
+    What is wrong is wrong by an fp32 rounding at the least, half a billion times one of fp64. So
+    a wide factor loses nothing, the tensors of a call share the largest error among them, and none
+    depends on its own luck.
+
+    Args:
+        out: results under test by name, in fp64.
+        gold: PyTorch's in fp64.
+        single: PyTorch's in fp32.
+        condition: what errors of 1 in the inputs, relative to them, do to a result.
+
+    Raises:
+        BudgetExceeded: name, shape, dtype, non-finite pattern or error do not fit.
+    """
+    if out.keys() != gold.keys():
+        raise BudgetExceeded(f"{sorted(out)} instead of {sorted(gold)}")
+    base_error = largest = 0.0
+    for name, truth in gold.items():
+        value = out[name]
+        if value.shape != truth.shape or value.dtype is not torch.float64:
+            raise BudgetExceeded(
+                f"{name}: {value.dtype}{list(value.shape)} instead of fp64{list(truth.shape)}"
+            )
+        _check_non_finite(name, value, truth)
+        finite = truth.isfinite()
+        base_error = max(base_error, _max_norm((single[name].double() - truth)[finite]))
+        largest = max(largest, _max_norm(truth[finite]))
+    rounding = torch.finfo(torch.float64).eps
+    base_error *= rounding / torch.finfo(torch.float32).eps
+    floor = rounding * (largest + condition)
+    for name, truth in gold.items():
+        finite = truth.isfinite()
+        error = _max_norm((out[name] - truth)[finite])
+        if not error <= FP64_FACTOR * (base_error + floor):
+            raise BudgetExceeded(
+                f"{name}: error {error:.3e} in fp64 exceeds {FP64_FACTOR} times {base_error:.3e} "
+                f"(PyTorch's own in fp32, scaled) + {floor:.3e} (rounding)"
+            )
+
+
 def _check_non_finite(name: str, out: torch.Tensor, base: torch.Tensor) -> None:
     for kind, test in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         if not torch.equal(test(out), test(base)):
@@ -207,6 +257,34 @@ class ReversedReductions(TorchDispatchMode):
         if func in (aten.sum.default, aten.mean.default):
             return func(args[0].flip(list(range(args[0].dim()))), *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+class KeptDouble(TorchFunctionMode):
+    """The truth is not rounded on its way, as by a loss that asks for ``logits.float()``.
+
+    Nor by one that asks for ``labels.float()``: with such labels, PyTorch computes in fp32.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*args, **(kwargs or {}))
+
+
+def rerounded(model: torch.nn.Module, count: int = 4) -> Iterator[torch.nn.Module]:
+    """One copy ``count`` times, with every weight rounded up, down or not at all.
+
+    An error of one unit in the last place of its inputs any algorithm may make. One number has few
+    roundings, and one draw of them is luck: of some such copies the largest error is not.
+    """
+    other = copy.deepcopy(model)
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight, exact in zip(other.parameters(), model.parameters(), strict=True):
+                step = torch.randint(-1, 2, weight.shape, generator=generator).to(weight.device)
+                weight.copy_(exact * (1 + torch.finfo(weight.dtype).eps * step))
+        yield other
 
 
 # --- hostile inputs -------------------------------------------------------------------------------
