@@ -21,7 +21,7 @@ from fastplm._checks import UnsupportedError
 from fastplm.models import _base
 from fastplm.testing import check_in_fp64
 
-from .conftest import FAMILIES, small_config
+from .conftest import FAMILIES, in_own_memory, small_config
 
 IDS = torch.arange(4, 22).view(2, 9)
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
@@ -158,6 +158,7 @@ def test_copies_are_as_good(how, tmp_path):
         saved = json.loads((tmp_path / "config.json").read_text())
         assert "fastplm" not in json.dumps(saved)
         other = fastplm.accelerate(transformers.BertForMaskedLM.from_pretrained(tmp_path))
+    other = in_own_memory(other)
     for changed in (lambda m: m, fastplm.restore):
         model, other = changed(model), changed(other)
         assert kinds(model) == kinds(other)

@@ -25,6 +25,8 @@ from fastplm.reference.linear_cross_entropy import sample_ref
 from fastplm.reference.philox import Stream, draw
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 
+from .conftest import in_own_memory
+
 VOCAB, ROWS, LENGTH, MASK_ID = 37, 4, 9, 1
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 3 + [0] * 6])
 INDEX = torch.tensor([3, 2**40, 0, 17])
@@ -790,7 +792,9 @@ def test_options_survive_saving_and_loading(tmp_path, options):
     names = ("embedding_sharing", "objective", "generator_type", "stage", "discriminator_weight")
     assert [getattr(back.config, n) for n in names] == [getattr(model.config, n) for n in names]
     assert tied(back) == tied(model)
-    outs = [run(m.eval(), ids, labels) for m in (model, back)]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, back.state_dict()[name]), name
+    outs = [run(m.eval(), ids, labels) for m in (model, in_own_memory(back))]
     for name, value in losses(outs[0]).items():
         assert torch.equal(value, outs[1][name]), name
 
