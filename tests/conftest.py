@@ -40,6 +40,10 @@ if not torch.cuda.is_available():
     _interpret_kernels()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="what every test draws its numbers from")
+
+
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
@@ -61,5 +65,5 @@ def device(request) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
+def _seeded(request):
+    torch.manual_seed(request.config.getoption("seed"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
     ReversedReductions,
+    ShuffledReductions,
     assert_repeatable,
     assert_within_budget,
     check_error,
@@ -95,6 +98,55 @@ def test_a_gradient_that_lost_a_path_is_caught(dtype):
 def test_low_precision_inside_an_fp32_kernel_is_caught():
     with pytest.raises(BudgetExceeded, match="output: max"):
         assert_within_budget(planted("half accumulate"), attention_ref, make(torch.float32))
+
+
+@DTYPES
+@pytest.mark.parametrize("where", (*QKV, "output"))
+def test_ten_roundings_in_the_same_direction_are_caught(where, dtype):
+    """However small: PyTorch's own go in all directions."""
+    off = 1 + 10 * torch.finfo(dtype).eps
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor * off if where == "output" else tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad if where == "output" else grad * off
+
+    def systematic(**inputs):
+        if where in QKV:
+            inputs[where] = Off.apply(inputs[where])
+        out = F.scaled_dot_product_attention(**inputs)
+        return Off.apply(out) if where == "output" else out
+
+    with pytest.raises(BudgetExceeded, match=where):
+        assert_within_budget(systematic, attention_ref, make(dtype), wrt=QKV)
+
+
+def test_one_lucky_draw_of_pytorchs_is_not_the_budget():
+    inputs = dict(input=torch.rand(100) + 1)
+
+    def reference(lucky):
+        """Off by 1e-5 in fp32, but for some draws."""
+        draws = itertools.count()
+
+        def run(input):
+            exact = input.dtype is torch.float64 or next(draws) < lucky
+            return input if exact else input * (1 + 1e-5)
+
+        return run
+
+    def off(by):
+        return lambda input: input * (1 + by)
+
+    for lucky in range(5):
+        assert_within_budget(off(1.5e-5), reference(lucky), inputs)
+        with pytest.raises(BudgetExceeded, match="output"):
+            assert_within_budget(off(4e-5), reference(lucky), inputs)
+    with pytest.raises(BudgetExceeded, match="output"):
+        assert_within_budget(off(1.5e-5), reference(5), inputs)
 
 
 def cross_entropy(input, weight, target):
@@ -195,9 +247,12 @@ def test_what_depends_on_the_number_of_threads_is_not_repeatable():
     assert torch.get_num_threads() == before
 
 
-def test_reversed_reductions_change_rounding_and_nothing_else():
+@pytest.mark.parametrize(
+    "mode", (ReversedReductions(), ShuffledReductions(0)), ids=("reversed", "shuffled")
+)
+def test_reordered_reductions_change_rounding_and_nothing_else(mode):
     a, b = torch.randn(8, 1000), torch.randn(1000, 8)
-    with ReversedReductions():
+    with mode:
         product, total, soft = a @ b, a.sum(), a.softmax(-1)
     assert not torch.equal(product, a @ b)
     for got, expected in ((product, a.double() @ b.double()), (total, a.double().sum())):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -13,18 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, Trainer, TrainingArguments
 
-from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining, BertModel
 from fastplm.nn.mlm_head import mlm_loss
-from fastplm.testing import (
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
-    ReversedReductions,
-    check_error,
-    peak_bytes,
-)
+from fastplm.testing import check_in_fp64, peak_bytes
 
 VOCAB, ROWS, LENGTH = 37, 4, 9
 CONFIG = BertConfig(
@@ -106,50 +98,6 @@ def test_the_model_without_head_equals_its_parent(hold, padding):
     hold(BertModel(config()), parent, run)
 
 
-CLASSES = [
-    getattr(models, name)
-    for name in models.__all__
-    if name.startswith("Bert") and "Joint" not in name and name != "BertLMHeadModel"
-]
-
-
-@pytest.mark.parametrize("padding", ["none", "right", "left", "dead row"])
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_every_class_equals_its_parent(hold_drop_in, ours, padding):
-    hold_drop_in(ours, config(), padding)
-
-
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_every_class_equals_its_parent_in_bf16(hold_drop_in, ours):
-    hold_drop_in(ours, config(), "right", torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", ["none", "left", "dead row"])
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_every_class_equals_its_parent_in_bf16_however_padded(hold_drop_in, ours, padding):
-    hold_drop_in(ours, config(), padding, torch.bfloat16)
-
-
-@pytest.mark.parametrize("padding", ["none", "right", "left", "dead row"])
-def test_the_decoder_equals_its_parent(hold_drop_in, padding):
-    decoder = config()
-    decoder.is_decoder = True
-    hold_drop_in(models.BertLMHeadModel, decoder, padding)
-
-
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_checkpoints_go_both_ways(round_trip, ours):
-    round_trip(ours, config())
-
-
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("ours", [BertForMaskedLM, BertForPreTraining, BertModel])
-def test_a_capacity_changes_nothing(hold_drop_in, ours, padding):
-    """26 tokens lie in 30 rows, in shapes that do not depend on the batch."""
-    hold_drop_in(ours, config(), padding, unpad=30)
-
-
 def test_a_fully_padded_row_changes_nothing_for_the_others(hold):
     ids, labels = batch(MASKS["right"])
     mask = MASKS["right"].clone()
@@ -160,19 +108,6 @@ def test_a_fully_padded_row_changes_nothing_for_the_others(hold):
 
     parent = transformers.BertForMaskedLM._from_config(config(), attn_implementation="eager")
     hold(BertForMaskedLM(config()), parent, run, lambda model: run(model, 3))
-
-
-def test_mixed_precision_is_as_exact_as_the_parents(hold):
-    mask = MASKS["right"]
-    ids, labels = batch(mask)
-
-    def run(model, **extra):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(ids, attention_mask=mask, labels=labels, **extra)
-        return {"loss": out.loss, "logits": kept(out.logits, mask)}
-
-    parent = transformers.BertForMaskedLM._from_config(config(), attn_implementation="eager")
-    hold(BertForMaskedLM(config()), parent, lambda m: run(m, output_logits=True), run)
 
 
 def test_gradient_checkpointing_changes_no_bit():
@@ -317,31 +252,6 @@ def test_pretraining_equals_its_parent(hold, given):
     assert ours(ids).prediction_logits is not None and ours(ids).loss is None
 
 
-@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "BertForPreTraining"])
-def test_checkpoints_go_to_transformers_and_back(hold, tmp_path, name):
-    ours_cls = {cls.__name__: cls for cls in (BertModel, BertForMaskedLM, BertForPreTraining)}[name]
-    parent_cls = getattr(transformers, name)
-    ours = ours_cls(config()).eval()
-    ours.save_pretrained(tmp_path / "ours")
-    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert saved["architectures"] == [name]
-    assert "fastplm" not in json.dumps(saved)
-
-    parent, report = parent_cls.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    assert list(parent.state_dict()) == list(ours.state_dict())
-    parent.save_pretrained(tmp_path / "parent")
-    back, report = ours_cls.from_pretrained(tmp_path / "parent", output_loading_info=True)
-    assert not any(report.values()), report
-    assert back.config._attn_implementation == "fastplm"
-
-    ids, _ = batch()
-    assert torch.equal(ours(ids)[0], back(ids)[0])
-    hold(ours, parent, lambda model: {name: model(ids)[0]})
-
-
 # --- the tied table -------------------------------------------------------------------------------
 
 HEADS = [BertForMaskedLM, BertForPreTraining]
@@ -418,11 +328,10 @@ def test_the_tables_gradient_is_the_sum_of_both_uses():
     parent.load_state_dict(ours.state_dict())
     predictions = parent.cls.predictions
     assert predictions.decoder.weight is not parent.get_input_embeddings().weight
-    gold = words_gradient(copy.deepcopy(parent).double(), ids, labels, tied=False)
-    bases = [words_gradient(parent, ids, labels, tied=False)]
-    with ReversedReductions():
-        bases.append(words_gradient(parent, ids, labels, tied=False))
-    check_error(WORDS, words_gradient(ours, ids, labels), gold, bases, GRADIENT_FACTOR, [gold])
+    single = words_gradient(parent, ids, labels, tied=False)
+    gold = words_gradient(parent.double(), ids, labels, tied=False)
+    out = words_gradient(ours.double(), ids, labels)
+    check_in_fp64({WORDS: out}, {WORDS: gold}, {WORDS: single})
 
 
 class Tables(TorchDispatchMode):
@@ -536,13 +445,13 @@ def test_trainer_passes_the_number_of_labels(tmp_path):
 
 
 @pytest.mark.parametrize("cls", [BertForMaskedLM, BertForPreTraining])
-def test_compiled_once_for_all_batches_of_a_shape(cls):
+def test_compiled_once_for_all_batches_of_a_shape(hold, cls):
     torch._dynamo.reset()
     model = cls(config())
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     mask = MASKS["right"]
-    for step in range(4):
+    for step in range(2):
         ids, labels = batch(mask)
         positions = padded_positions(labels, spare=ROWS * LENGTH)[: ROWS * LENGTH]
         arguments = {
@@ -551,11 +460,11 @@ def test_compiled_once_for_all_batches_of_a_shape(cls):
             "masked_positions": positions,
             "num_items_in_batch": torch.tensor(5 + step),
         }
-        loss = compiled(ids, **arguments).loss
-        loss.backward()
-        gold = copy.deepcopy(model).double()(ids, **arguments).loss
-        eager = model(ids, **arguments, unpad=False).loss
-        check_error("loss", loss, gold, [eager, model(ids, **arguments).loss], FORWARD_FACTOR)
+
+        def run(model, ids=ids, arguments=arguments, **more):
+            return {"loss": model(ids, **arguments, **more).loss}
+
+        hold(model, model, lambda _, run=run: run(compiled), lambda m, run=run: run(m, unpad=False))
     assert counter.frame_count == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from fastplm.models import (
     GPT2Model,
     _gpt,
 )
-from fastplm.testing import FORWARD_FACTOR, check_error
 
 VOCAB, ROWS, LENGTH = 37, 4, 9
 CONFIG = GPT2Config(
@@ -56,37 +54,6 @@ def config(**changed):
 def parent_of(ours, config):
     parent = getattr(transformers, ours.__name__)
     return parent._from_config(config, attn_implementation="eager")
-
-
-@pytest.mark.parametrize("padding", ["none", "right", "left", "dead row"])
-@pytest.mark.parametrize("ours", CLASSES, **NAME)
-def test_every_class_equals_its_parent(hold_drop_in, ours, padding):
-    if padding == "left" and ours.__name__.endswith("QuestionAnswering"):
-        pytest.skip("its loss runs over padding, which sees nothing where it lies at the left")
-    hold_drop_in(ours, config(), padding)
-
-
-@pytest.mark.parametrize("ours", CLASSES, **NAME)
-def test_every_class_equals_its_parent_in_bf16(hold_drop_in, ours):
-    hold_drop_in(ours, config(), "right", torch.bfloat16)
-
-
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("ours", [GPT2LMHeadModel, GPT2DoubleHeadsModel], **NAME)
-def test_a_capacity_changes_nothing(hold_drop_in, ours, padding):
-    rows = 30 if ours is GPT2LMHeadModel else 90
-    hold_drop_in(ours, config(), padding, unpad=rows)
-
-
-@pytest.mark.parametrize("ours", CLASSES, **NAME)
-def test_checkpoints_go_both_ways(round_trip, ours):
-    round_trip(ours, config())
-
-
-@pytest.mark.parametrize("ours", CLASSES, **NAME)
-def test_arguments_come_in_the_parents_order(ours):
-    theirs = list(inspect.signature(getattr(transformers, ours.__name__).forward).parameters)[:-1]
-    assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
 
 
 def batch(mask=None):
@@ -245,7 +212,7 @@ def test_classification_with_other_losses(hold, kind):
     ids = batch(RIGHT)
 
     def run(model):
-        out = model(ids, attention_mask=RIGHT, labels=labels)
+        out = model(ids, attention_mask=RIGHT, labels=labels.to(model.dtype))
         return {"loss": out.loss, "logits": out.logits}
 
     ours = GPT2ForSequenceClassification(copy.deepcopy(changed))
@@ -383,7 +350,7 @@ def test_generation_gives_the_parents_tokens(search, cache):
     [GPT2LMHeadModel, pytest.param(GPT2DoubleHeadsModel, marks=pytest.mark.slow)],
     **NAME,
 )
-def test_compiled_once_for_all_batches_of_a_shape(ours):
+def test_compiled_once_for_all_batches_of_a_shape(hold, ours):
     torch._dynamo.reset()
     model = ours(config())
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -394,9 +361,14 @@ def test_compiled_once_for_all_batches_of_a_shape(ours):
         inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
         if ours is GPT2DoubleHeadsModel:
             inputs["mc_token_ids"] = mask.sum(1) - 1
-        loss = compiled(**inputs, unpad=30).loss
-        loss.backward()
-        gold = copy.deepcopy(model).double()(**inputs).loss
-        bases = [model(**inputs, unpad=False).loss, model(**inputs).loss]
-        check_error("loss", loss, gold, bases, FORWARD_FACTOR)
+
+        def run(model, inputs=inputs, **more):
+            return {"loss": model(**inputs, **more).loss}
+
+        hold(
+            model,
+            model,
+            lambda _, run=run: run(compiled, unpad=30),
+            lambda m, run=run: run(m, unpad=False),
+        )
     assert counter.frame_count == 1

@@ -24,8 +24,9 @@ from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     RMS_FACTOR,
-    ReversedReductions,
     check_error,
+    check_in_fp64,
+    rerounded,
 )
 
 from .conftest import FAMILIES, PADDINGS, small_config
@@ -47,8 +48,8 @@ MASK = PADDINGS["right"]
 ROWS, LENGTH = MASK.shape
 
 
-def ours_of(family, **changed):
-    torch.manual_seed(1)
+def ours_of(family, seed=1, **changed):
+    torch.manual_seed(seed)
     return getattr(models, LANGUAGE_MODELS[family])(small_config(family, **changed))
 
 
@@ -251,7 +252,7 @@ def test_a_model_on_another_device_looks_at_no_value(family):
 
 @every_family
 def test_half_precision_is_as_exact_as_the_parents(family):
-    """fp16, to predict with; bf16 and gradients are in the tests of each family."""
+    """fp16, to predict with; bf16 and gradients are in the contract."""
     inputs = batch()
     labels = inputs.pop("labels")
     if family in ("bart", "t5"):
@@ -265,19 +266,16 @@ def test_half_precision_is_as_exact_as_the_parents(family):
 
     ours, parent = ours_of(family).half(), parent_of(family).half()
     parent.load_state_dict(ours.state_dict())
-    bases = [run(parent)]
-    with ReversedReductions():
-        bases.append(run(parent))
+    bases = [run(parent), *map(run, rerounded(parent))]
     check_error("logits", run(ours), run(parent.double()), bases, FORWARD_FACTOR)
 
 
 @every_family
 def test_autocast_is_as_exact_as_the_parents(family):
-    """Over several models, as in 16 bits one tiny model is luck."""
-    ours, parents = [], []
-    for seed in range(4):
-        torch.manual_seed(seed)
-        inputs, model, parent = batch(), ours_of(family), parent_of(family)
+    """In the middle of several models: in 16 bits one tiny model is luck, and some are far off."""
+    ratios = []
+    for seed in range(6):
+        inputs, model, parent = batch(seed=seed), ours_of(family, seed), parent_of(family)
         parent.load_state_dict(model.state_dict())
 
         def gradient(model, enabled=True, inputs=inputs):
@@ -293,10 +291,10 @@ def test_autocast_is_as_exact_as_the_parents(family):
             parent.set_attn_implementation("sdpa")
             measured.append(gradient(parent))
         gold = gradient(parent.double(), enabled=False)
-        ours.append(float((gradient(model) - gold).norm() / gold.norm()))
-        parents.append(max(float((error - gold).norm() / gold.norm()) for error in measured))
-    assert sum(ours) <= RMS_FACTOR * sum(parents), (ours, parents)
-    assert sum(ours) > 0, "autocast rounds"
+        error = float((gradient(model) - gold).norm())
+        assert error > 0, "autocast rounds"
+        ratios.append(error / max(float((other - gold).norm()) for other in measured))
+    assert math.prod(ratios) ** (1 / len(ratios)) <= RMS_FACTOR, ratios
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -386,28 +384,16 @@ def test_trainer_accumulates_to_the_gradients_of_one_batch(tmp_path):
     counts = (batch()["labels"] != -100).sum(1)
     assert len(set(counts.tolist())) > 1, "a mean of means would be wrong"
 
-    gold = parent_of("bert").double()
-    gold.load_state_dict(start)
-    gold(**batch()).loss.backward()
-    bases = []
-    for implementation in ("eager", "sdpa"):
-        parent = parent_of("bert", implementation)
+    measured = []
+    for dtype in (torch.float64, torch.float32):
+        parent = parent_of("bert").to(dtype)
         parent.load_state_dict(start)
-        bases.append(trained(parent, tmp_path / implementation, ROWS, 1)[1])
-    truth = gradients(gold)
+        parent(**batch()).loss.backward()
+        measured.append(gradients(parent))
     for how, rows in (("whole", ROWS), ("halves", ROWS // 2)):
-        trainer, seen = trained(ours_of("bert"), tmp_path / how, rows, ROWS // rows)
+        trainer, seen = trained(ours_of("bert").double(), tmp_path / how, rows, ROWS // rows)
         assert trainer.model_accepts_loss_kwargs
-        assert seen.keys() == truth.keys()
-        for name, gradient in seen.items():
-            check_error(
-                name,
-                gradient,
-                truth[name],
-                [base[name] for base in bases],
-                GRADIENT_FACTOR,
-                tuple(truth.values()),
-            )
+        check_in_fp64(seen, *measured)
         assert not same(trainer.model.state_dict(), start)
 
 
@@ -477,26 +463,14 @@ def test_two_processes_make_the_gradients_of_one(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     both = torch.load(tmp_path / "gradients.pt")
 
-    def of(model, **options):
+    def of(model):
         model.load_state_dict(given["state"])
-        model.zero_grad()
-        model(**batch(), **options).loss.backward()
+        model(**batch()).loss.backward()
         return gradients(model)
 
-    truth = of(parent_of("bert").double())
-    bases = [of(parent_of("bert", name)) for name in ("eager", "sdpa")]
-    bases.append(of(model, unpad=False))
+    measured = of(parent_of("bert").double()), of(parent_of("bert"))
     for way in ("data_parallel", "sharded"):
-        assert both[way].keys() == truth.keys()
-        for name, gradient in both[way].items():
-            check_error(
-                f"{way}: {name}",
-                gradient,
-                truth[name],
-                [base[name] for base in bases],
-                GRADIENT_FACTOR,
-                tuple(truth.values()),
-            )
+        check_in_fp64(both[way], *measured)
 
 
 # --- tracing --------------------------------------------------------------------------------------
@@ -614,21 +588,16 @@ def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, opti
             copy.deepcopy(config), attn_implementation="eager", dtype=dtype
         )
         other.load_state_dict(model.state_dict())
-        return answers(other.eval())
+        return other.eval()
 
     with record_decisions() as decisions:
         given = answers(model)
     assert {decision.op for decision in decisions} & {"attention", "attention_varlen"}
-    base, gold = parent(torch.float32), parent(torch.float64)
+    gold = answers(parent(torch.float64))
     if task != "feature-extraction":
         assert words(given) == words(gold)
-    if numbers(gold):
-        check_error(
-            task,
-            torch.tensor(numbers(given), dtype=torch.float32),
-            torch.tensor(numbers(gold), dtype=torch.float64),
-            [torch.tensor(numbers(base), dtype=torch.float32)],
-            GRADIENT_FACTOR,
-        )
-    else:
-        assert task == "text-generation"
+    assert numbers(gold) or task == "text-generation"
+    # The pipelines themselves round their answers to fp32.
+    truth = torch.tensor(numbers(gold), dtype=torch.float64)
+    bases = [torch.tensor(numbers(answers(each))) for each in rerounded(parent(torch.float32))]
+    check_error(task, torch.tensor(numbers(given)), truth, bases, GRADIENT_FACTOR)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch._dynamo.testing
 import transformers
 from transformers import RobertaConfig
 
-from fastplm import models
 from fastplm.models import RobertaForCausalLM, RobertaForMaskedLM, RobertaModel
 from fastplm.models._ragged import RaggedBatch
 
@@ -30,8 +28,6 @@ CONFIG = RobertaConfig(
 )
 RIGHT = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
 LEFT = RIGHT.flip(1)
-CLASSES = [getattr(models, name) for name in models.__all__ if name.startswith("Roberta")]
-PADDINGS = ["none", "right", "left", "dead row"]
 
 
 def config(**fields):
@@ -39,10 +35,6 @@ def config(**fields):
     for name, value in fields.items():
         setattr(changed, name, value)
     return changed
-
-
-def config_of(ours):
-    return config(is_decoder=ours is RobertaForCausalLM)
 
 
 def batch(mask=None):
@@ -57,36 +49,6 @@ def batch(mask=None):
 def parent_of(ours, config):
     parent = getattr(transformers, ours.__name__)
     return parent._from_config(copy.deepcopy(config), attn_implementation="eager")
-
-
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_every_class_equals_its_parent(hold_drop_in, ours, padding):
-    hold_drop_in(ours, config_of(ours), padding)
-
-
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_every_class_equals_its_parent_in_bf16(hold_drop_in, ours):
-    hold_drop_in(ours, config_of(ours), "right", torch.bfloat16)
-
-
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_checkpoints_go_both_ways(round_trip, ours):
-    round_trip(ours, config_of(ours))
-
-
-@pytest.mark.parametrize("ours", CLASSES, ids=lambda ours: ours.__name__)
-def test_the_first_arguments_stand_in_the_parents_order(ours):
-    def first(cls):
-        return list(inspect.signature(cls.forward).parameters)[:6]
-
-    assert first(ours) == first(getattr(transformers, ours.__name__))
-
-
-@pytest.mark.parametrize("ours", [RobertaForMaskedLM, RobertaModel])
-def test_a_capacity_changes_nothing(hold_drop_in, ours):
-    """24 tokens lie in 30 rows, in shapes that do not depend on the batch."""
-    hold_drop_in(ours, config(), "left", unpad=30)
 
 
 def test_compiled_once_for_all_paddings(hold):
@@ -189,6 +151,9 @@ def test_cross_attention_of_two_paddings_equals_the_parents(hold, mask, packed):
     given = {"encoder_hidden_states": states, "encoder_attention_mask": mask_of_states}
     rows = RaggedBatch.of(mask_of_states)
     ours_given = given
+    if mask is not None:
+        # What padding at the left predicts, having seen nothing, each implementation says itself.
+        labels = labels.masked_fill((mask & mask.roll(1, 1)) == 0, -100)
     if packed:
         ours_given = {"encoder_hidden_states": rows.pack_rows(states), "encoder_rows": rows}
 

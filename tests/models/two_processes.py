@@ -31,7 +31,7 @@ def loss_of(model, batch, rank):
 
 
 def data_parallel(config, state, batch, rank):
-    model = BertForMaskedLM(config)
+    model = BertForMaskedLM(config).double()
     model.load_state_dict(state)
     wrapped = DistributedDataParallel(model)
     loss_of(wrapped, batch, rank).backward()
@@ -39,7 +39,7 @@ def data_parallel(config, state, batch, rank):
 
 
 def sharded(config, state, batch, rank):
-    model = TheirBertForMaskedLM(config)
+    model = TheirBertForMaskedLM(config).double()
     model.load_state_dict(state)
     fastplm.accelerate(model)
     mesh = init_device_mesh("cpu", (WORLD,))
