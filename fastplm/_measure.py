@@ -10,8 +10,10 @@ import datetime
 import itertools
 import json
 import math
+import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +24,12 @@ import torch.nn.functional as F
 
 from fastplm import _measured, ops
 from fastplm._backends import use_backend
+from fastplm._checks import DataError, check_choice, message
 
 Call = Callable[[], Any]
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_HALF)
+_MEASURED = ("attention", "dropout", "gelu", "linear", "rms_norm")
 _ROUNDS = 7
 #: Of one side in a round, so that the clock sees more than its own grain; and of a whole cell.
 _SLICE, _MOST = 2e-3, 0.5
@@ -58,7 +62,13 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
     Args:
         write: is told each series as it is done.
         only: names of ops; none means all. What the file has of others is kept.
+
+    Raises:
+        ArgumentValueError: an op that has nothing to choose.
+        DataError: the file cannot be written.
     """
+    for name in only:
+        check_choice("measure", "ops", name, _MEASURED)
     path = _measured.own_table()
     try:
         contents = json.loads(path.read_text())
@@ -84,10 +94,28 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         )._asdict()
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
         write(f"{plan.op} {name}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as PyTorch's")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_dump(contents))
+        _write(path, _dump(contents))
     _measured.table.cache_clear()
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All of a file or none of it: what reads it meanwhile finds the one before."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise DataError(
+            message(
+                "measure",
+                "cache",
+                f"{path.parent} ({error.strerror})",
+                "a folder that can be written",
+                "Set XDG_CACHE_HOME to another one.",
+            )
+        ) from error
 
 
 def _dump(contents: dict[str, Any]) -> str:

@@ -22,6 +22,8 @@ import torch
 from fastplm import _extension
 
 LEVELS = ("baseline", "avx2", "avx512")
+#: Doublings from the nearest measurement from which on it says nothing.
+_FAR = 6
 
 
 class CallClass(NamedTuple):
@@ -39,11 +41,14 @@ class Series(NamedTuple):
     ours: list[float]  # microseconds
     stock: list[float]
 
-    def speedup(self, sizes: Sequence[int]) -> float:
+    def speedup(self, sizes: Sequence[int]) -> float | None:
+        """That of the nearest sizes, None where all that were measured are far away."""
         place = 0
         for size, axis in zip(sizes, self.axes, strict=True):
-            nearest = min(range(len(axis)), key=lambda i: abs(math.log(max(size, 1) / axis[i])))
-            place = place * len(axis) + nearest
+            away = [abs(math.log2(max(size, 1) / point)) for point in axis]
+            if min(away) > _FAR:
+                return None
+            place = place * len(axis) + away.index(min(away))
         return self.stock[place] / self.ours[place]
 
 

@@ -81,6 +81,8 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     sources |= {f"fastplm/{path.relative_to(ROOT)}" for path in python("triton_kernels")}
     assert modules == {name.replace(os.sep, "/") for name in sources}
     assert any(name.startswith("fastplm/triton_kernels/") for name in modules)
+    tables = {name for name in files(wheel) if name.endswith(".json")}
+    assert tables == {f"fastplm/measured/{p.name}" for p in (ROOT / "fastplm/measured").glob("*")}
 
 
 def test_wheel_carries_the_license(wheel):

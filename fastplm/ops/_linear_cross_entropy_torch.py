@@ -153,7 +153,12 @@ def _row_block(
 ) -> Tensor:
     """Statistics of whole rows of logits, which become their softmax, in place."""
     cooled = call.seed is not None and call.temperature != 1.0
-    if _ROWS_IN_CPP and z.dtype is torch.float32 and not call.need_argmax and not cooled:
+    weights = None
+    if _ROWS_IN_CPP and z.dtype is torch.float32:
+        if call.need_argmax:
+            statistics.argmax[here] = z.argmax(1)
+        if cooled:
+            weights = ((z - z.amax(1, keepdim=True)) / call.temperature).exp_()
         picked = z.gather(1, target).squeeze(1)
         m_i, l_i, below, _ = torch.ops.fastplm_C.softmax_statistics.default(z, False, True, 0.0)
         statistics.m_i[here], statistics.l_i[here] = m_i, l_i
@@ -161,7 +166,8 @@ def _row_block(
         if call.label_smoothing:
             statistics.mean[here] = below / z.shape[1]
         if call.seed is not None:
-            statistics.sample[here] = _inverse_cdf(z, statistics.level[here])
+            weights = z if weights is None else weights
+            statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
         return z
     if call.need_argmax:
         m_i, statistics.argmax[here] = z.max(1)
@@ -172,7 +178,6 @@ def _row_block(
     statistics.picked[here] = z.gather(1, target).squeeze(1)
     if call.label_smoothing:
         statistics.mean[here] = z.mean(1)
-    weights = None
     if cooled:
         weights = (z / call.temperature).exp_()
     z.exp_()

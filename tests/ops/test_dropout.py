@@ -190,7 +190,7 @@ def backends_of(function, *arguments) -> list[str]:
 
 
 @needs_csrc
-def test_the_layer_draws_by_the_op_where_it_is_worth_it():
+def test_the_layer_draws_by_the_op_where_it_is_faster():
     layer, large = Dropout(0.1), torch.randn(LARGE)
     assert backends_of(layer, large) == ["cpp"]
     assert backends_of(layer, large.bfloat16()) == ["cpp"]

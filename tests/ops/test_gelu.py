@@ -200,7 +200,7 @@ def backends_of(function, *arguments) -> list[str]:
 
 
 @needs_csrc
-def test_the_layer_takes_the_op_where_it_is_worth_it():
+def test_the_layer_takes_the_op_where_it_is_faster():
     layer, large = GELU("tanh"), torch.randn(LARGE)
     assert backends_of(layer, large) == ["cpp"]
     assert backends_of(layer, large.bfloat16()) == ["cpp"]

@@ -16,7 +16,7 @@ from fastplm._backends import record_decisions
 from fastplm._checks import BackendError
 from fastplm.models._gpt import Conv1D
 from fastplm.nn import Linear
-from fastplm.ops.linear import is_worth_it
+from fastplm.ops.linear import OP
 from fastplm.reference.linear import linear_ref
 from fastplm.testing import (
     LAYOUTS,
@@ -222,61 +222,46 @@ def backend_of(*arguments: torch.Tensor) -> str:
     return decisions[-1].backend
 
 
-@pytest.fixture(params=[False, True], ids=["fast blas", "slow blas"])
-def slow(request, monkeypatch) -> bool:
-    monkeypatch.setattr(MODULE, "_BLAS_IS_SLOW", request.param)
-    monkeypatch.setattr(MODULE, "_VECTOR", 16)
-    monkeypatch.setattr(MODULE, "_SLOW_DTYPES", frozenset(DTYPES[1:]))
-    return request.param
+@pytest.fixture
+def few_rows(measured) -> None:
+    """A table in which products of 2 to 48 rows with a large weight are ours."""
+    measured.ours = lambda op, form, dtype, sizes: 2 <= sizes[0] <= 48 and sizes[1] >= 1 << 17
 
 
-def test_only_where_pytorch_is_slow(slow):
-    large, small = torch.randn(512, 512), torch.randn(8, 256)
-    assert backend_of(large, large) == ("cpp" if slow else "eager")
-    assert backend_of(small, small) == "eager"
-    assert backend_of(large.double(), large.double()) == "eager"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert backend_of(large, large) == "eager"
-        assert ops.linear(large, large).dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("vector", [16, 8, 0])
-def test_few_rows_where_the_vectors_are_known(monkeypatch, slow, vector):
-    monkeypatch.setattr(MODULE, "_BLAS_IS_SLOW", False)
-    monkeypatch.setattr(MODULE, "_VECTOR", vector)
+def test_it_runs_where_it_was_measured_to_be_faster(few_rows):
     weight = torch.randn(512, 512)
 
     def ours(weight):
-        return [n for n in (1, 2, 3, 8, 9, 48, 56, 57, 97) if goes(torch.randn(n, 512), weight)]
+        return [n for n in (1, 2, 48, 49) if goes(torch.randn(n, weight.shape[1]).to(weight.dtype), weight)]
 
     def goes(rows, weight):
-        assert is_worth_it(rows, weight) == (backend_of(rows, weight) == "cpp")
-        return is_worth_it(rows, weight)
+        assert OP.is_faster(rows, weight) == (backend_of(rows, weight) == "cpp")
+        return OP.is_faster(rows, weight)
 
-    few = {16: [3, 8, 9, 48], 8: [3, 8], 0: []}[vector]
-    more = [56] if vector == 16 else []
-    assert ours(weight) == few + more
-    assert ours(by_columns(weight)) == ([2] if vector else []) + few
-    narrow, wide = torch.randn(384, 512), torch.randn(2048, 512)
-    assert (ours(narrow), ours(by_columns(narrow))) == (few + more, [])
-    assert ours(wide) == few + more + ([57] if more else [])
+    assert ours(weight) == ours(by_columns(weight)) == ours(weight.half()) == [2, 48]
     assert ours(torch.randn(8, 512)) == []
+    eight = torch.randn(8, 512)
+    assert backend_of(eight.double(), weight.double()) == "eager"
+    assert "measured 2.00x as fast" in fastplm.explain(ops.linear, torch.randn(49, 512), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert backend_of(eight, weight) == "eager"
+        assert ops.linear(eight, weight).dtype is torch.bfloat16
 
 
-def test_half_precision_where_the_cpu_has_none(monkeypatch, slow):
-    for dtype in DTYPES[1:]:
-        weight = torch.randn(512, 512).to(dtype)
-        assert backend_of(weight, weight) == "cpp"
-        assert backend_of(weight[:1], weight.t()) == "cpp"
-        assert backend_of(weight[:4, :64], weight[:64, :64]) == "eager"
-    assert backend_of(weight[:1], weight) == "cpp"
-    assert backend_of(weight[:1].half(), weight.half()) == "eager"
-    monkeypatch.setattr(MODULE, "_SLOW_DTYPES", frozenset())
-    assert backend_of(weight, weight) == "eager"
+def test_a_weight_is_told_apart_by_how_it_lies(measured):
+    seen = []
+    measured.ours = lambda op, form, dtype, sizes: seen.append((form, dtype, sizes))
+    weight = torch.randn(16, 8)
+    OP.is_faster(torch.randn(3, 8), weight)
+    OP.is_faster(torch.randn(2, 3, 8).half(), by_columns(weight.half()))
+    assert seen == [
+        ("linear", torch.float32, (3, 128)),
+        ("conv1d", torch.float16, (6, 128)),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_few_rows(slow, dtype):
+def test_gradients_of_few_rows(few_rows, dtype):
     """Each product of the backward is ours or PyTorch's, as it pays."""
     inputs = make(8, 512, 512, dtype)
     assert backend_of(*inputs.values()) == "cpp"
@@ -285,7 +270,7 @@ def test_gradients_of_few_rows(slow, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(8, 512), (2, 4, 512), (1, 3, 512)], ids=str)
-def test_a_layer_without_gradients_takes_one_call(slow, shape, dtype, monkeypatch):
+def test_a_layer_without_gradients_takes_one_call(few_rows, shape, dtype, monkeypatch):
     layer = Linear(512, 384).to(dtype)
     wide = torch.randn(*shape[:-1], 1024).to(dtype)
     calls = []
@@ -307,7 +292,7 @@ def test_a_layer_without_gradients_takes_one_call(slow, shape, dtype, monkeypatc
 
 
 @pytest.mark.parametrize("bad", ["bias", "dtype", "shape"])
-def test_a_layer_refuses_what_pytorch_refuses(slow, bad):
+def test_a_layer_refuses_what_pytorch_refuses(few_rows, bad):
     layer, rows = Linear(512, 512), torch.randn(8, 512)
     if bad == "bias":
         layer.bias = nn.Parameter(layer.bias.bfloat16())
@@ -319,7 +304,7 @@ def test_a_layer_refuses_what_pytorch_refuses(slow, bad):
         layer(rows)
 
 
-def test_a_batch_of_one_token_each_goes_through_it(slow):
+def test_a_batch_of_one_token_each_goes_through_it(few_rows):
     """Generation, as GPT-2 does it: Conv1D, whose weight lies by rows."""
     layer, tokens = Conv1D(512, 512), torch.randn(4, 1, 512)
     with record_decisions() as decisions:
@@ -332,14 +317,14 @@ def test_a_batch_of_one_token_each_goes_through_it(slow):
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "torch", "cpp", "triton"])
-def test_a_layer_runs_under_any_setting(slow, backend):
+def test_a_layer_runs_under_any_setting(few_rows, backend):
     layer, rows = Linear(256, 256), torch.randn(256, 256)
     with fastplm.use_backend(backend):
         out = layer(rows)
     torch.testing.assert_close(out, nn.Linear.forward(layer, rows))
 
 
-def test_a_layer_under_transforms(slow):
+def test_a_layer_under_transforms(few_rows):
     layer, rows = Linear(256, 256), torch.randn(256, 256)
     torch.testing.assert_close(torch.vmap(layer)(rows), layer(rows))
     grad = torch.func.grad(lambda x: layer(x).sum())(rows)
@@ -363,7 +348,7 @@ def test_errors(change, message):
         ops.linear(**make() | change)
 
 
-def test_a_bias_of_another_dtype_is_refused_as_by_torch(slow):
+def test_a_bias_of_another_dtype_is_refused_as_by_torch(few_rows):
     large = torch.randn(256, 256)
     with pytest.raises(RuntimeError, match="dtype"):
         ops.linear(large, large, torch.randn(256).bfloat16())

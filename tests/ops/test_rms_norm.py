@@ -284,7 +284,7 @@ def switched(layer: nn.Module) -> nn.Module:
 
 @needs_csrc
 @pytest.mark.parametrize("make", [pytorchs, t5s])
-def test_a_layer_takes_the_op_where_it_is_worth_it(make):
+def test_a_layer_takes_the_op_where_it_is_faster(make):
     layer, large = switched(make()), torch.randn(LARGE)
     assert type(layer).__module__.startswith("fastplm.")
     assert backends_of(layer, large) == ["cpp"]

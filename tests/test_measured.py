@@ -1,0 +1,111 @@
+"""The table of what is faster where: look-ups, files, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fastplm
+from fastplm import _measure, _measured, cli, ops
+from fastplm._measured import CallClass, Series, Table
+from fastplm._registry import OPS
+
+# Before any test has put its own table in the way.
+_TABLE = _measured.table
+needs_csrc = pytest.mark.skipif(_measured.level() == "none", reason="csrc/ is not built")
+
+
+@pytest.fixture
+def on_disk(monkeypatch, tmp_path):
+    """The tables of files, in an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_measured, "table", _TABLE)
+    _TABLE.cache_clear()
+    yield tmp_path
+    _TABLE.cache_clear()
+
+
+def test_the_nearest_sizes_count():
+    series = Series([[1, 10], [100, 1000, 10000]], [1.0] * 6, [0.1, 0.2, 0.3, 1.1, 1.2, 1.3])
+    assert series.speedup((1, 100)) == 0.1
+    assert series.speedup((2, 500)) == 0.2
+    assert series.speedup((4, 200)) == 1.1
+    assert series.speedup((0, 50000)) == 0.3
+    assert series.speedup((600, 3000)) == 1.2
+    assert series.speedup((700, 3000)) is None and series.speedup((1, 10**6)) is None
+
+
+def test_what_nobody_measured_is_pytorchs(monkeypatch):
+    monkeypatch.setattr(_measured, "table", lambda: Table(None, {}))
+    assert "nobody measured" in _measured.slower("gelu", CallClass("forward", torch.float32, (9,)))
+    if _measured.level() != "none":
+        assert "nobody measured" in fastplm.explain(ops.gelu, torch.randn(1 << 16), approximate="tanh")
+
+
+@pytest.mark.parametrize("path", sorted(_measured.shipped_table().parent.glob("*.json")), ids=str)
+def test_a_shipped_table_is_whole(path):
+    contents = json.loads(path.read_text())
+    assert contents["kind"] == path.stem and contents["torch"] and contents["date"]
+    measured = {name for name, op in OPS.items() if op.backends.get("cpp", None) is not None}
+    assert set(contents["ops"]) <= measured
+    for series in contents["ops"].values():
+        for each in series.values():
+            series = Series(**each)
+            cells = 1
+            for axis in series.axes:
+                assert axis == sorted(set(axis))
+                cells *= len(axis)
+            assert len(series.ours) == len(series.stock) == cells
+            assert min(series.ours + series.stock) > 0
+
+
+def test_a_table_of_ones_own_comes_first(on_disk):
+    one = {"axes": [[1]], "ours": [1.0], "stock": [3.0]}
+    key = f"forward {_measured.dtype_key(torch.float32)}"
+    contents = {"cpu": _measured.cpu_model(), "ops": {"gelu": {key: one}}}
+    _measured.own_table().parent.mkdir(parents=True)
+    _measured.own_table().write_text(json.dumps(contents))
+    assert _measured.table().path == _measured.own_table()
+    assert _measured.table().speedup("gelu", "forward", torch.float32, (5,)) == 3.0
+    _measured.own_table().write_text(json.dumps(contents | {"cpu": "another"}))
+    _TABLE.cache_clear()
+    assert _measured.table().path in (_measured.shipped_table(), None)
+
+
+def test_a_broken_table_is_passed_over(on_disk):
+    _measured.own_table().parent.mkdir(parents=True)
+    _measured.own_table().write_text('{"cpu": ')
+    assert _measured.table().path in (_measured.shipped_table(), None)
+
+
+@needs_csrc
+def test_the_command_measures_and_its_figures_are_used(on_disk, monkeypatch, capsys):
+    def cell(ours, stock):
+        torch.testing.assert_close(ours(), stock(), rtol=0.05, atol=0.05)
+        return 2.0, 7.0
+
+    monkeypatch.setattr(_measure, "_cell", cell)
+    monkeypatch.setattr(_measure, "_DTYPES", (torch.float32,))
+    assert cli.main(["measure", "gelu", "rms_norm"]) == 0
+    said = capsys.readouterr().out
+    assert "gelu forward float32 native: 3.50 to 3.50 times as fast" in said
+    assert str(_measured.own_table()) in said and _measured.table().path == _measured.own_table()
+    assert set(_measured.table().contents["ops"]) == {"gelu", "rms_norm"}
+    assert "-> cpp" in fastplm.explain(ops.gelu, torch.randn(512), approximate="tanh")
+    # What was measured of other ops stays.
+    assert cli.main(["measure", "gelu"]) == 0
+    assert set(json.loads(_measured.own_table().read_text())["ops"]) == {"gelu", "rms_norm"}
+
+
+def test_an_unknown_op_is_refused(on_disk, capsys):
+    assert cli.main(["measure", "nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert not _measured.own_table().exists()
+
+
+def test_the_command_says_where_the_table_is(on_disk):
+    said = fastplm.info()
+    assert f"vector instructions of csrc/: {_measured.level()}" in said
+    assert "measured speeds: " in said
