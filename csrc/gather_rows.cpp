@@ -106,10 +106,10 @@ Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int
       sum_slots<float, float>(grad_out, positions, grad_input);
       break;
     case ScalarType::Half:
-      sum_slots<c10::Half, float>(grad_out, positions, grad_input);
+      sum_slots<Fp16, float>(grad_out, positions, grad_input);
       break;
     default:
-      sum_slots<c10::BFloat16, float>(grad_out, positions, grad_input);
+      sum_slots<Bf16, float>(grad_out, positions, grad_input);
   }
   return grad_input;
 }

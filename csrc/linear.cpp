@@ -118,19 +118,6 @@ void run_store(int64_t rows, int64_t columns, const float* from, const T* bias, 
   }
 }
 
-template <typename T>
-struct Stored {
-  using Type = T;
-};
-template <>
-struct Stored<c10::Half> {
-  using Type = Fp16;
-};
-template <>
-struct Stored<c10::BFloat16> {
-  using Type = Bf16;
-};
-
 struct alignas(64) Line {
   float each[kCacheLine];
 };
@@ -138,18 +125,17 @@ struct alignas(64) Line {
 template <typename T>
 void product_of_few(const Operand& a, const Operand& b, const std::optional<Tensor>& bias,
                     Tensor& out) {
-  using Type = typename Stored<T>::Type;
   const int64_t depth = a.columns, columns = b.columns;
   const bool by_rows = b.col == 1;
   const int64_t b_stride = by_rows ? b.row : b.col;
-  const Way<Type> way = way_of<Type>(a.rows, by_rows);
+  const Way<T> way = way_of<T>(a.rows, by_rows);
   // A line of the cache more, so that rows do not compete for the same places in it.
   const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
   const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
   const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
   const Dense<T> first(bias);
   const T* left = static_cast<const T*>(a.data);
-  const Type* right = static_cast<const Type*>(b.data);
+  const T* right = static_cast<const T*>(b.data);
   T* to = static_cast<T*>(out.mutable_data_ptr());
   const int64_t room = round_up(std::min(kFewRows, a.rows), way.tile);
   const std::unique_ptr<Line[]> buffer(new Line[room * stride / kCacheLine]);

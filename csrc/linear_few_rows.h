@@ -15,14 +15,6 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// The bits of floating-point numbers in 16 bits.
-struct Bf16 {
-  uint16_t bits;
-};
-struct Fp16 {
-  uint16_t bits;
-};
-
 // How much of K goes through the tiles of a few columns before the next: the first-level cache holds
 // that of B for the next rows of A.
 constexpr int64_t kInnerDepth = 768;

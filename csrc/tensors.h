@@ -4,12 +4,11 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <initializer_list>
 #include <optional>
 
+#include "half.h"
 #include "rows.h"
 
 namespace fastplm {
@@ -23,7 +22,7 @@ template <typename T>
 struct Dense {
   explicit Dense(const std::optional<Tensor>& given)
       : tensor(given ? torch::stable::contiguous(*given) : Tensor()), defined(given.has_value()) {}
-  const T* data() const { return defined ? tensor.template const_data_ptr<T>() : nullptr; }
+  const T* data() const { return defined ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr; }
 
   const Tensor tensor;
   const bool defined;
@@ -64,9 +63,9 @@ void with_floating_type(const Tensor& tensor, const Function& function) {
     case ScalarType::Float:
       return function(float{});
     case ScalarType::Half:
-      return function(c10::Half{});
+      return function(Fp16{});
     default:
-      return function(c10::BFloat16{});
+      return function(Bf16{});
   }
 }
 

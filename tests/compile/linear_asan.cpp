@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 
+#include "half.h"
 #include "sizes.h"
 #include "one_level.h"
 
@@ -81,17 +82,11 @@ struct Eighth {
   operator float() const { return static_cast<float>(value) / 8.0f; }
   operator Bf16() const {
     const float number = *this;
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    return {static_cast<uint16_t>(bits >> 16)};
+    return Bf16(number);
   }
   operator Fp16() const {
-    const int magnitude = std::abs(value), sign = value < 0 ? 0x8000 : 0;
-    if (magnitude == 0) return {0};
-    int power = 0;
-    while (magnitude >> (power + 1)) ++power;
-    const int mantissa = (magnitude << 10 >> power) & 0x3FF;
-    return {static_cast<uint16_t>(sign | (power - 3 + 15) << 10 | mantissa)};
+    const float number = *this;
+    return Fp16(number);
   }
 };
 

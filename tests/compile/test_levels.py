@@ -1,0 +1,149 @@
+"""The machine code of csrc/ on x86: each level's loops are its own vector multiply-adds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fastplm
+
+pytestmark = pytest.mark.compile
+
+LIBRARIES = list(Path(fastplm.__file__).parent.glob("_C.*"))
+#: What a level multiplies and adds with, and the register that only it and those above it may name.
+LEVELS = {"avx2": "ymm", "avx512": "zmm"}
+#: Multiply-adds of a step of the largest tile: sums in registers.
+TILES = {
+    ("attention", "avx2"): 6 * 2,
+    ("attention", "avx512"): 6 * 4,
+    ("linear", "avx2"): 6 * 2,
+    ("linear", "avx512"): 12 * 2,
+}
+#: Functions of the largest tiles.
+KERNELS = {"attention": "product_columns", "linear": "product_of_many"}
+_FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
+_INSTRUCTION = re.compile(r"^ *(?P<at>[0-9a-f]+):\t(?P<text>.*)$")
+_JUMP = re.compile(r"^j\w+ +(?P<to>[0-9a-f]+)")
+_MULTIPLY_ADD = re.compile(r"^vfn?m(?:add|sub)\d+ps ")
+#: A lane at a time, or through memory of the function's own.
+_LANES = re.compile(r"^v?(?:movss|insertps|pinsr|pextr|extractps)")
+_STACK = re.compile(r"\(%r[sb]p")
+
+
+class Loop(NamedTuple):
+    """An innermost loop: the instructions from where it jumps to, to its jump."""
+
+    function: str
+    instructions: tuple[str, ...]
+
+    def multiply_adds(self, register: str) -> int:
+        return sum(
+            bool(_MULTIPLY_ADD.match(text)) and f"%{register}" in text
+            for text in self.instructions
+        )
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, list[tuple[int, str]]]:
+    """(address, instruction) of each function by its name."""
+    if not LIBRARIES:
+        pytest.skip("csrc/ is not built")
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not on the PATH")
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(LIBRARIES[0])]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "file format elf64-x86-64" not in listing:
+        pytest.skip("not a library for x86-64 Linux")
+    found: dict[str, list[tuple[int, str]]] = {}
+    here: list[tuple[int, str]] = []
+    for line in listing.splitlines():
+        if match := _FUNCTION.match(line):
+            here = found.setdefault(match["name"], [])
+        elif match := _INSTRUCTION.match(line):
+            here.append((int(match["at"], 16), match["text"]))
+    if not any("fastplm::avx2::" in name for name in found):
+        pytest.skip("csrc/ was built without levels")
+    return found
+
+
+def innermost_loops(name: str, code: list[tuple[int, str]]) -> Iterator[Loop]:
+    first, last = code[0][0], code[-1][0]
+    ends = []
+    for at, text in code:
+        jump = _JUMP.match(text)
+        if jump and first <= int(jump["to"], 16) <= at <= last:
+            ends.append((int(jump["to"], 16), at))
+    for begin, end in ends:
+        if not any((b, e) != (begin, end) and begin <= b and e <= end for b, e in ends):
+            yield Loop(name, tuple(text for at, text in code if begin <= at <= end))
+
+
+@pytest.fixture(scope="module")
+def loops(functions) -> list[Loop]:
+    return [
+        loop
+        for name, code in functions.items()
+        if code and any(f"fastplm::{level}::" in name for level in LEVELS)
+        for loop in innermost_loops(name, code)
+    ]
+
+
+@pytest.mark.parametrize(("op", "level"), TILES)
+def test_the_largest_tile_is_all_in_registers(loops, op, level):
+    tiles = [
+        loop
+        for loop in loops
+        if f"fastplm::{level}::" in loop.function
+        and KERNELS[op] in loop.function
+        and loop.multiply_adds(LEVELS[level]) >= TILES[op, level]
+    ]
+    assert tiles, f"no loop of {KERNELS[op]} at {level} has {TILES[op, level]} multiply-adds"
+    for tile in tiles:
+        apart = [text for text in tile.instructions if _STACK.search(text) or _LANES.match(text)]
+        assert not apart, f"{tile.function}: {apart}"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_loop_of_products_takes_vectors_apart(loops, level):
+    """As a compiler does with vectors wider than the unit."""
+    looked_at = 0
+    for loop in loops:
+        work = loop.multiply_adds(LEVELS[level])
+        # A loop that is mostly something else is over rows, and what is inside was not told apart.
+        if f"fastplm::{level}::" not in loop.function or work < max(4, len(loop.instructions) / 8):
+            continue
+        looked_at += 1
+        lanes = [text for text in loop.instructions if _LANES.match(text)]
+        assert not lanes, f"{loop.function}: {lanes}"
+    assert looked_at >= 10
+
+
+def test_no_level_is_used_outside_of_its_namespace(functions):
+    """What all levels share must run on any CPU."""
+    for name, code in functions.items():
+        wide = [text for _, text in code if "%zmm" in text]
+        if wide:
+            assert "avx512::" in name, f"{name}: {wide[0]}"
+        vex = [text for _, text in code if "%ymm" in text or text.startswith("vmov")]
+        if vex:
+            assert "avx2::" in name or "avx512::" in name, f"{name}: {vex[0]}"
+
+
+def test_the_gate_sees_what_it_looks_for():
+    code = [
+        (0x10, "vmovups (%rax),%ymm1"),
+        (0x14, "vmovss %xmm0,0x8(%rsp)"),
+        (0x18, "vfmadd231ps %ymm2,%ymm1,%ymm3"),
+        (0x1C, "jne    14 <f+0x4>"),
+        (0x20, "jne    10 <f>"),
+    ]
+    (loop,) = innermost_loops("f", code)
+    assert loop.instructions == tuple(text for _, text in code[1:4])
+    assert loop.multiply_adds("ymm") == 1 and loop.multiply_adds("zmm") == 0
+    assert _LANES.match(loop.instructions[0]) and _STACK.search(loop.instructions[0])
