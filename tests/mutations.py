@@ -184,7 +184,7 @@ MUTATIONS = (
         ROWS,
         "return tensor.masked_fill(tensor == 0, 1.0)",
         "return tensor",
-        "tests/models/test_bert.py -k nothing_labelled",
+        "tests/models/test_bert.py -k no_pair_labelled",
     ),
     Mutation(
         "fastplm/nn/attention.py",
