@@ -144,6 +144,17 @@ def test_nothing_labelled_is_loss_0_with_gradients_0(positions):
         assert not any(p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("count", [None, 0])
+def test_no_pair_labelled_is_loss_0(count):
+    ids, labels = batch()
+    nothing = {
+        "labels": torch.full_like(labels, -100),
+        "next_sentence_label": torch.full((ROWS,), -100),
+    }
+    loss = BertForPreTraining(config())(ids, **nothing, num_sequences_in_batch=count).loss
+    assert loss.item() == 0.0
+
+
 def test_logits_are_made_when_asked_for_alone():
     ids, labels = batch()
     model = BertForMaskedLM(config())

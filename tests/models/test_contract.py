@@ -9,7 +9,15 @@ import torch
 
 from fastplm import models
 
-from .conftest import FAMILIES, VOCABULARY_HEADS, has_decoder, parent_of, small_config
+from .conftest import (
+    FAMILIES,
+    PADDINGS,
+    VOCABULARY_HEADS,
+    has_decoder,
+    inputs_of,
+    parent_of,
+    small_config,
+)
 
 PREFIXES = {
     **{family: family.capitalize() for family in FAMILIES},
@@ -66,7 +74,14 @@ def test_the_kernels_are_as_exact_as_the_parents(hold_drop_in, family, dtype):
 def test_a_capacity_changes_nothing(hold_drop_in, name, padding):
     """24 tokens of a sequence or choice lie in 30 rows, whatever the batch."""
     rows = 90 if name.endswith("DoubleHeadsModel") else 30
-    hold_drop_in(getattr(models, name), config_of(name), padding, unpad=rows)
+    ours, config = getattr(models, name), config_of(name)
+    hold_drop_in(ours, config, padding, unpad=rows)
+    if name.removesuffix("Model") in PREFIXES.values():
+        mask = PADDINGS[padding]
+        hidden = ours(config)(**inputs_of(name, config, mask), unpad=rows)[0]
+        # A pooler reads the first one, whatever it is.
+        left_out = hidden[:, 1:][mask[:, 1:] == 0]
+        assert not left_out.any(), "rows that are left out are 0"
 
 
 @every_class

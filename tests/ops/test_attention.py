@@ -25,24 +25,29 @@ from fastplm.reference.attention import (
 )
 from fastplm.testing import LAYOUTS, BudgetExceeded, assert_repeatable, assert_within_budget
 
+from ..pairwise import pairwise
+
 BACKENDS = ("cpp", "torch", "triton")
 QKV = ("query", "key", "value")
 NAN = float("nan")
 LARGE_SAMPLE = 2**40 + 1
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-dense_and_ragged = pytest.mark.parametrize("ragged", (False, True), ids=("dense", "ragged"))
-full_and_causal = pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+RAGGED = {"dense": False, "ragged": True}
+CAUSAL = {"full": False, "causal": True}
 #: A bias, and dropout without one, may each take kernels of their own.
-all_extras = pytest.mark.parametrize("extras", ("plain", "dropout", "bias and dropout"))
+ALL_EXTRAS = ("plain", "dropout", "bias and dropout")
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+dense_and_ragged = pytest.mark.parametrize("ragged", RAGGED.values(), ids=RAGGED)
+full_and_causal = pytest.mark.parametrize("is_causal", CAUSAL.values(), ids=CAUSAL)
+all_extras = pytest.mark.parametrize("extras", ALL_EXTRAS)
 layouts_and_extras = pytest.mark.parametrize(
     ("ragged", "extras"),
     ((False, "plain"), (False, "dropout"), (True, "bias and dropout")),
     ids=("dense-plain", "dense-dropout", "ragged-bias-and-dropout"),
 )
-half_precision = pytest.mark.parametrize(
-    "dtype", (torch.float16, torch.bfloat16), ids=("fp16", "bf16")
-)
+half_precision = pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -172,28 +177,22 @@ def combination(device, ragged, kind, extras, dtype=torch.float32) -> dict:
         inputs["sample_index"] = torch.tensor([4, LARGE_SAMPLE], device=device)
     if ragged and kind == "cross":  # the second sequence has queries and no key
         return pack(inputs, (21, 6), (15, 0))
-    return pack(inputs, (29, 12)) if ragged else inputs
+    # The longest comes last: rows of padding before it are no rows of the packed call.
+    return pack(inputs, (12, 29)) if ragged else inputs
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("extras", ("plain", "dropout", "bias", "bias and dropout"))
+@pairwise(
+    3,
+    backend=BACKENDS,
+    ragged=RAGGED,
+    kind=KINDS,
+    extras=("plain", "dropout", "bias", "bias and dropout"),
+)
 def test_every_combination(device, backend, ragged, kind, extras):
     check(backend, combination(device, ragged, kind, extras))
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "extras"),
-    (
-        (torch.float16, "dropout"),
-        (torch.bfloat16, "bias and dropout"),
-    ),
-    ids=("fp16-dropout", "bf16-bias-and-dropout"),
-)
+@pairwise(3, backend=BACKENDS, ragged=RAGGED, kind=KINDS, extras=ALL_EXTRAS, dtype=HALF)
 def test_every_combination_in_half_precision(device, backend, ragged, kind, extras, dtype):
     check(backend, combination(device, ragged, kind, extras, dtype))
 
@@ -201,10 +200,9 @@ def test_every_combination_in_half_precision(device, backend, ragged, kind, extr
 # --- shapes ---------------------------------------------------------------------------------------
 
 
-@each_backend
-@layouts_and_extras
-@full_and_causal
-@pytest.mark.parametrize("seqlen", (1, 63, 65, 257))
+@pairwise(
+    3, backend=BACKENDS, seqlen=(1, 63, 65, 257), ragged=RAGGED, is_causal=CAUSAL, extras=ALL_EXTRAS
+)
 def test_lengths(device, backend, seqlen, ragged, is_causal, extras):
     heads = heads_for(extras) if seqlen < 100 else 1
     inputs = make(device, 1, heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16)
@@ -212,13 +210,14 @@ def test_lengths(device, backend, seqlen, ragged, is_causal, extras):
     check(backend, pack(inputs, (seqlen,)) if ragged else inputs)
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize("seqlen_k", (40, 65, 130, 257, 513))
-@pytest.mark.parametrize(
-    ("head_dim", "extras", "is_causal"),
-    ((64, "plain", False), (64, "dropout", True), (128, "dropout", False)),
-    ids=("64-full", "64-causal-dropout", "128-full-dropout"),
+@pairwise(
+    3,
+    backend=BACKENDS,
+    seqlen_k=(40, 65, 130, 257, 513),
+    head_dim=(64, 128),
+    is_causal=CAUSAL,
+    extras=("plain", "dropout"),
+    ragged=RAGGED,
 )
 def test_length_classes(device, backend, seqlen_k, head_dim, extras, is_causal, ragged):
     """A kernel is chosen by the number of keys; 16 bits have more of them than 32."""
@@ -246,18 +245,15 @@ def test_kernel_for_many_keys_on_sequences_of_few(device, backend, ragged, extra
     check(backend, pack(inputs, (20, 1, 0), (3, 0, 70)) if ragged else inputs)
 
 
-@each_backend
-@pytest.mark.parametrize("extras", ("plain", "bias and dropout"))
-@pytest.mark.parametrize("head_dim", (1, 16, 32, 40, 64, 80, 96, 128))
+@pairwise(backend=BACKENDS, head_dim=(1, 16, 32, 40, 64, 80, 96, 128), extras=ALL_EXTRAS)
 def test_head_dims(device, backend, head_dim, extras):
     inputs = make(device, batch=1, seqlen_q=20, seqlen_k=40, head_dim=head_dim)
     check(backend, with_extras(inputs, extras))
 
 
-@each_backend
-@half_precision
-@layouts_and_extras
-@pytest.mark.parametrize("head_dim", (40, 64, 160, 256))
+@pairwise(
+    3, backend=BACKENDS, head_dim=(40, 64, 160, 256), ragged=RAGGED, extras=ALL_EXTRAS, dtype=HALF
+)
 def test_head_dims_in_half_precision(device, backend, head_dim, ragged, extras, dtype):
     inputs = make(device, 1, 1, seqlen_q=20, seqlen_k=70, head_dim=head_dim, dtype=dtype)
     inputs = with_extras(inputs | {"is_causal": True}, extras)
@@ -272,12 +268,17 @@ def test_half_precision(device, backend, dtype, is_causal):
     check(backend, hide(inputs, up_to((70, 41), 70)) | {"is_causal": is_causal})
 
 
-@each_backend
-@layouts_and_extras
-@full_and_causal
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (17, 65), (40, 17)))
-def test_cross_lengths(device, backend, seqlen_q, seqlen_k, is_causal, ragged, extras):
+@pairwise(
+    3,
+    backend=BACKENDS,
+    lengths={"1-65": (1, 65), "17-65": (17, 65), "40-17": (40, 17)},
+    is_causal=CAUSAL,
+    ragged=RAGGED,
+    extras=ALL_EXTRAS,
+)
+def test_cross_lengths(device, backend, lengths, is_causal, ragged, extras):
     """With causality a cache of keys (down to one query), or queries that see no key."""
+    seqlen_q, seqlen_k = lengths
     heads = heads_for(extras)
     inputs = make(device, 2, heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16)
     inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
@@ -322,18 +323,12 @@ def test_only_sequences_of_length_0(device, backend):
 # --- masks ----------------------------------------------------------------------------------------
 
 
-@each_backend
-@full_and_causal
-@pytest.mark.parametrize(
-    ("lengths", "extras"),
-    (
-        ((65, 65), "dropout"),
-        ((65, 7), "plain"),
-        ((65, 7), "bias and dropout"),
-        ((1, 0), "dropout"),
-        ((1, 0), "plain"),
-    ),
-    ids=("none-dropout", "some-plain", "some-bias-and-dropout", "dead-dropout", "dead-plain"),
+@pairwise(
+    3,
+    backend=BACKENDS,
+    is_causal=CAUSAL,
+    lengths={"none": (65, 65), "some": (65, 7), "dead": (1, 0)},
+    extras=ALL_EXTRAS,
 )
 def test_key_mask_hides_even_nan(device, backend, is_causal, lengths, extras):
     inputs = make(device, heads=heads_for(extras), seqlen_q=20, seqlen_k=65, head_dim=16)
@@ -390,9 +385,7 @@ def test_spare_rows_are_zero_with_zero_gradient_and_never_matter(device, backend
 # --- views ----------------------------------------------------------------------------------------
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pairwise(backend=BACKENDS, ragged=RAGGED, layout=LAYOUTS)
 def test_layouts(device, backend, layout, ragged):
     inputs = with_extras(make(device, seqlen_q=20, seqlen_k=20))
     names = QKV
@@ -403,9 +396,7 @@ def test_layouts(device, backend, layout, ragged):
     check(backend, inputs | {name: layout(inputs[name]) for name in names})
 
 
-@pytest.mark.parametrize("seqlen_q", (1, 3, 5))
-@pytest.mark.parametrize("hidden", ("nothing", "the end", "the beginning"))
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pairwise(seqlen_q=(1, 3, 5), hidden=("nothing", "the end", "the beginning"), layout=LAYOUTS)
 def test_few_queries(seqlen_q, hidden, layout):
     """Decoding from a cache: keys are read where they lie, but not what masked ones hold."""
     cpu = torch.device("cpu")
@@ -536,15 +527,18 @@ def test_nan_in_a_query_stays_in_its_row(device, backend, ragged):
 # --- bias -----------------------------------------------------------------------------------------
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize(
-    ("buckets", "bidirectional", "max_distance"),
-    ((32, True, 128), (32, False, 128), (4, True, 2), (2, False, 2)),
+@pairwise(
+    backend=BACKENDS,
+    ragged=RAGGED,
+    table={
+        "32": (32, True, 128),
+        "32-causal": (32, False, 128),
+        "4": (4, True, 2),
+        "2-causal": (2, False, 2),
+    },
 )
-def test_bias_equals_the_dense_one_of_transformers(
-    device, backend, buckets, bidirectional, max_distance, ragged
-):
+def test_bias_equals_the_dense_one_of_transformers(device, backend, table, ragged):
+    buckets, bidirectional, max_distance = table
     heads = 4 if buckets < 32 else 2
     inputs = make(device, 1, heads, seqlen_q=45, seqlen_k=45, head_dim=16)
     inputs["bias_weight"] = torch.randn(buckets, heads, device=device)
@@ -630,19 +624,18 @@ def recovered_mask(
     return masks
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize(
-    ("dropout_p", "seed", "dtype"),
-    (
-        (0.001, 0, torch.float32),
-        (0.1, -1, torch.float16),
-        (0.5, 2**63 - 1, torch.float32),
-        (0.999, torch.tensor(-(2**40) + 5), torch.float16),
-    ),
-    ids=("0.001", "0.1", "0.5", "0.999"),
+@pairwise(
+    backend=BACKENDS,
+    ragged=RAGGED,
+    draws={
+        "0.001": (0.001, 0, torch.float32),
+        "0.1": (0.1, -1, torch.float16),
+        "0.5": (0.5, 2**63 - 1, torch.float32),
+        "0.999": (0.999, torch.tensor(-(2**40) + 5), torch.float16),
+    },
 )
-def test_dropout_mask_is_that_of_the_reference(device, backend, seed, dropout_p, dtype, ragged):
+def test_dropout_mask_is_that_of_the_reference(device, backend, draws, ragged):
+    dropout_p, seed, dtype = draws
     lengths_q, lengths_k, sample_index = (70, 3), (17, 130), torch.tensor([LARGE_SAMPLE, 2**63 - 1])
     expected = dropout_keep_mask(seed, sample_index, 2, 70, 130, dropout_p)
     seed = seed.to(device) if isinstance(seed, torch.Tensor) else seed
@@ -705,9 +698,7 @@ def test_dropout_keeps_the_mean(device, backend, ragged):
     assert error.abs().max() < bound
 
 
-@each_backend
-@dense_and_ragged
-@pytest.mark.parametrize("dropout_p", (0.001, 0.5, 0.999, 1.0))
+@pairwise(backend=BACKENDS, ragged=RAGGED, dropout_p=(0.001, 0.5, 0.999, 1.0))
 def test_extreme_rates(device, backend, dropout_p, ragged):
     inputs = make(device, heads=1, seqlen_q=20, seqlen_k=40, head_dim=16)
     inputs = with_extras(inputs, dropout_p=dropout_p)
@@ -754,18 +745,17 @@ def test_an_int_seed_is_the_tensor(device):
 # --- padded and ragged, bit for bit ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ("eager", *BACKENDS))
-@pytest.mark.parametrize("kind", ("self", "key mask", "causal", "cache", "cross"))
-@pytest.mark.parametrize(
-    ("dtype", "longest", "extras"),
-    (
-        (torch.float32, 40, "dropout"),
-        (torch.float32, 70, "bias and dropout"),
-        (torch.float16, 130, "dropout"),
-    ),
-    ids=("fp32-40-dropout", "fp32-70-bias", "fp16-130-dropout"),
+@pairwise(
+    backend=("eager", *BACKENDS),
+    kind=("self", "key mask", "causal", "cache", "cross"),
+    case={
+        "fp32-40-dropout": (torch.float32, 40, "dropout"),
+        "fp32-70-bias": (torch.float32, 70, "bias and dropout"),
+        "fp16-130-dropout": (torch.float16, 130, "dropout"),
+    },
 )
-def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, longest, dtype, extras):
+def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, case):
+    dtype, longest, extras = case
     lengths_k = lengths_q = (longest, 0, 9)
     if kind == "cache":  # as many cached keys in each: the padded batch has one alignment
         lengths_k, lengths_q = (longest, 9, 14), (longest - 9, 0, 5)
@@ -885,9 +875,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
     )
 
 
-@each_backend
-@dense_and_ragged
-@all_extras
+@pairwise(backend=BACKENDS, ragged=RAGGED, extras=ALL_EXTRAS)
 def test_opcheck(device, backend, ragged, extras):
     if backend in ("cpp", "torch") and device.type == "cuda":
         pytest.skip(f"the {backend} backend of attention is for CPU tensors")

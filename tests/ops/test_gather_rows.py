@@ -20,11 +20,12 @@ from fastplm.testing import (
     poisoned_memory,
 )
 
+from ..pairwise import pairwise
+
 BACKENDS = ("cpp", "torch", "triton")
 NAN = float("nan")
-DTYPES = pytest.mark.parametrize(
-    "dtype", (torch.float32, torch.float16, torch.bfloat16), ids=("fp32", "fp16", "bf16")
-)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def run(backend: str, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -54,10 +55,7 @@ def grad_of(backend: str, input: torch.Tensor, positions: torch.Tensor, upstream
         return torch.autograd.grad(run(backend, input, positions), input, upstream)[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
-@pytest.mark.parametrize("rows", (0, 1, 63, 257))
-@pytest.mark.parametrize("width", (1, 40, 64, 768))
+@pairwise(backend=BACKENDS, dtype=DTYPES, rows=(0, 1, 63, 257), width=(1, 40, 64, 768))
 def test_shapes_and_dtypes(device, backend, rows, width, dtype):
     inputs = make(device, rows, width, slots=50, dtype=dtype)
     check(backend, inputs)
@@ -96,7 +94,7 @@ def test_nan_in_a_row_that_is_not_chosen_stays_there(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
+@each_dtype
 def test_upstream_gradient_of_an_unused_slot_does_not_matter(device, backend, dtype):
     inputs = make(device, dtype=dtype)
     upstream = torch.randn(30, 40, device=device).to(dtype)
@@ -107,7 +105,7 @@ def test_upstream_gradient_of_an_unused_slot_does_not_matter(device, backend, dt
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
+@each_dtype
 def test_duplicates_add_up_in_fp32(device, backend, dtype):
     """A thousand ones on one row are 1000, which no running sum in bf16 reaches."""
     input = torch.zeros(3, 8, device=device, dtype=dtype)
@@ -193,7 +191,7 @@ def planted(bug):
     return gather_rows
 
 
-@DTYPES
+@each_dtype
 @pytest.mark.parametrize(
     ("bug", "where"),
     (
@@ -210,7 +208,7 @@ def test_planted_bugs_are_caught(bug, where, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
+@each_dtype
 def test_repeats_bit_for_bit(device, backend, dtype):
     inputs = make(device, rows=9, slots=257, dtype=dtype)
     assert_repeatable(functools.partial(run, backend), inputs, wrt=("input",))

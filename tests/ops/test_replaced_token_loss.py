@@ -25,13 +25,14 @@ from fastplm.testing import (
     poisoned_memory,
 )
 
+from ..pairwise import pairwise
+
 BACKENDS = ("torch", "triton")
 ALL_BACKENDS = ("eager", *BACKENDS)
 WRT = ("input", "weight", "bias")
 NAN, INF = float("nan"), float("inf")
-DTYPES = pytest.mark.parametrize(
-    "dtype", (torch.float32, torch.float16, torch.bfloat16), ids=("fp32", "fp16", "bf16")
-)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def run(backend: str, **inputs):
@@ -90,10 +91,7 @@ def loss_and_grads(backend: str, upstream=None, **inputs):
         return loss.detach(), *torch.autograd.grad(loss, [inputs[name] for name in WRT], upstream)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
-@pytest.mark.parametrize("rows", (0, 1, 65))
-@pytest.mark.parametrize("width", (1, 40, 64, 768))
+@pairwise(backend=BACKENDS, dtype=DTYPES, rows=(0, 1, 65), width=(1, 40, 64, 768))
 def test_shapes_and_dtypes(device, backend, rows, width, dtype):
     # A wide row has a wide gradient of the weight, so that one problem is enough of them.
     wide = width == 768
@@ -101,10 +99,12 @@ def test_shapes_and_dtypes(device, backend, rows, width, dtype):
     check(backend, random_mask(inputs), wrt=("input", "weight") if wide else WRT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
-@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-@pytest.mark.parametrize("masked", (False, True), ids=("all rows", "mask"))
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    reduction=("mean", "sum", "none"),
+    masked={"all rows": False, "mask": True},
+)
 def test_reductions(device, backend, reduction, masked, dtype):
     inputs = make(device, dtype=dtype, reduction=reduction)
     check(backend, random_mask(inputs) if masked else inputs)
@@ -129,7 +129,7 @@ def test_many_rows(device, monkeypatch, reduction, rows_of_a_group, most_groups)
     check("triton", inputs, wrt=("input", "weight"))
 
 
-@DTYPES
+@each_dtype
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 @pytest.mark.parametrize("parts", (3, 7, 33), ids=lambda parts: f"{parts} parts")
 def test_rows_of_many_parts(device, parts, reduction, dtype):
@@ -314,7 +314,7 @@ def test_gradients_with_counts(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
+@each_dtype
 def test_a_row_that_does_not_count_may_hold_anything(device, backend, dtype):
     inputs = random_mask(make(device, dtype=dtype))
     hole = ~inputs["mask"][..., None]
@@ -322,10 +322,7 @@ def test_a_row_that_does_not_count_may_hold_anything(device, backend, dtype):
     check(backend, inputs | {"input": inputs["input"].masked_fill(hole, INF)})
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
-@DTYPES
-@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-@pytest.mark.parametrize("rows", (0, 63))
+@pairwise(backend=ALL_BACKENDS, dtype=DTYPES, reduction=("mean", "sum", "none"), rows=(0, 63))
 def test_no_row_counts(device, backend, rows, reduction, dtype):
     inputs = first(make(device, rows, dtype=dtype, reduction=reduction))
     mask = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -361,7 +358,7 @@ def test_weight_that_is_not_finite(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@DTYPES
+@each_dtype
 @pytest.mark.parametrize(("name", "size"), (("weight", 1e-4), ("weight", 30.0), ("bias", 1e4)))
 def test_logits_of_any_size(device, backend, name, size, dtype):
     inputs = make(device, dtype=dtype, reduction="none")
@@ -464,7 +461,7 @@ def planted(bug):
     return loss
 
 
-@DTYPES
+@each_dtype
 @pytest.mark.parametrize(
     ("bug", "where"),
     (
@@ -511,7 +508,7 @@ def test_an_upstream_gradient_applied_twice_is_caught(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ("mean", "none"))
-@DTYPES
+@each_dtype
 def test_repeats_bit_for_bit(device, backend, reduction, dtype):
     inputs = random_mask(make(device, 65, 64, dtype, problems=2, reduction=reduction))
     assert_repeatable(each(functools.partial(run, backend)), inputs, wrt=WRT)

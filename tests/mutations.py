@@ -1,0 +1,504 @@
+"""Planted bugs, one at a time, and which test catches each: ``python tests/mutations.py``.
+
+The tree is copied to a scratch folder, so that nothing here changes. First every selection of tests
+must pass there as it is. A bug of csrc/ needs the extension built again, for which ``--csrc`` asks;
+it takes what a build takes, and bugs of one group, which different selections test, share one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str  # what pytest is given
+    group: int = 0  # of those of csrc/
+
+
+def attention(cases: str) -> str:
+    return f"tests/ops/test_attention.py -k 'torch and ({cases}) and not half'"
+
+
+CONTRACT = "tests/models/test_contract.py -k"
+REPLACED = "tests/ops/test_replaced_token_loss.py -k"
+LOSS = "tests/ops/test_linear_cross_entropy.py -k"
+TORCH = "fastplm/ops/_attention_torch.py"
+RAGGED = "fastplm/models/_ragged.py"
+ROWS = "fastplm/nn/_rows.py"
+RTD = "fastplm/ops/replaced_token_loss.py"
+CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
+COLLATE = "fastplm/data/_collate.py"
+PAIRS = "fastplm/data/pairs.py"
+
+MUTATIONS = (
+    # --- ops: attention
+    Mutation(
+        TORCH,
+        "torch.tensor([call.max_seqlen_k - call.max_seqlen_q])",
+        "torch.tensor([0])",
+        attention("cross_lengths"),
+    ),
+    Mutation(
+        TORCH,
+        "distance[None, None] <= shift[",
+        "distance[None, None] < shift[",
+        attention("every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        "        out.masked_fill_(dead, 0.0)\n",
+        "        pass\n",
+        attention("hides_even_nan or dead_rows"),
+    ),
+    Mutation(
+        TORCH,
+        'additive.masked_fill_(~(allowed | dead), float("-inf"))',
+        "additive.masked_fill_(~(allowed | dead), -1.0)",
+        attention("every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        "256 / max(256 - dropout_threshold(call.dropout_p), 1)",
+        "1 / max(1 - call.dropout_p, 1e-9)",
+        attention("every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        "bias.unfold(-1, key.shape[2], 1).flip(-2)",
+        "bias.unfold(-1, key.shape[2], 1)",
+        attention("bias_equals or every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        "lse = lse.index_select(1, batch.rows_q.slots)",
+        "lse = lse[:, : batch.rows_q.slots.numel()]",
+        attention("every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        ".flatten(0, 1).index_select(0, rows.slots)",
+        ".flatten(0, 1)[: rows.slots.numel()]",
+        attention("every_combination"),
+    ),
+    Mutation(
+        TORCH,
+        "key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)",
+        "key = key.masked_fill(hidden, 0.0)",
+        attention("every_combination"),
+    ),
+    # --- ops: gather_rows
+    Mutation(
+        "fastplm/ops/gather_rows.py",
+        "return out.index_fill_(0, (positions < 0).nonzero().squeeze(1), 0.0)",
+        "return out",
+        "tests/ops/test_gather_rows.py -k torch",
+    ),
+    Mutation(
+        "fastplm/ops/gather_rows.py",
+        "used = (positions >= 0).nonzero().squeeze(1)",
+        "used = (positions > 0).nonzero().squeeze(1)",
+        "tests/ops/test_gather_rows.py -k torch",
+    ),
+    # --- ops: losses
+    Mutation(
+        RTD,
+        "x = torch.where(replaced, -logit, logit)",
+        "x = torch.where(replaced, logit, -logit)",
+        f"{REPLACED} 'shapes and torch'",
+    ),
+    Mutation(
+        RTD,
+        "x.masked_fill_(~mask, -torch.inf)",
+        "x.masked_fill_(~mask, 0.0)",
+        f"{REPLACED} 'reductions and torch'",
+    ),
+    Mutation(
+        RTD,
+        "denominator = mask.sum().clamp_(min=1).to(slope.dtype)",
+        "denominator = slope.new_full((), max(1, len(slope)))",
+        f"{REPLACED} 'reductions and torch'",
+    ),
+    Mutation(
+        RTD,
+        "flagged, told = flagged & mask, replaced & mask",
+        "flagged, told = flagged, replaced & mask",
+        "tests/models/test_electra.py -k counts_are_those",
+    ),
+    Mutation(
+        CROSS,
+        "inside = (column >= 0) & (column < chunk.shape[1])",
+        "inside = (column >= 0) & (column <= chunk.shape[1])",
+        f"{LOSS} 'chunks_and_splits and torch'",
+    ),
+    Mutation(
+        CROSS,
+        "log_probability.expm1() + (call.label_smoothing - call.label_smoothing / vocab)",
+        "log_probability.expm1() + call.label_smoothing",
+        f"{LOSS} 'chunks_and_splits and torch'",
+    ),
+    Mutation(
+        CROSS,
+        "statistics.l_i = ((m_c - statistics.m_i).exp() * l_c).sum(0)",
+        "statistics.l_i = l_c.sum(0)",
+        f"{LOSS} 'chunks_and_splits and torch'",
+    ),
+    Mutation(
+        CROSS,
+        "likeliest.append(index + start)",
+        "likeliest.append(index)",
+        f"{LOSS} 'argmax and torch'",
+    ),
+    # --- nn
+    Mutation(
+        ROWS,
+        "labels.new_full((1,), IGNORE_INDEX)",
+        "labels.new_full((1,), 0)",
+        "tests/models/test_bert.py -k masked_lm_equals",
+    ),
+    Mutation(
+        ROWS,
+        "bias = own.bias + bias",
+        "bias = own.bias",
+        "tests/models/test_bart.py -k bias_of_its_own",
+    ),
+    Mutation(
+        ROWS,
+        "(labels != IGNORE_INDEX).sum() / as_normalizer(num",
+        "labels.numel() / as_normalizer(num",
+        "tests/models/test_bert.py -k next_sentence_shares",
+    ),
+    Mutation(
+        ROWS,
+        "return tensor.masked_fill(tensor == 0, 1.0)",
+        "return tensor",
+        "tests/models/test_bert.py -k no_pair_labelled",
+    ),
+    Mutation(
+        "fastplm/nn/attention.py",
+        "torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)",
+        "torch.cat((key, past_key), 2), torch.cat((value, past_value), 2)",
+        "tests/nn/test_attention.py",
+    ),
+    # --- models
+    Mutation(
+        RAGGED,
+        "key_mask = take(mask.flatten(), positions) & (positions >= 0) if hides else None",
+        "key_mask = None",
+        f"{CONTRACT} 'equals and (DoubleHeads or Multiple)'",
+    ),
+    Mutation(
+        RAGGED,
+        "(~mask).to(torch.uint8).argsort(stable=True)",
+        "mask.to(torch.uint8).argsort(stable=True)",
+        f"{CONTRACT} 'equals and BertForMaskedLM'",
+    ),
+    Mutation(
+        RAGGED,
+        "return order.masked_fill(~mask[order], -1)",
+        "return order",
+        f"{CONTRACT} 'capacity and Bert'",
+    ),
+    Mutation(
+        RAGGED,
+        "slots = positions.new_full((total + 1,), -1)",
+        "slots = positions.new_full((total + 1,), 0)",
+        "tests/models/test_electra.py -k sees_the_tokens_alone",
+    ),
+    Mutation(
+        RAGGED,
+        "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
+        "torch.nn.functional.pad(lengths.cumsum(0), (0, 1))",
+        f"{CONTRACT} 'equals and BertForMaskedLM'",
+    ),
+    Mutation(
+        RAGGED,
+        "max_seqlen = int(lengths.max())",
+        "max_seqlen = int(lengths.min())",
+        f"{CONTRACT} 'equals and BertForMaskedLM'",
+    ),
+    Mutation(
+        "fastplm/models/_heads.py",
+        "num_sequences_in_batch = (label != IGNORE_INDEX).sum()",
+        "num_sequences_in_batch = label.numel()",
+        "tests/models/test_albert.py -k either_loss",
+    ),
+    Mutation(
+        "fastplm/models/_heads.py",
+        "pair_loss = pair_loss * batch_share(labels, num_items_in_batch)",
+        "pass",
+        "tests/models/test_bert.py -k next_sentence_shares",
+    ),
+    Mutation(
+        "fastplm/models/_gpt.py",
+        "mc_loss = mc_loss * batch_share(labels, num_items_in_batch)",
+        "pass",
+        "tests/models/test_openai.py -k accumulated",
+    ),
+    # --- data
+    Mutation(
+        COLLATE,
+        "torch.arange(width, device=ids.device) < per_row[:, None]",
+        "torch.arange(width, device=ids.device) <= per_row[:, None]",
+        "tests/data/test_collators.py",
+    ),
+    Mutation(
+        COLLATE,
+        "flat = positions.new_full((input_ids.numel() + 1,), -100)",
+        "flat = positions.new_full((input_ids.numel() + 1,), 0)",
+        "tests/data/test_collators.py",
+    ),
+    Mutation(
+        COLLATE,
+        "hidden = (attention_mask == 0).long()",
+        "hidden = (attention_mask != 0).long()",
+        "tests/data/test_collators.py",
+    ),
+    Mutation(
+        "fastplm/data/collators.py",
+        'no_label = first | (tokens >= batch["cu_seq_lens_q"][-1])',
+        'no_label = tokens >= batch["cu_seq_lens_q"][-1]',
+        "tests/data/test_collators.py",
+    ),
+    Mutation(
+        "fastplm/data/collators.py",
+        "return inside if maskable is None else maskable & inside",
+        "return inside",
+        "tests/data/test_collators.py",
+    ),
+    Mutation(
+        "fastplm/data/words.py",
+        "return ((codes & before) == 0).cumsum(-1)",
+        "return ((codes & before) != 0).cumsum(-1)",
+        "tests/data/test_words.py",
+    ),
+    Mutation(
+        PAIRS,
+        "types[separator + 1 :] = 1",
+        "types[separator:] = 1",
+        "tests/data/test_pairs.py",
+    ),
+    Mutation(
+        PAIRS,
+        "return pair[1], pair[0]",
+        "return pair",
+        "tests/data/test_pairs.py",
+    ),
+    Mutation(
+        PAIRS,
+        "from_second += rest - rest // 2\n    from_first += rest // 2",
+        "from_first += rest - rest // 2\n    from_second += rest // 2",
+        "tests/data/test_pairs.py",
+    ),
+    Mutation(
+        "fastplm/data/stream.py",
+        "permute(samples % size, size, seed, samples // size)",
+        "permute(samples % size, size, seed, samples % size)",
+        "tests/data/test_stream.py",
+    ),
+    Mutation(
+        "fastplm/data/packing.py",
+        "ids[ends - 1] = self.sep_token_id",
+        "ids[ends - 2] = self.sep_token_id",
+        "tests/data/test_packing.py",
+    ),
+    Mutation(
+        "fastplm/data/span_corruption.py",
+        "(column < corrupted.input_lengths[:, None]).long()",
+        "(column <= corrupted.input_lengths[:, None]).long()",
+        "tests/data/test_span_corruption.py",
+    ),
+    # --- csrc, a build for each group
+    Mutation(
+        "csrc/mask_tokens.h",
+        "total_ += n <= max_ngram ? kMultiple / n : 0;",
+        "total_ += n <= max_ngram ? kMultiple : 0;",
+        "tests/ops/test_mask_tokens.py",
+        1,
+    ),
+    Mutation(
+        "csrc/bart_noise.h",
+        "id += special_ids[i] <= id;",
+        "id += special_ids[i] < id;",
+        "tests/ops/test_bart_noise.py",
+        1,
+    ),
+    Mutation(
+        "csrc/corrupt_spans.h",
+        "const int64_t room = least(noise, n - noise);",
+        "const int64_t room = noise;",
+        "tests/ops/test_corrupt_spans.py",
+        1,
+    ),
+    Mutation(
+        "csrc/index.h",
+        "if (left > 0) rooms.put(left, true);",
+        "rooms.put(left, left > 1);",
+        "tests/data/test_index.py",
+        1,
+    ),
+    Mutation(
+        "csrc/gather_rows.cpp",
+        "std::memset(to + slot * row_bytes, 0, row_bytes);",
+        "std::memcpy(to + slot * row_bytes, from, row_bytes);",
+        "tests/ops/test_gather_rows.py -k cpp",
+        1,
+    ),
+    Mutation(
+        "csrc/mask_tokens.h",
+        "const int64_t quota = wanted < call.capacity ? wanted : call.capacity;",
+        "const int64_t quota = wanted;",
+        "tests/ops/test_mask_tokens.py",
+        2,
+    ),
+    Mutation(
+        "csrc/bart_noise.h",
+        "word >= span_below[length]",
+        "word > span_below[length]",
+        "tests/ops/test_bart_noise.py",
+        2,
+    ),
+    Mutation(
+        "csrc/corrupt_spans.h",
+        "if (of.spans == 0 && of.kept == 1) output[0] = tokens[0];",
+        "",
+        "tests/ops/test_corrupt_spans.py",
+        2,
+    ),
+    Mutation(
+        "csrc/index.h",
+        "if (tokens(begin, end) >= 2) {",
+        "if (tokens(begin, end) >= 1) {",
+        "tests/data/test_index.py",
+        2,
+    ),
+    Mutation(
+        "csrc/gather_rows.cpp",
+        "std::memcpy(out, from + by_row.slots[begin] * stride, row_bytes);",
+        "std::memcpy(out, from + begin * stride, row_bytes);",
+        "tests/ops/test_gather_rows.py -k cpp",
+        2,
+    ),
+    Mutation(
+        "csrc/philox.h",
+        "key1 += 0xBB67AE85;",
+        "key1 += 0xBB67AE86;",
+        "tests/ops/test_mask_tokens.py",
+        3,
+    ),
+    Mutation(
+        "csrc/select.h",
+        "if (before <= budget && budget < before + inside) {",
+        "if (before < budget && budget <= before + inside) {",
+        "tests/ops/test_corrupt_spans.py",
+        4,
+    ),
+    Mutation(
+        "csrc/compact.h",
+        "emit(first + __builtin_ctzll(bits), found++);",
+        "emit(first + __builtin_ctzll(bits), found), found += 2;",
+        "tests/ops/test_mask_tokens.py",
+        5,
+    ),
+)
+
+
+def scratch_copy(folder: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    built = [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "fastplm").glob("_C*")]
+    for name in (*listed.stdout.split("\n"), *built):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    # Where an installation has it; the working directory comes before what is installed.
+    (folder / "fastplm" / "triton_kernels").symlink_to("../triton_kernels")
+
+
+def run_tests(folder: Path, tests: str) -> str:
+    """The first test that fails, or nothing."""
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider"
+    command += f" -m 'not gpu and not slow' {tests}"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    found = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if found.returncode == 0:
+        return ""
+    if found.returncode not in (1, 2):
+        raise SystemExit(f"{command}\n{found.stdout}{found.stderr}")
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\n]*?)(?: - |$)", found.stdout, re.M)
+    return failed[1] if failed else "an error at collection"
+
+
+def plant(folder: Path, mutation: Mutation) -> None:
+    path = folder / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file}: {mutation.old!r} is there {text.count(mutation.old)}x")
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def restore(folder: Path, mutation: Mutation) -> None:
+    shutil.copy2(REPOSITORY / mutation.file, folder / mutation.file)
+
+
+def build(folder: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=folder, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csrc", action="store_true", help="those of csrc/, which are built")
+    parser.add_argument("--only", default="", help="those whose file has this in its name")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if bool(m.group) == arguments.csrc and arguments.only in m.file]
+    survived = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scratch_copy(folder)
+        for tests in sorted({mutation.tests for mutation in chosen}):
+            if failed := run_tests(folder, tests):
+                raise SystemExit(f"{failed} fails with no bug planted")
+        for group in sorted({mutation.group for mutation in chosen}):
+            together = [mutation for mutation in chosen if mutation.group == group]
+            if group:
+                for mutation in together:
+                    plant(folder, mutation)
+                build(folder)
+            for mutation in together:
+                if not group:
+                    plant(folder, mutation)
+                caught = run_tests(folder, mutation.tests)
+                survived += not caught
+                line = " ".join(mutation.old.split())
+                print(f"{mutation.file}: {line[:60]}\n    {caught or 'SURVIVED'}", flush=True)
+                if not group:
+                    restore(folder, mutation)
+            if group:
+                for mutation in together:
+                    restore(folder, mutation)
+    print(f"{len(chosen) - survived} of {len(chosen)} planted bugs are caught")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
