@@ -45,8 +45,8 @@ class Backend:
         forward: the implementation behind ``fastplm::<op>_fwd`` (None for "eager", which is not an
             opaque op but plain PyTorch).
         backward: the implementation behind ``fastplm::<op>_bwd``.
-        measured: what the speed of a call depends on, of its arguments: the backend runs it where the
-            table of ``_measured.py`` says that it is faster. None: wherever it can.
+        measured: what the speed of a call depends on, of its arguments: the backend runs it where
+            the table of ``_measured.py`` says that it is faster. None: wherever it can.
     """
 
     name: str

@@ -93,7 +93,8 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
             plan.axes, ours, stock
         )._asdict()
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
-        write(f"{plan.op} {name}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as PyTorch's")
+        span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        write(f"{plan.op} {name}: {span} times as fast as PyTorch's")
         _write(path, _dump(contents))
     _measured.table.cache_clear()
     return path

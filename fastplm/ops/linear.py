@@ -105,7 +105,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
 
 
 def is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``multiply`` of a [M, K] and b [K, N], as they lie, is faster than PyTorch's product."""
+    """Whether ``multiply`` of a [M, K] and b [K, N], as they lie, is faster than PyTorch's."""
     return (
         _BUILT
         and requested("linear") in ("auto", "cpp")

@@ -44,8 +44,7 @@ class Loop(NamedTuple):
 
     def multiply_adds(self, register: str) -> int:
         return sum(
-            bool(_MULTIPLY_ADD.match(text)) and f"%{register}" in text
-            for text in self.instructions
+            bool(_MULTIPLY_ADD.match(text)) and f"%{register}" in text for text in self.instructions
         )
 
 
