@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from fastplm._measured import level
 from fastplm.testing import assert_within_budget, peak_bytes
 
 Inputs = dict[str, Any]
@@ -459,7 +460,7 @@ def machine_line() -> dict[str, str]:
     if torch.cuda.is_available():
         machine = torch.cuda.get_device_name() + _driver()
     else:
-        machine = f"cpu {_cpu_name()} ({torch.get_num_threads()} threads)"
+        machine = f"cpu {_cpu_name()} ({torch.get_num_threads()} threads, {level()})"
     try:
         import triton
 

@@ -44,11 +44,13 @@ def small_calls(device: torch.device, grad: bool) -> dict[str, Call]:
         draw(*shape) for shape in ((1, 1, 8, 16), (8, 1, 16), (4, 16), (32, 16), (16,))
     )
     starts = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    seen = torch.ones(1, 8, dtype=torch.bool, device=device)
     target = torch.tensor([3, -100, 7, 1], device=device)
     replaced = target > 2
     positions = torch.tensor([2, -1], device=device)
     calls: dict[str, Call] = {
-        "attention": lambda: ops.attention(query, query, query),
+        # With a mask it is always ours.
+        "attention": lambda: ops.attention(query, query, query, key_mask=seen),
         "attention_varlen": lambda: ops.attention_varlen(
             packed, packed, packed, starts, starts, 5, 5
         ),

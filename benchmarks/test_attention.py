@@ -276,7 +276,10 @@ def cpu_cases() -> list[Case]:
     arguments = [
         ("BERT-base 8x128", Shape(8, 12, 128, 128)),
         ("BERT-base 2x512", Shape(2, 12, 512, 512)),
+        ("2 heads 32x64", Shape(32, 2, 64, 64)),
         *padded("BERT-base 8x128", Shape(8, 12, 128, 128), 0.4),
+        *padded("BERT-base 2x512", Shape(2, 12, 512, 512), 0.4),
+        *padded("2 heads 32x64", Shape(32, 2, 64, 64), 0.4),
         *dropped("BERT-base 2x128", Shape(2, 12, 128, 128)),
         ("T5-base 2x128", Shape(2, 12, 128, 128, bias=True)),
         ("GPT-2 2x256 causal", Shape(2, 12, 256, 256, is_causal=True)),
