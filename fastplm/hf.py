@@ -229,6 +229,7 @@ def fastplm_attention_forward(
         and attention_mask is None
         and relative_bias is None
         and dropout == 0.0
+        and not (causal and query.shape[2] > 1)
         and not is_faster(query, key)
     ):
         out, _ = sdpa_attention_forward(

@@ -44,7 +44,7 @@ from transformers.masking_utils import (
 )
 
 import fastplm
-from fastplm import hf
+from fastplm import hf, ops
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.testing import KeptDouble, check_in_fp64
@@ -905,6 +905,17 @@ def test_one_query_of_few_keys_is_sdpas(seqlen_k):
         assert ops_called(call) == ["attention"]
         expected = call()
     torch.testing.assert_close(call(), expected)
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_what_is_sdpas_hides_the_future_all_the_same(measured, is_causal):
+    measured.ours = lambda *call: False
+    query, key = torch.randn(2, 4, 7, 16), torch.randn(2, 4, 9, 16)
+    out, _ = hf.fastplm_attention_forward(
+        torch.nn.Module(), query, key, key, None, is_causal=is_causal
+    )
+    expected = ops.attention(query, key, key, is_causal=is_causal).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(
