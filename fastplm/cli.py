@@ -112,7 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         "measure", help="time the ops on this CPU, and let its own figures choose what runs"
     )
     measure.add_argument(
-        "ops", nargs="*", default=[], metavar="OP", help="ops to measure (default: all that have a choice)"
+        "ops",
+        nargs="*",
+        default=[],
+        metavar="OP",
+        help="ops to measure (default: all that have a choice)",
     )
     measure.set_defaults(command=_measure)
 

@@ -122,4 +122,4 @@ def electra(run, tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def measured() -> None:
-    """Other processes have this machine's table of speeds, so what is compared with them has it, too."""
+    """Other processes have this machine's table of speeds; what is compared with them has, too."""
