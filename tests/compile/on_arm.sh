@@ -15,7 +15,7 @@ python=(env OMP_NUM_THREADS=1 "PYTHONPATH=$PWD/site" qemu-aarch64-static -cpu ne
 
 if [ ! -e fetched ]; then
   rm -rf packages sysroot site
-  mkdir -p packages root
+  mkdir -p packages sysroot
   names=(libbz2-1.0 libc6 libexpat1 libffi8 libgcc-s1 libgomp1 liblzma5 libpython3.11-minimal
     libpython3.11-stdlib libsqlite3-0 libssl3 libstdc++6 libuuid1 python3.11-minimal zlib1g)
   (cd packages && apt-get download "${names[@]/%/:arm64}")
