@@ -167,10 +167,10 @@ void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t long
 Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
   if (!starts.defined) {
     const Tensor out =
-        new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)});
+        empty_tensor(like, {like.size(0), like.size(2), like.size(1), like.size(3)});
     return torch::stable::transpose(out, 1, 2);
   }
-  Tensor out = new_empty_like(like);
+  Tensor out = empty_tensor_like(like);
   const int64_t row = like.size(1) * like.size(2) * static_cast<int64_t>(like.element_size());
   const int64_t used = starts.data()[starts.tensor.size(0) - 1];
   auto* bytes = static_cast<char*>(out.mutable_data_ptr());
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> attention(
   check_starts(options.cu_seqlens_k, key, longest_k);
   const Tensor out = like_projection(query, options.cu_seqlens_q);
   const int64_t rows = rows_of(query, options.cu_seqlens_q);
-  Tensor stats = new_empty(query, {2, query.size(1), rows}, ScalarType::Float);
+  Tensor stats = empty_tensor(query, {2, query.size(1), rows}, ScalarType::Float);
   auto* pairs = static_cast<Softmax*>(stats.mutable_data_ptr());
   if (options.cu_seqlens_q.defined) std::fill(pairs, pairs + query.size(1) * rows, Softmax{});
   with_floating_type(query, [&](auto element) {
@@ -233,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const int64_t batch = cu_seqlens_q ? cu_seqlens_q->size(0) - 1 : query.size(0);
     sizes = {batch, query.size(1), bias_weight->size(0)};
   }
-  Tensor by_sample = new_empty(query, sizes, ScalarType::Double);
+  Tensor by_sample = empty_tensor(query, sizes, ScalarType::Double);
   double* bias = by_sample.mutable_data_ptr<double>();
   std::fill(bias, bias + by_sample.numel(), 0.0);
   with_floating_type(query, [&](auto element) {

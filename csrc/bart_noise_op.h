@@ -34,9 +34,9 @@ std::tuple<Tensor, Tensor, Tensor> bart_noise(
   const Dense<int64_t> special(special_ids);
   const DenseRows rows(input_ids, cu_seqlens, lengths, sample_index);
   const int64_t count = rows.rows().count;
-  Tensor output_ids = new_empty(input_ids, {count, capacity});
-  Tensor output_lengths = new_empty(input_ids, {count}, ScalarType::Long);
-  Tensor dropped = new_empty(input_ids, {}, ScalarType::Long);
+  Tensor output_ids = empty_tensor(input_ids, {count, capacity});
+  Tensor output_lengths = empty_tensor(input_ids, {count}, ScalarType::Long);
+  Tensor dropped = empty_tensor(input_ids, {}, ScalarType::Long);
 
   with_id_type(input_ids, [&](auto id) {
     using Id = decltype(id);

@@ -28,11 +28,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> corrupt_spans(
   const DenseRows rows(input_ids, cu_seqlens, lengths, sample_index);
   const int64_t count = rows.rows().count;
   const SpanPlan plan{max_length, sentinel_ids.size(0), noise_scale, span_scale, eos_token_id >= 0};
-  Tensor output_ids = new_empty(input_ids, {count, plan.input_width()});
-  Tensor labels = new_empty(input_ids, {count, plan.label_width()}, ScalarType::Long);
-  Tensor input_lengths = new_empty(input_ids, {count}, ScalarType::Long);
-  Tensor label_lengths = new_empty(input_ids, {count}, ScalarType::Long);
-  Tensor dropped = new_empty(input_ids, {}, ScalarType::Long);
+  Tensor output_ids = empty_tensor(input_ids, {count, plan.input_width()});
+  Tensor labels = empty_tensor(input_ids, {count, plan.label_width()}, ScalarType::Long);
+  Tensor input_lengths = empty_tensor(input_ids, {count}, ScalarType::Long);
+  Tensor label_lengths = empty_tensor(input_ids, {count}, ScalarType::Long);
+  Tensor dropped = empty_tensor(input_ids, {}, ScalarType::Long);
 
   with_id_type(input_ids, [&](auto id) {
     using Id = decltype(id);

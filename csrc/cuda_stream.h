@@ -37,7 +37,7 @@ template <typename T>
 class Scratch {
  public:
   Scratch(const Tensor& like, int64_t size)
-      : tensor_(new_empty(like, {size * static_cast<int64_t>(sizeof(T))}, ScalarType::Byte)) {}
+      : tensor_(empty_tensor(like, {size * static_cast<int64_t>(sizeof(T))}, ScalarType::Byte)) {}
   T* data() { return static_cast<T*>(tensor_.mutable_data_ptr()); }
 
  private:

@@ -7,11 +7,11 @@ constexpr int64_t kDraws = 16;  // side by side, a lane each, whatever the width
 constexpr int64_t kChoices = 8;    // of a draw: 16 bits each
 constexpr int64_t kDropBlock = kChoices * kDraws;
 
-// `count` elements from number `first` on, those that kDraws draws decide for. Choice j of draw i is
-// that of element j * kDraws + i, so that lanes stay where they are.
+// Elements first … first + kDropBlock - 1, those that kDraws draws decide for. Choice j of draw i is that
+// of element j * kDraws + i, so that lanes stay where they are.
 template <typename T>
-FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_t first,
-                           int64_t count, const T* in, T* out) {
+FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_t first, const T* in,
+                           T* out) {
   WordLanes<kDraws> counter;
   for (int64_t lane = 0; lane < kDraws; ++lane) {
     const uint64_t draw = static_cast<uint64_t>(first / kChoices + lane);
@@ -22,30 +22,34 @@ FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_
   }
   philox4x32<kDraws, kDropoutRounds>(seed, counter);
   const uint32_t* words[4] = {counter.x, counter.y, counter.z, counter.w};
-  float value[kDropBlock] = {};
-  for (int64_t i = 0; i < count; ++i) value[i] = static_cast<float>(in[i]) * scale;
+  float room[kDropBlock];
+  const float* from = as_floats(kDropBlock, kDropBlock, in, room);
+  float* to = floats_for(kDropBlock, kDropBlock, out, room);
   for (int64_t j = 0; j < kChoices; ++j) {
     for (int64_t i = 0; i < kDraws; i += kWidth) {
       Ints choice;
       std::memcpy(&choice, words[j / 2] + i, sizeof(choice));
       const Ints dropped = ((choice >> (j % 2 * 16) & 0xFFFF) - threshold) >> 31;  // the sign
-      Floats& lanes = at(value + j * kDraws + i);
-      lanes = reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(lanes) & ~dropped);
+      const Floats scaled = at(from + j * kDraws + i) * scale;
+      at(to + j * kDraws + i) =
+          reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(scaled) & ~dropped);
     }
   }
-  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(value[i]);
+  narrow(kDropBlock, to, out);
 }
 
-// Elements first … last - 1 of a tensor; `first` is a multiple of kDropBlock. The size of a whole
-// block is known to the compiler.
+// Elements first … last - 1 of a tensor; `first` is a multiple of kDropBlock.
 template <typename T>
 FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
                               int64_t last, const T* in, T* out) {
   for (; first + kDropBlock <= last; first += kDropBlock) {
-    drop_block(seed, threshold, scale, first, kDropBlock, in + first, out + first);
+    drop_block(seed, threshold, scale, first, in + first, out + first);
   }
   if (first < last) {
-    drop_block(seed, threshold, scale, first, last - first, in + first, out + first);
+    T block[kDropBlock] = {};
+    std::copy(in + first, in + last, block);
+    drop_block(seed, threshold, scale, first, block, block);
+    std::copy(block, block + (last - first), out + first);
   }
 }
 

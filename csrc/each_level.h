@@ -11,6 +11,8 @@
 #ifndef FASTPLM_EACH_LEVEL
 #define FASTPLM_EACH_LEVEL
 
+#include <type_traits>
+
 #include "level.h"
 
 #if FASTPLM_HAS_LEVELS

@@ -25,7 +25,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const int64_t slots = positions.size(0);
   const int64_t row_bytes = input.size(1) * static_cast<int64_t>(input.element_size());
   const int64_t stride_bytes = input.stride(0) * static_cast<int64_t>(input.element_size());
-  Tensor out = new_empty(input, {slots, input.size(1)});
+  Tensor out = empty_tensor(input, {slots, input.size(1)});
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* position = positions.const_data_ptr<int64_t>();
@@ -97,7 +97,7 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
 }
 
 Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
-  Tensor grad_input = new_empty(grad_out, {rows, grad_out.size(1)});
+  Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
   switch (grad_out.scalar_type()) {
     case ScalarType::Double:
       sum_slots<double, double>(grad_out, positions, grad_input);

@@ -153,6 +153,35 @@ FASTPLM_HD float sum_of(const Several<kCount>& block) {
   return sum_of(sum);
 }
 
+// A row of `width` elements as floats, filled up with zeros to `filled`: where it lies, if it is that
+// already, or in `room`.
+template <typename T>
+FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, float* room) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (width == filled) return row;
+  }
+  for (int64_t i = 0; i < width; ++i) room[i] = static_cast<float>(row[i]);
+  for (int64_t i = width; i < filled; ++i) room[i] = 0.0f;
+  return room;
+}
+
+// Where to write such a row; `narrow` then brings it to `out`, unless it is there.
+template <typename T>
+FASTPLM_HD float* floats_for(int64_t width, int64_t filled, T* out, float* room) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (width == filled) return out;
+  }
+  return room;
+}
+
+template <typename T>
+FASTPLM_HD void narrow(int64_t width, const float* row, T* out) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (row == out) return;
+  }
+  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(row[i]);
+}
+
 // e^x for x <= 0 or NaN, to about an ulp: 2^n times a polynomial in the rest (Cephes' expf).
 template <int kCount>
 FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {

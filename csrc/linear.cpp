@@ -50,7 +50,7 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
   const Cut cut(a.rows, b.columns, a.columns);
   const Dense<float> first(bias);
   const Matrix left = a.floats(), right = b.floats();
-  Tensor buffer = new_empty(out, {cut.packed_size()});
+  Tensor buffer = empty_tensor(out, {cut.packed_size()});
   float* packed = buffer.mutable_data_ptr<float>();
   float* c = out.mutable_data_ptr<float>();
   in_parallel(ceil_div(cut.tiles, kPackTiles), [&](int64_t group) {
@@ -178,7 +178,7 @@ Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tens
   const Operand b = Operand(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = b.columns;
-  Tensor out = new_empty(input, sizes);
+  Tensor out = empty_tensor(input, sizes);
   multiply({dense.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
   return out;
 }

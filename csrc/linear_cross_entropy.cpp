@@ -19,7 +19,7 @@ constexpr int64_t kLogitsWorthAThread = 1 << 15;
 // and s of linear_cross_entropy.h.
 Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temperature) {
   const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
-  Tensor out = new_empty(logits, {4, rows});
+  Tensor out = empty_tensor(logits, {4, rows});
   float* statistics = out.mutable_data_ptr<float>();
   float* z = logits.mutable_data_ptr<float>();
   const bool sampled = temperature > 0.0;

@@ -30,11 +30,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mask_tokens(
   const Dense<int64_t> dense_special(special_ids);
   const Dense<int64_t> dense_words(word_ids);
   const DenseRows rows(input_ids, cu_seqlens, std::nullopt, sample_index);
-  Tensor output_ids = new_empty_like(ids.tensor);
-  Tensor positions = new_empty(input_ids, {slots}, ScalarType::Long);
-  Tensor labels = new_empty(input_ids, {slots}, ScalarType::Long);
-  Tensor count = new_empty(input_ids, {}, ScalarType::Long);
-  Tensor dropped = new_empty(input_ids, {}, ScalarType::Long);
+  Tensor output_ids = empty_tensor_like(ids.tensor);
+  Tensor positions = empty_tensor(input_ids, {slots}, ScalarType::Long);
+  Tensor labels = empty_tensor(input_ids, {slots}, ScalarType::Long);
+  Tensor count = empty_tensor(input_ids, {}, ScalarType::Long);
+  Tensor dropped = empty_tensor(input_ids, {}, ScalarType::Long);
 
   with_id_type(input_ids, [&](auto id) {
     using Id = decltype(id);

@@ -14,15 +14,6 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-std::vector<float> filled_up(const Tensor& row) {
-  std::vector<float> filled(norm_width(row.numel()));
-  with_floating_type(row, [&](auto type) {
-    using T = decltype(type);
-    widen(row.numel(), static_cast<const T*>(row.const_data_ptr()), filled.data());
-  });
-  return filled;
-}
-
 int64_t parts_of(int64_t rows) {
   return (rows + kNormRows - 1) / kNormRows;
 }
@@ -41,7 +32,7 @@ void for_parts(int64_t rows, const Function& function) {
 // input [N, E] and out [N, E], dense; weight [E] in the dtype of out. N > 0 and E > 0.
 void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out) {
   const int64_t rows = input.size(0), width = input.size(1);
-  const std::vector<float> weights = filled_up(weight);
+  const std::vector<float> weights = widened(weight, norm_width(width));
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(out, [&](auto out_type) {
       using In = decltype(in_type);
@@ -62,7 +53,7 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
                        double eps, Tensor& grad_input, Tensor& grad_weight) {
   const int64_t rows = input.size(0), width = input.size(1), filled = norm_width(width);
   const int64_t count = parts_of(rows);
-  const std::vector<float> weights = filled_up(weight);
+  const std::vector<float> weights = widened(weight, filled);
   std::vector<float> parts(count * width);
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(weight, [&](auto out_type) {

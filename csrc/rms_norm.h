@@ -10,8 +10,7 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// A row is worked on as fp32, filled up with zeros to whole blocks: each row anew, as a scale that
-// is infinite or NaN makes others of them.
+// A row is worked on as fp32, filled up with zeros to whole blocks.
 constexpr int64_t kNormBlock = kTogether * kWidth;
 
 // Rows whose part of the weight's gradient is one sum, whatever the number of threads.
@@ -21,52 +20,42 @@ FASTPLM_HD int64_t norm_width(int64_t width) {
   return round_up(width, kNormBlock);
 }
 
-template <typename T>
-FASTPLM_HD void widen(int64_t count, const T* from, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]);
-  for (int64_t i = count; i < norm_width(count); ++i) to[i] = 0.0f;
-}
-
-template <typename T>
-FASTPLM_HD void narrow(int64_t count, const float* from, T* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
-}
-
 // r of a row, whose squares have this sum.
 FASTPLM_HD float scale_of(float squares, int64_t width, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
 }
 
-// out [rows, width], of in [rows, width]; weight is one row, filled up with zeros, x room for one.
+// out [rows, width], of in [rows, width]; weight is one row, filled up with zeros, room one.
 template <typename In, typename Out>
 FASTPLM_HD void norm_rows(int64_t rows, int64_t width, float eps, const float* weight, const In* in,
-                          Out* out, float* x) {
+                          Out* out, float* room) {
   const int64_t filled = norm_width(width);
   for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
-    widen(width, in, x);
+    const float* x = as_floats(width, filled, in, room);
     Several<kTogether> squares = {};
     for (int64_t i = 0; i < filled; i += kNormBlock) {
       const Several<kTogether> block = load<kTogether>(x + i);
       squares = squares + block * block;
     }
     const float scale = scale_of(sum_of(squares), width, eps);
+    float* y = floats_for(width, filled, out, room);
     for (int64_t i = 0; i < filled; i += kNormBlock) {
-      store(load<kTogether>(x + i) * scale * load<kTogether>(weight + i), x + i);
+      store(load<kTogether>(x + i) * scale * load<kTogether>(weight + i), y + i);
     }
-    narrow(width, x, out);
+    narrow(width, y, out);
   }
 }
 
 // grad_in [rows, width], and these rows' part of the weight's gradient, added to grad_weight; weight
-// is one row, filled up with zeros, and grad_weight, x and grad are room for one.
+// is one row, filled up with zeros, and grad_weight, x_room and grad_room are each room for one.
 template <typename In, typename Out>
 FASTPLM_HD void norm_grad_rows(int64_t rows, int64_t width, float eps, const float* weight,
                                const In* in, const Out* grad_out, In* grad_in, float* grad_weight,
-                               float* x, float* grad) {
+                               float* x_room, float* grad_room) {
   const int64_t filled = norm_width(width);
   for (int64_t row = 0; row < rows; ++row, in += width, grad_out += width, grad_in += width) {
-    widen(width, in, x);
-    widen(width, grad_out, grad);
+    const float* x = as_floats(width, filled, in, x_room);
+    const float* grad = as_floats(width, filled, grad_out, grad_room);
     Several<kTogether> squares = {}, products = {};
     for (int64_t i = 0; i < filled; i += kNormBlock) {
       const Several<kTogether> block = load<kTogether>(x + i);
@@ -76,12 +65,13 @@ FASTPLM_HD void norm_grad_rows(int64_t rows, int64_t width, float eps, const flo
     const float scale = scale_of(sum_of(squares), width, eps);
     const float mean = sum_of(products) / static_cast<float>(width);
     const float along = scale * scale * mean;
+    float* to = floats_for(width, filled, grad_in, grad_room);
     for (int64_t i = 0; i < filled; i += kNormBlock) {
       const Several<kTogether> block = load<kTogether>(x + i), g = load<kTogether>(grad + i);
       store(load<kTogether>(grad_weight + i) + g * (block * scale), grad_weight + i);
-      store((g * load<kTogether>(weight + i) - block * along) * scale, grad + i);
+      store((g * load<kTogether>(weight + i) - block * along) * scale, to + i);
     }
-    narrow(width, grad, grad_in);
+    narrow(width, to, grad_in);
   }
 }
 

@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
+#include <algorithm>
+#include <array>
 #include <optional>
+#include <vector>
 
 #include "half.h"
 #include "rows.h"
@@ -14,8 +16,29 @@
 namespace fastplm {
 
 using torch::headeronly::ScalarType;
-using torch::stable::new_empty;
 using torch::stable::Tensor;
+
+// A dense tensor on the device of `like`. The stable ABI's new_empty looks its operator up by name,
+// which takes several times as long as to make a tensor.
+inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        ScalarType type) {
+  std::array<int64_t, 8> strides;
+  STD_TORCH_CHECK(sizes.size() <= strides.size(), "a tensor of more than 8 dimensions");
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) strides[i] = stride;
+  int32_t device;
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
+      like.get_device_index(), &out));
+  return Tensor(out);
+}
+
+inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  return empty_tensor(like, sizes, like.scalar_type());
+}
 
 // A tensor, or none, in row-major order; it owns the copy where one had to be made.
 template <typename T>
@@ -28,8 +51,8 @@ struct Dense {
   const bool defined;
 };
 
-inline Tensor new_empty_like(const Tensor& tensor) {
-  return new_empty(tensor, tensor.sizes());
+inline Tensor empty_tensor_like(const Tensor& tensor) {
+  return empty_tensor(tensor, tensor.sizes());
 }
 
 // Padded rows, or packed ones if there are cu_seqlens.
@@ -67,6 +90,18 @@ void with_floating_type(const Tensor& tensor, const Function& function) {
     default:
       return function(Bf16{});
   }
+}
+
+// A row as floats, filled up with zeros.
+inline std::vector<float> widened(const Tensor& row, int64_t filled) {
+  std::vector<float> out(filled);
+  with_floating_type(row, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(row.const_data_ptr());
+    std::transform(from, from + row.numel(), out.begin(),
+                   [](T value) { return static_cast<float>(value); });
+  });
+  return out;
 }
 
 // Calls function(Id{}) with the integer type of the tokens.

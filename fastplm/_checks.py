@@ -105,10 +105,13 @@ def check_dtype(
 
 def check_same(where: str, **tensors: torch.Tensor | None) -> None:
     """All tensors given share the dtype and device of the first one."""
-    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-    first_name, first = given[0]
-    for name, tensor in given[1:]:
-        if tensor.dtype != first.dtype:
+    first_name, first = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first_name, first = name, tensor
+        elif tensor.dtype != first.dtype:
             raise ArgumentTypeError(
                 message(
                     where,

@@ -25,7 +25,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import check_reduction, last_dim_contiguous
+from fastplm.ops._common import check_reduction, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 
@@ -196,6 +196,48 @@ def _check(
     for name, flags in labels.items():
         check_shape(where, name, flags, (rows,), "[N] of `input` [N, E]", "Use .flatten().")
     check_same_device(where, input=input, **labels)
+
+
+# --- backend "cpp": logit, loss and the weight's sum while a row is in the cache ------------------
+
+_CSRC_REJECTS = rejects_of_csrc("replaced_token_loss")["cpp"]
+
+
+def _cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    if input.dtype is torch.float64:
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(input, forced=forced)
+
+
+def _cpp_forward(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    replaced: torch.Tensor,
+    original: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    normalizer: torch.Tensor | None,
+    reduction: str,
+    need_counts: bool,
+    sum_weight: bool,
+) -> tuple[torch.Tensor, ...]:
+    return torch.ops.fastplm_C.replaced_token_loss.default(
+        input,
+        weight,
+        bias,
+        replaced,
+        original,
+        mask,
+        None if normalizer is None else normalizer.float(),
+        reduction != "none",
+        reduction == "mean",
+        need_counts,
+        sum_weight,
+    )
+
+
+def _cpp_backward(grad_loss: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+    return torch.ops.fastplm_C.replaced_token_loss_backward.default(grad_loss.contiguous(), *saved)
 
 
 # --- backend "torch": two matrix-vector products --------------------------------------------------
@@ -432,6 +474,7 @@ def _smoke(device: torch.device) -> None:
 
 
 OP = Op("replaced_token_loss", reference=replaced_token_loss_ref, smoke=_smoke)
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.define_differentiable(

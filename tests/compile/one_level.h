@@ -2,6 +2,8 @@
 // vectors as wide as -DFASTPLM_WIDTH says, which the compiler makes of what it has.
 #pragma once
 
+#include <type_traits>
+
 #define FASTPLM_LEVEL tested
 
 #if !defined(FASTPLM_WIDTH)

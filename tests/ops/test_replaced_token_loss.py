@@ -27,7 +27,7 @@ from fastplm.testing import (
 
 from ..pairwise import pairwise
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("cpp", "torch", "triton")
 ALL_BACKENDS = ("eager", *BACKENDS)
 WRT = ("input", "weight", "bias")
 NAN, INF = float("nan"), float("inf")
