@@ -108,7 +108,7 @@ FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, 
 // --- rows -----------------------------------------------------------------------------------------
 
 // A row of a head is too short for the CPU to see it coming, and the next lies far away.
-constexpr int64_t kRowsAhead = 8;
+constexpr int64_t kRowsAhead = 16;
 
 template <int kToWrite, typename T>
 FASTPLM_HD void fetch_row(const T* row, int64_t width) {
@@ -287,19 +287,19 @@ class HeadPass {
 
   // dV = c * drop(P)^T dO     dP = c * drop(dO V^T)     dS = P * (dP - rowsum(P * dP))
   // dQ = scale * dS K         dK = scale * dS^T Q       dbias[bucket] += sums of dS
+  // The scale goes into dS, so that the products are the gradients and need no pass of their own.
   FASTPLM_HD void backward(Strided<const T> grad_out, Strided<T> grad_query, Strided<T> grad_key,
                            Strided<T> grad_value, double* grad_bias, Scratch& scratch) {
     if (key_.data == nullptr) key_ = rows_by_key(head_.key, scratch);
     const float* value_t = transposed(head_.value, scratch);
-    float* dk = scratch.take(columns_ * row_);
-    float* dv = scratch.take(columns_ * row_);
+    const Strided<float> dk = room_for(grad_key, scratch.take(columns_ * row_));
+    const Strided<float> dv = room_for(grad_value, scratch.take(columns_ * row_));
+    float* dq_room = scratch.take(kBlock * row_);
     float* upstream = scratch.take(kBlock * row_);
-    float* dq = scratch.take(kBlock * row_);
     float* ds = scratch.take(kBlock * line_);
     float* used = scores_;
     if (head_.dropout.threshold > 0) used = scratch.take(kBlock * line_);
-    std::fill(dk, dk + columns_ * row_, 0.0f);
-    std::fill(dv, dv + columns_ * row_, 0.0f);
+    int64_t begun = 0;  // keys that a block has seen
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
@@ -318,19 +318,28 @@ class HeadPass {
         drop(used, rows, columns);
         drop(ds, rows, columns);
       }
-      product<Lies::kByColumns>(true, keys, width_, rows, used, line_, upstream, row_, dv, row_);
+      add_by_key(begun, keys, rows, used, upstream, dv);
       for (int64_t i = 0; i < rows; ++i) {
-        softmax_backward_row(scores_ + i * line_, ds + i * line_, columns);
-        if (grad_bias != nullptr) add_distances(ds + i * line_, first + i, keys);
+        float* row = ds + i * line_;
+        const float delta = dot(scores_ + i * line_, row, columns);
+        if (grad_bias != nullptr) add_distances(scores_ + i * line_, row, delta, first + i, keys);
+        softmax_backward_row(scores_ + i * line_, delta, head_.scale, columns, row);
       }
-      product<Lies::kByColumns>(true, keys, width_, rows, ds, line_, query_, row_, dk, row_);
-      product<Lies::kByRows>(false, rows, width_, keys, ds, line_, key_.data, key_.stride, dq,
-                             row_);
-      store_rows(dq, row_, rows, head_.dim, head_.scale,
-                 grad_query.data + first * grad_query.stride, grad_query.stride);
+      add_by_key(begun, keys, rows, ds, query_, dk);
+      const Strided<T> block{grad_query.data + first * grad_query.stride, grad_query.stride};
+      const Strided<float> dq = room_for(block, dq_room);
+      product<Lies::kByRows>(false, rows, width_, keys, ds, line_, key_.data, key_.stride, dq.data,
+                             dq.stride);
+      move_rows(dq, rows, block);
+      begun = std::max(begun, keys);
     }
-    store_keys(dk, head_.scale, grad_key);
-    store_keys(dv, 1.0f, grad_value);
+    move_rows(dk, begun, grad_key);
+    move_rows(dv, begun, grad_value);
+    for (int64_t j = begun; j < head_.seqlen_k; ++j) {
+      for (const Strided<T>& grad : {grad_key, grad_value}) {
+        std::fill(grad.data + j * grad.stride, grad.data + j * grad.stride + head_.dim, T(0.0f));
+      }
+    }
     if (grad_bias != nullptr) {
       for (int64_t place = 0; place < head_.seqlen_q + seen_ - 1; ++place) {
         grad_bias[bucket_of(place)] += distance_sums_[place];
@@ -385,11 +394,26 @@ class HeadPass {
     return to;
   }
 
-  FASTPLM_HD void store_keys(const float* from, float factor, Strided<T> to) {
-    store_rows(from, row_, seen_, head_.dim, factor, to.data, to.stride);
-    for (int64_t j = seen_; j < head_.seqlen_k; ++j) {
-      std::fill(to.data + j * to.stride, to.data + j * to.stride + head_.dim, T(0.0f));
+  // Where a product leaves rows of a tensor: there, if they are what it makes, or in scratch.
+  FASTPLM_HD Strided<float> room_for(Strided<T> rows, float* room) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (head_.dim == width_) return rows;
     }
+    return {room, row_};
+  }
+
+  FASTPLM_HD void move_rows(Strided<float> from, int64_t count, Strided<T> to) {
+    if (static_cast<const void*>(from.data) == to.data) return;
+    store_rows(from.data, from.stride, count, head_.dim, 1.0f, to.data, to.stride);
+  }
+
+  // C [keys, Dw] += A [rows, keys]^T B [rows, Dw]; from key number `begun` on nothing is in C yet.
+  FASTPLM_HD void add_by_key(int64_t begun, int64_t keys, int64_t rows, const float* a,
+                             const float* b, Strided<float> c) {
+    begun = std::min(begun, keys);
+    product<Lies::kByColumns>(true, begun, width_, rows, a, line_, b, row_, c.data, c.stride);
+    product<Lies::kByColumns>(false, keys - begun, width_, rows, a + begun, line_, b, row_,
+                              c.data + begun * c.stride, c.stride);
   }
 
   // How many keys, in whole vectors, the last of these queries may see.
@@ -447,12 +471,17 @@ class HeadPass {
     }
   }
 
-  FASTPLM_HD void softmax_backward_row(const float* probs, float* grad, int64_t columns) {
+  FASTPLM_HD float dot(const float* a, const float* b, int64_t columns) {
     Floats sum = {};
-    for (int64_t j = 0; j < columns; j += kWidth) sum += at(probs + j) * at(grad + j);
-    const float delta = sum_of(sum);
+    for (int64_t j = 0; j < columns; j += kWidth) sum += at(a + j) * at(b + j);
+    return sum_of(sum);
+  }
+
+  // grad = factor * P * (grad - delta)
+  FASTPLM_HD void softmax_backward_row(const float* probs, float delta, float factor,
+                                       int64_t columns, float* grad) {
     for (int64_t j = 0; j < columns; j += kWidth) {
-      at(grad + j) = at(probs + j) * (at(grad + j) - delta);
+      at(grad + j) = at(probs + j) * factor * (at(grad + j) - delta);
     }
   }
 
@@ -515,9 +544,10 @@ class HeadPass {
     return head_.bias.bucket[std::clamp(distance, -furthest, furthest) + furthest];
   }
 
-  FASTPLM_HD void add_distances(const float* row, int64_t i, int64_t keys) {
+  FASTPLM_HD void add_distances(const float* probs, const float* grad, float delta, int64_t i,
+                                int64_t keys) {
     float* sums = distance_sums_ + head_.seqlen_q - 1 - i;
-    for (int64_t j = 0; j < keys; ++j) sums[j] += row[j];
+    for (int64_t j = 0; j < keys; ++j) sums[j] += probs[j] * (grad[j] - delta);
   }
 
   const Head<T>& head_;
