@@ -3,9 +3,10 @@
 A benchmark is a ``Case``: inputs, the variants to compare, and the bytes and FLOPs that the task
 needs (each input read once, each output written once), from which the rates follow. First every
 fused variant must pass the error budget on the case's small inputs: no speed on a red result. Then
-the variants take turns, one call each a round, so that whatever else the machine does hits all of
-them alike; medians and the 20th and 80th percentile are kept, slower rows too. A variant that fails
-becomes a row that says so, and one that cannot run here (``Unavailable``) a row that says why.
+the variants take turns, one call each a round in an order drawn anew, so that whatever else the
+machine does, and what one leaves behind, hits all of them alike; medians and the 20th and 80th
+percentile are kept, slower rows too. A variant that fails becomes a row that says so, and one that
+cannot run here (``Unavailable``) a row that says why.
 
     python benchmarks/harness.py OP --rows DIR           # every case of test_OP.py
     python benchmarks/harness.py OP --rows DIR --quick   # those of `pytest benchmarks/` alone
@@ -21,6 +22,7 @@ import functools
 import importlib
 import json
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -200,11 +202,14 @@ def measure(
                 runners[name] = runner
                 attempt(name, "failed", runner.step)
 
-    def one_round() -> None:
-        for name, runner in list(runners.items()):
-            attempt(name, "failed", runner.step)
+    order = random.Random(0)
 
-    rounds = rounds or case.rounds or (50 if device.type == "cuda" else 7)
+    def one_round() -> None:
+        # Whoever comes after a variant that frees much memory pays for it: a new order each time.
+        for name in order.sample(list(runners), len(runners)):
+            attempt(name, "failed", runners[name].step)
+
+    rounds = rounds or case.rounds or (50 if device.type == "cuda" else 9)
     one_round()
     for runner in runners.values():
         runner.times.clear()

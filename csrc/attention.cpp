@@ -98,9 +98,10 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
     floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
                                                   gradients != nullptr));
   }
-  std::atomic<int64_t> next(0);
+  std::atomic<int64_t> next(0), workers(0);
   torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
+    ++workers;
     for (int64_t task = next++; task < batch * heads; task = next++) {
       const int64_t b = task / heads;
       const int64_t h = task % heads;
@@ -120,7 +121,19 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
           {},
           {},
           softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
+          {},
+          0,
       };
+      // The head that this thread probably gets next, once the others have taken theirs.
+      const int64_t soon = next + workers - 1;
+      if (soon < batch * heads) {
+        const int64_t b_soon = soon / heads, h_soon = soon % heads;
+        head.soon[0] = queries.template head<const T>(b_soon, h_soon);
+        head.soon[1] = keys.template head<const T>(b_soon, h_soon);
+        head.soon[2] = values.template head<const T>(b_soon, h_soon);
+        if (gradients) head.soon[3] = gradients->out.template head<const T>(b_soon, h_soon);
+        head.soon_rows = std::min(queries.seqlen(b_soon), keys.seqlen(b_soon));
+      }
       if (options.bias_weight.defined) {
         head.bias = {options.bias_weight.data() + h, heads, options.bias_weight.tensor.size(0),
                      options.buckets.data(), (options.buckets.tensor.size(0) - 1) / 2};

@@ -110,11 +110,12 @@ FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, 
 // A row of a head is too short for the CPU to see it coming, and the next lies far away.
 constexpr int64_t kRowsAhead = 16;
 
-template <int kToWrite, typename T>
+// kNear: 3 the first-level cache, 2 the second.
+template <int kToWrite, int kNear = 3, typename T>
 FASTPLM_HD void fetch_row(const T* row, int64_t width) {
   constexpr int64_t kLineBytes = 64;
   for (int64_t byte = 0; byte < width * int64_t{sizeof(T)}; byte += kLineBytes) {
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, kToWrite);
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, kToWrite, kNear);
   }
 }
 
@@ -454,6 +455,7 @@ class HeadPass {
       float* row = scores_ + (i - first) * line_;
       Softmax& softmax = head_.softmax[i];
       const int64_t end = limit(i);
+      fetch_soon(i);
       const bool all = all_seen_ && end >= columns;
       const float* bias = distances_ + head_.seqlen_q - 1 - i;
       if (end <= first_seen_) {
@@ -468,6 +470,13 @@ class HeadPass {
       } else {
         function(Scores<true, false>{row, scale, bias, hidden_, end}, row, softmax);
       }
+    }
+  }
+
+  FASTPLM_HD void fetch_soon(int64_t row) const {
+    if (row >= head_.soon_rows) return;
+    for (const Strided<const T>& rows : head_.soon) {
+      if (rows.data != nullptr) fetch_row<0, 2>(rows.data + row * rows.stride, head_.dim);
     }
   }
 

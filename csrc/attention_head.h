@@ -46,6 +46,8 @@ struct Head {
   Bias bias;
   Dropout dropout;
   Softmax* softmax;  // [Tq], written by the forward for the backward
+  Strided<const T> soon[4];  // what the thread probably reads next, fetched while it computes, or null
+  int64_t soon_rows;
 };
 
 // What a thread works in; grown, never given back, as fresh pages are slow.

@@ -121,7 +121,8 @@ def check_same(where: str, **tensors: torch.Tensor | None) -> None:
                     f"Convert one of the two, e.g. {name}.to({first_name}.dtype).",
                 )
             )
-    check_same_device(where, **tensors)
+        elif tensor.device != first.device:
+            check_same_device(where, **tensors)
 
 
 def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:

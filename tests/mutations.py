@@ -412,6 +412,48 @@ MUTATIONS = (
         "tests/ops/test_mask_tokens.py",
         5,
     ),
+    Mutation(
+        "csrc/attention.h",
+        "std::min(seen_, i + shift_ + 1)",
+        "std::min(seen_, i + shift_)",
+        "tests/ops/test_attention.py -k 'cpp and every_combination'",
+        1,
+    ),
+    Mutation(
+        "csrc/replaced_token_loss.h",
+        "slope[row] = factor[i];",
+        "slope[row] = -factor[i];",
+        f"{REPLACED} 'shapes and cpp'",
+        2,
+    ),
+    Mutation(
+        "csrc/attention.h",
+        "add_by_key(begun, keys, rows, ds, query_, dk);",
+        "add_by_key(0, keys, rows, ds, query_, dk);",
+        "tests/ops/test_attention.py -k cpp",
+        2,
+    ),
+    Mutation(
+        "csrc/replaced_token_loss.cpp",
+        "divisor = divisor == 0.0f ? 1.0f : divisor;",
+        "",
+        f"{REPLACED} 'no_row_counts and cpp'",
+        3,
+    ),
+    Mutation(
+        "csrc/rms_norm.h",
+        "const float along = scale * scale * mean;",
+        "const float along = scale * mean;",
+        "tests/ops/test_rms_norm.py",
+        4,
+    ),
+    Mutation(
+        "csrc/dropout.h",
+        "& 0xFFFF) - threshold) >> 31",
+        "& 0xFFFF) - threshold - 1) >> 31",
+        "tests/ops/test_dropout.py",
+        5,
+    ),
 )
 
 

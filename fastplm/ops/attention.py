@@ -88,12 +88,7 @@ class _Call(NamedTuple):
 
 
 # Which arguments a backend wants with a last stride of 1.
-_ALIGNED = tuple(
-    map(
-        _Call._fields.index,
-        ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index"),
-    )
-)
+_ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
 
 def attention(
@@ -299,11 +294,11 @@ def _run(call: _Call) -> torch.Tensor:
             return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
         return attention_ref(*call[:3], **call.options)
     # Backends find any row by its stride, and elements of a row side by side.
-    arguments: list[Any] = list(call)
-    for position in _ALIGNED:
-        if arguments[position] is not None:
-            arguments[position] = last_dim_contiguous(arguments[position])
-    return OP.call(*arguments, backend)[0]
+    for name in _ALIGNED:
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.stride(-1) != 1:
+            call = call._replace(**{name: tensor.contiguous()})
+    return OP.call(*call, backend)[0]
 
 
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None, bool, int]:
@@ -519,13 +514,18 @@ def _cpp_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 def _is_plain(call: _Call) -> bool:
     """Whether there is nothing but scores: nothing hidden, added or dropped."""
-    others = (call.key_mask, call.cu_seqlens_q, call.bias_weight, call.seed)
-    return not call.is_causal and all(tensor is None for tensor in others)
+    return (
+        not call.is_causal
+        and call.key_mask is None
+        and call.cu_seqlens_q is None
+        and call.bias_weight is None
+        and call.seed is None
+    )
 
 
 def _class_of(query: torch.Tensor, key: torch.Tensor) -> CallClass:
-    sizes = (query.shape[2], key.shape[2], query.shape[0] * query.shape[1])
-    return CallClass(training(query, key), query.dtype, sizes)
+    batch, heads, seqlen_q, _ = query.shape
+    return CallClass(training(query, key), query.dtype, (seqlen_q, key.shape[2], batch * heads))
 
 
 def _measured(*arguments: Any) -> CallClass | None:
@@ -690,8 +690,9 @@ def _fake_backward(grad_out, out, stats, bias_grad, *arguments):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
-    ctx.plain = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+    # As they come in _Call: tensors are saved, the others kept as they are.
+    tensors = (*inputs[:6], inputs[8], *inputs[11:13])
+    ctx.lengths, ctx.buckets, ctx.settings = inputs[6:8], inputs[9:11], inputs[13:]
     out, stats = output
     # Some backwards rebuild the output: those without row statistics, and that of csrc/.
     rebuilt = stats.numel() == 0 or inputs[-1] == "cpp"
@@ -699,11 +700,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out, _grad_stats):
-    *tensors, out, stats = ctx.saved_tensors
-    inputs = [
-        plain if tensor is None else tensor
-        for plain, tensor in zip(ctx.plain, tensors, strict=True)
-    ]
+    *rows, weight, seed, sample_index, out, stats = ctx.saved_tensors
+    inputs = (*rows, *ctx.lengths, weight, *ctx.buckets, seed, sample_index, *ctx.settings)
     bias = _Call._fields.index("bias_weight")
     bias_grad = ctx.needs_input_grad[bias]
     grad_out = last_dim_contiguous(grad_out)

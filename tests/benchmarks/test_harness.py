@@ -147,13 +147,41 @@ def test_a_gated_variant_that_breaks_is_red(harness):
 # --- figures --------------------------------------------------------------------------------------
 
 
+def told(name: str, ran: list[str]):
+    """The reference, which leaves its name where it runs."""
+
+    def run(**inputs):
+        ran.append(name)
+        return attention_ref(**inputs)
+
+    return run
+
+
+def test_every_round_has_every_variant_in_an_order_of_its_own(harness):
+    ran: list[str] = []
+    names = ("eager", "fastplm", "peer", "other")
+    case = make_case(harness, variants={name: told(name, ran) for name in names}, gated=())
+    harness.measure(case, "forward", rounds=9)
+    ran = ran[-9 * len(names) - len(names) : -len(names)]  # after the rounds: memory, once each
+    rounds = {tuple(ran[i : i + len(names)]) for i in range(0, len(ran), len(names))}
+    assert all(sorted(order) == sorted(names) for order in rounds)
+    assert len(rounds) > 3
+
+
 def test_figures_follow_from_the_median(harness, monkeypatch):
-    times = iter([9.0, 9.0] * 2 + [1.0, 4.0, 2.0, 2.0, 3.0, 1.0])
-    monkeypatch.setattr(harness, "_seconds", lambda call, device: (call(), next(times))[1])
+    ran: list[str] = []
+    times = {"eager": iter([9.0, 9.0, 1.0, 2.0, 3.0]), "fastplm": iter([9.0, 9.0, 4.0, 2.0, 1.0])}
+
+    def seconds(call, device):
+        call()
+        return next(times[ran[-1]])
+
+    monkeypatch.setattr(harness, "_seconds", seconds)
     monkeypatch.setattr(harness, "peak_flops", lambda device, dtype: 1e5)
     monkeypatch.setattr(harness, "_product_rate", lambda device, dtype: 1e4)
     benchmark = FakeBenchmark()
-    rows = by_variant(harness.measure(make_case(harness), "training", benchmark, rounds=3))
+    case = make_case(harness, variants={name: told(name, ran) for name in times})
+    rows = by_variant(harness.measure(case, "training", benchmark, rounds=3))
     assert benchmark.rounds == 3
     eager, ours = rows["eager"], rows["fastplm"]
     assert (eager.p50_us, ours.p50_us) == (2e6, 2e6)  # of 1, 2, 3 and of 4, 2, 1

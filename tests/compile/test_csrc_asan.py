@@ -25,7 +25,9 @@ WIDTHS = {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("op", ["attention", "dropout", "gelu", "linear", "rms_norm"])
+@pytest.mark.parametrize(
+    "op", ["attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"]
+)
 def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     feature, flags = WIDTHS[width]
     if feature and (not CPUINFO.exists() or feature not in CPUINFO.read_text().split()):
