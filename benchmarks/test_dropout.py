@@ -11,7 +11,7 @@ from fastplm.reference.dropout import dropout_ref
 from harness import Case, Unavailable, default_device
 
 GPU = default_device().type == "cuda"
-# A step has both: what PyTorch's backward has less to do, as it kept its mask, its forward did more.
+# A step has both: as PyTorch kept its mask, its backward has less to do, and its forward had more.
 DIRECTIONS = ("forward", "training")
 SEED = 3
 

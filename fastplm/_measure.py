@@ -95,7 +95,7 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
         write(f"{plan.op} {name}: {span} times as fast as PyTorch's")
-        _write(path, _dump(contents))
+        _write(path, dump(contents))
     _measured.table.cache_clear()
     return path
 
@@ -119,7 +119,7 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-def _dump(contents: dict[str, Any]) -> str:
+def dump(contents: dict[str, Any]) -> str:
     """JSON with one line a list of numbers, which a reader and a diff can follow."""
     text = json.dumps(contents, indent=1)
     return re.sub(r"\[[^][]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
