@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import getpass
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +40,18 @@ _NOTHING = 2.0**-46
 
 class BudgetExceeded(AssertionError):
     """An output or gradient is further from the truth than its budget allows."""
+
+
+def inductor_cache_of_this_level() -> None:
+    """Give the level of ``ATEN_CPU_CAPABILITY`` a cache of Inductor's own, if it has none yet.
+
+    Inductor (torch 2.13) does not look at that variable when it takes kernels from its cache, and
+    those of one level, run at another, write where they must not.
+    """
+    level = os.environ.get("ATEN_CPU_CAPABILITY")
+    if level:
+        folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{level}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 
 # --- the budget -----------------------------------------------------------------------------------

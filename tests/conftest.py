@@ -12,6 +12,10 @@ import os
 import pytest
 import torch
 
+from fastplm.testing import inductor_cache_of_this_level
+
+inductor_cache_of_this_level()
+
 
 def _interpret_kernels():
     """Switch Triton's interpreter on, without two things that cost it half its time for nothing.
