@@ -1400,8 +1400,12 @@ def test_compiled_loss_sample_and_statistics(device, way, compiler, fresh_dynamo
         loss, seen["sample"], seen["statistics"] = run(way, compiled, **inputs)
         return loss
 
-    # A cached graph would be one that called an older schema of the operator.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # A cached graph would be one that called an older schema of the operator. Without any cache
+    # Inductor would also find out with a dozen compilations what this CPU can do, each time.
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         wrt = parameters(inputs)
         assert_within_budget(loss_alone, linear_cross_entropy_ref, inputs, wrt=wrt)
     _, sample, statistics = run(way, function, **with_gradients(inputs))
