@@ -516,20 +516,22 @@ def test_repeats_bit_for_bit(device, backend, reduction, dtype):
 
 @pairwise(
     backend=BACKENDS,
-    reduction=("mean", "sum", "none"),
+    reduced_by=("mean", "normalizer", "sum", "none"),
     optional={"plain": False, "all options": True},
 )
-def test_opcheck(device, backend, optional, reduction):
+def test_opcheck(device, backend, optional, reduced_by):
     if backend == "torch" and device.type == "cuda":
         pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
     rows, width = 9, 40  # schemas and shapes alone, with one tile of rows to interpret
     inputs = first(random_mask(make(device, rows, width, problems=1)))
     input, weight, replaced = inputs["input"], inputs["weight"], inputs["replaced"]
     original = bias = mask = normalizer = None
+    reduction = "mean" if reduced_by == "normalizer" else reduced_by
+    if reduced_by == "normalizer":
+        normalizer = torch.tensor(7, device=device)
     if optional:
         replaced, original = as_ids(replaced, torch.int64)
         bias, mask = inputs["bias"].detach().reshape(()).requires_grad_(), inputs["mask"]
-        normalizer = torch.tensor(7, device=device) if reduction == "mean" else None
     reduced = reduction != "none"
     for sums in {False, reduced}:
         labels = (bias, replaced, original, mask, normalizer, reduction, optional, sums, backend)
