@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastplm.data import TokenStore, tokenize, train_tokenizer
+from fastplm.data import TokenStore, embedded_corpus, tokenize, train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -18,6 +18,12 @@ def real_text() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real text in {path}: set FASTPLM_TEST_DATA to the folder that has text/")
     return path
+
+
+@pytest.fixture(scope="session")
+def embedded() -> list[str]:
+    """Python's own text, which takes seconds to collect: every file of the library is parsed."""
+    return embedded_corpus()
 
 
 def _story(number: int) -> str:

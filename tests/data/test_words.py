@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastplm._checks import ArgumentTypeError, DataError
-from fastplm.data import embedded_corpus, read_documents, train_tokenizer
+from fastplm.data import read_documents, train_tokenizer
 from fastplm.data.tokenizer import KINDS
 from fastplm.data.words import word_ids, word_starts
 
@@ -17,13 +17,13 @@ SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
 
 
 @pytest.fixture(scope="module")
-def text() -> list[str]:
+def text(request) -> list[str]:
     """Real text: that of $FASTPLM_TEST_DATA, else Python's own."""
     folder = os.environ.get("FASTPLM_TEST_DATA")
     if folder:
         documents = list(read_documents([Path(folder) / "text"]))
     else:
-        documents = embedded_corpus()
+        documents = request.getfixturevalue("embedded")
     # "<unk>" is a word of WikiText and a special token of two kinds.
     return [document.replace("<unk>", "unknown") for document in documents[:200] + documents[-15:]]
 

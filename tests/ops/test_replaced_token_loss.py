@@ -514,32 +514,37 @@ def test_repeats_bit_for_bit(device, backend, reduction, dtype):
     assert_repeatable(each(functools.partial(run, backend)), inputs, wrt=WRT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-@pytest.mark.parametrize("optional", (False, True), ids=("plain", "all options"))
-def test_opcheck(device, backend, optional, reduction):
+@pairwise(
+    backend=BACKENDS,
+    reduced_by=("mean", "normalizer", "sum", "none"),
+    optional={"plain": False, "all options": True},
+)
+def test_opcheck(device, backend, optional, reduced_by):
     if backend == "torch" and device.type == "cuda":
         pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
-    inputs = first(random_mask(make(device)))
+    rows, width = 9, 40  # schemas and shapes alone, with one tile of rows to interpret
+    inputs = first(random_mask(make(device, rows, width, problems=1)))
     input, weight, replaced = inputs["input"], inputs["weight"], inputs["replaced"]
     original = bias = mask = normalizer = None
+    reduction = "mean" if reduced_by == "normalizer" else reduced_by
+    if reduced_by == "normalizer":
+        normalizer = torch.tensor(7, device=device)
     if optional:
         replaced, original = as_ids(replaced, torch.int64)
         bias, mask = inputs["bias"].detach().reshape(()).requires_grad_(), inputs["mask"]
-        normalizer = torch.tensor(7, device=device) if reduction == "mean" else None
     reduced = reduction != "none"
     for sums in {False, reduced}:
         labels = (bias, replaced, original, mask, normalizer, reduction, optional, sums, backend)
         torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_fwd, (input, weight, *labels))
-    slope, scalar = torch.randn(63, device=device), torch.tensor(3.0, device=device)
-    weight_sum = torch.randn(40, device=device)
-    rows, weight = input.detach(), weight.detach()
+    slope, scalar = torch.randn(rows, device=device), torch.tensor(3.0, device=device)
+    weight_sum = torch.randn(width, device=device)
+    input, weight = input.detach(), weight.detach()
     for need in ((True, True), (True, False), (False, True)):
         if reduced:
-            saved = [(None, weight_sum), (rows, None)] if need[1] else [(None, None)]
+            saved = [(None, weight_sum), (input, None)] if need[1] else [(None, None)]
             saved = [(scalar, slope, scalar, weight, mask, *pair, scalar) for pair in saved]
         else:
-            saved = [(slope.expand(63), slope, None, weight, mask, rows, None, None)]
+            saved = [(slope.expand(rows), slope, None, weight, mask, input, None, None)]
         for tensors in saved:
             arguments = (*tensors, *need, backend)
             torch.library.opcheck(torch.ops.fastplm.replaced_token_loss_bwd, arguments)
