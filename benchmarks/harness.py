@@ -272,6 +272,7 @@ class _Runner:
         if device.type == "cuda":
             copies = min(8, 1 + self._ROTATED_BYTES // max(case.bytes, 2**20))
         self.sets = [self._prepare(case.make(device)) for _ in range(copies)]
+        self.upstream: torch.Tensor | None = None
         self.times: list[float] = []
         self.calls = 0
 
@@ -311,8 +312,10 @@ class _Runner:
         out = self._forward(inputs) if self.forward_timed else out
         if self.wrt:
             leaves = [inputs[name] for name in self.wrt]
+            if self.upstream is None:  # once: to fill it is nobody's work
+                self.upstream = torch.ones_like(out)
             # A variant may leave an input out, to show what it costs.
-            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+            torch.autograd.grad(out, leaves, self.upstream, allow_unused=True)
 
     def _forward(self, inputs: Inputs) -> Any:
         with torch.set_grad_enabled(bool(self.wrt)):

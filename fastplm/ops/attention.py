@@ -515,11 +515,11 @@ def _cpp_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
 def _is_plain(call: _Call) -> bool:
     """Whether there is nothing but scores: nothing hidden, added or dropped."""
     return (
-        not call.is_causal
-        and call.key_mask is None
+        call.key_mask is None
         and call.cu_seqlens_q is None
         and call.bias_weight is None
         and call.seed is None
+        and (not call.is_causal or call.query.shape[2] == 1)  # the last query sees every key
     )
 
 
