@@ -79,11 +79,15 @@ def test_far_from_0_it_is_the_input_or_0():
 @needs_csrc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite(dtype):
-    """And what overflows on the way: the same pattern as PyTorch's."""
+    """And what overflows on the way: the value of fp64, and a gradient of PyTorch's pattern.
+
+    Its fp32 value says nothing on Arm: x (1 + tanh u) overflows there, before it is halved.
+    """
     values = [float("inf"), float("-inf"), float("nan"), 1e30, -1e30, 3e38, -3e38, 0.0, -0.0, 1e-40]
     input = torch.tensor(values).to(dtype).requires_grad_()
     out, expected = run(input), tanh_ref(input)
-    torch.testing.assert_close(out, expected, equal_nan=True)
+    exact = tanh_ref(input.detach().double()).to(dtype)
+    torch.testing.assert_close(out, exact, equal_nan=True)
     assert torch.equal(out[-3:-1].signbit(), torch.tensor([False, True]))
     (grad,) = torch.autograd.grad(out.sum(), input)
     (expected_grad,) = torch.autograd.grad(expected.sum(), input)
