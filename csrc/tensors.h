@@ -26,13 +26,15 @@ inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyA
   STD_TORCH_CHECK(sizes.size() <= strides.size(), "a tensor of more than 8 dimensions");
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) strides[i] = stride;
-  int32_t device;
-  AtenTensorHandle out;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
-      like.get_device_index(), &out));
+  int32_t device = 0;
+  AtenTensorHandle out = nullptr;
+  const bool made =
+      aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
+      aoti_torch_empty_strided(
+          static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+          torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
+          like.get_device_index(), &out) == AOTI_TORCH_SUCCESS;
+  STD_TORCH_CHECK(made, "no memory for a tensor of csrc/");
   return Tensor(out);
 }
 
