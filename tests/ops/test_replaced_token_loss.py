@@ -569,6 +569,7 @@ def test_compiles_without_graph_breaks_or_recompiles(device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 def test_gradient_compiles_with_dynamic_shapes(device, backend, reduction):
+    torch._dynamo.reset()  # it compiles a function, here `run`, only so many times
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (63, 20, 100):
         inputs = first(random_mask(make(device, rows, reduction=reduction)))
