@@ -82,7 +82,7 @@ def test_scaled_dot_product_attention(samples, dtype):
         if options.pop("enable_gqa", False):
             continue
         calls.append(((sample.input, *sample.args), options))
-    assert len(calls) >= 12
+    assert len(calls) >= 6  # torch 2.15 has half of those of 2.13
     # Each kind of tensor is one, so that a gradient's error is that of all samples, too.
     kinds = dict(
         zip(("query", "key", "value"), zip(*(call[0] for call in calls), strict=True), strict=True)
