@@ -16,7 +16,8 @@ constexpr int kDetectorRows = 8;
 // Rows whose part of each sum is one number, whatever the number of threads.
 constexpr int64_t kDetectorPart = 128;
 
-// Sums over rows that count. `flagged` of them are taken for replaced, and `told` of these are.
+// Sums over rows that count, and how many: taken for replaced (flagged), replaced (told), both (found),
+// taken for what they are (correct).
 struct Detected {
   double loss = 0, slope = 0;
   int64_t found = 0, flagged = 0, told = 0, correct = 0, total = 0;
