@@ -244,6 +244,10 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     return None
 
 
+# Looked up once: torch 2.11 cannot trace the question.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def triton_installed() -> bool:
     """Whether ``import triton`` can work; nothing is imported and no device is asked."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON

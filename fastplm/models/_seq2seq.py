@@ -197,7 +197,7 @@ class Stack(FastplmModel):
         # --- the parent, on those ---
         if inputs_embeds is None:
             ids = given if rows is None else rows.pack(given)
-            inputs_embeds = (lookup or self.embed_tokens)(ids)
+            inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
         elif rows is not None:
             inputs_embeds = rows.pack_rows(inputs_embeds)
         assert inputs_embeds is not None

@@ -52,7 +52,8 @@ def output_lengths(
 ) -> tuple[int, int]:
     """(input tokens, label tokens) that a row of ``length`` tokens becomes."""
     noise, spans, _ = span_counts(length, noise_scale, span_scale, sentinels)
-    return length - noise + spans + has_eos, noise + spans + has_eos
+    eos = int(has_eos)  # a length may be a symbol, to which torch 2.11 cannot add a truth
+    return length - noise + spans + eos, noise + spans + eos
 
 
 def corrupt_spans_ref(
