@@ -28,8 +28,9 @@ void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double 
     torch::stable::parallel_for(
         0, (size + kDropBlock - 1) / kDropBlock, kBlocksWorthAThread,
         [&](int64_t begin, int64_t end) {
-          drop_elements(key, static_cast<int32_t>(threshold), static_cast<float>(scale),
-                        begin * kDropBlock, std::min(end * kDropBlock, size), from, to);
+          const int64_t first = begin * kDropBlock, last = std::min(end * kDropBlock, size);
+          drop_elements(key, static_cast<int32_t>(threshold), static_cast<float>(scale), first,
+                        last - first, from + first, to + first);
         });
   });
 }

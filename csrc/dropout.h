@@ -38,18 +38,19 @@ FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_
   narrow(kDropBlock, to, out);
 }
 
-// Elements first … last - 1 of a tensor; `first` is a multiple of kDropBlock.
+// `count` elements from number `first` on, a multiple of kDropBlock.
 template <typename T>
 FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
-                              int64_t last, const T* in, T* out) {
-  for (; first + kDropBlock <= last; first += kDropBlock) {
-    drop_block(seed, threshold, scale, first, in + first, out + first);
+                              int64_t count, const T* in, T* out) {
+  int64_t i = 0;
+  for (; i + kDropBlock <= count; i += kDropBlock) {
+    drop_block(seed, threshold, scale, first + i, in + i, out + i);
   }
-  if (first < last) {
+  if (i < count) {
     T block[kDropBlock] = {};
-    std::copy(in + first, in + last, block);
-    drop_block(seed, threshold, scale, first, block, block);
-    std::copy(block, block + (last - first), out + first);
+    std::copy(in + i, in + count, block);
+    drop_block(seed, threshold, scale, first + i, block, block);
+    std::copy(block, block + (count - i), out + i);
   }
 }
 

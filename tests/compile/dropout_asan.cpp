@@ -34,7 +34,7 @@ void run(int64_t first, int64_t size, int32_t threshold) {
   const uint64_t seed = 0x9E3779B97F4A7C15;
   const std::unique_ptr<float[]> in(new float[size]), out(new float[size]);
   for (int64_t i = 0; i < size; ++i) in[i] = static_cast<float>(i + 1);
-  drop_block(seed, threshold, 2.0f, first, size, in.get(), out.get());
+  drop_elements(seed, threshold, 2.0f, first, size, in.get(), out.get());
   for (int64_t i = 0; i < size; ++i) {
     const bool dropped = choice_of(seed, first + i) < static_cast<uint32_t>(threshold);
     const float expected = dropped ? 0.0f : 2.0f * in[i];
@@ -52,13 +52,13 @@ int main() {
   int runs = 0;
   // The last number of draws is beyond 32 bits.
   for (int64_t first : {int64_t{0}, kDropBlock, int64_t{5} << 36}) {
-    for (int64_t size : {1, 15, 16, 17, 127, 128}) {
+    for (int64_t size : {1, 15, 16, 17, 127, 128, 300}) {
       for (int32_t threshold : {0, 1, 6554, 65535, 65536}) {
         run(first, size, threshold);
         ++runs;
       }
     }
   }
-  std::printf("%d blocks\n", runs);
+  std::printf("%d calls\n", runs);
   return 0;
 }

@@ -123,15 +123,21 @@ def test_no_loop_of_products_takes_vectors_apart(loops, level):
     assert looked_at >= 10
 
 
+def _is_of(level: str, name: str) -> bool:
+    """Some names of lambdas in lambdas objdump leaves as they are mangled."""
+    return f"{level}::" in name or f"7fastplm{len(level)}{level}" in name
+
+
 def test_no_level_is_used_outside_of_its_namespace(functions):
     """What all levels share must run on any CPU."""
     for name, code in functions.items():
+        levels = {level for level in LEVELS if _is_of(level, name)}
         wide = [text for _, text in code if "%zmm" in text]
         if wide:
-            assert "avx512::" in name, f"{name}: {wide[0]}"
+            assert "avx512" in levels, f"{name}: {wide[0]}"
         vex = [text for _, text in code if "%ymm" in text or text.startswith("vmov")]
         if vex:
-            assert "avx2::" in name or "avx512::" in name, f"{name}: {vex[0]}"
+            assert levels, f"{name}: {vex[0]}"
 
 
 def test_the_gate_sees_what_it_looks_for():
