@@ -43,10 +43,9 @@ def check(backend: str, inputs: dict) -> None:
 
 def make(device, rows=63, width=40, slots=30, dtype=torch.float32) -> dict:
     """Random rows; random positions with duplicates and unused slots among them."""
-    return dict(
-        input=torch.randn(rows, width, device=device).to(dtype),
-        positions=torch.randint(-1, rows, (slots,), device=device),
-    )
+    positions = torch.randint(-1, rows, (slots,), device=device)
+    positions[::10] = -1  # whatever is drawn
+    return dict(input=torch.randn(rows, width, device=device).to(dtype), positions=positions)
 
 
 def grad_of(backend: str, input: torch.Tensor, positions: torch.Tensor, upstream: torch.Tensor):
