@@ -6,7 +6,7 @@ fails with the same words in eager mode, under ``torch.compile`` and on a meta t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -105,13 +105,22 @@ def check_dtype(
 
 def check_same(where: str, **tensors: torch.Tensor | None) -> None:
     """All tensors given share the dtype and device of the first one."""
+    _check_alike(where, tensors, dtype=True)
+
+
+def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:
+    """All tensors given lie on the device of the first one."""
+    _check_alike(where, tensors, dtype=False)
+
+
+def _check_alike(where: str, tensors: Mapping[str, torch.Tensor | None], *, dtype: bool) -> None:
     first_name, first = "", None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if first is None:
             first_name, first = name, tensor
-        elif tensor.dtype != first.dtype:
+        elif dtype and tensor.dtype != first.dtype:
             raise ArgumentTypeError(
                 message(
                     where,
@@ -121,18 +130,6 @@ def check_same(where: str, **tensors: torch.Tensor | None) -> None:
                     f"Convert one of the two, e.g. {name}.to({first_name}.dtype).",
                 )
             )
-        elif tensor.device != first.device:
-            check_same_device(where, **tensors)
-
-
-def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:
-    """All tensors given lie on the device of the first one."""
-    first_name, first = "", None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if first is None:
-            first_name, first = name, tensor
         elif tensor.device != first.device:
             raise ArgumentValueError(
                 message(

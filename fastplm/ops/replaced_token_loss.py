@@ -209,25 +209,10 @@ def _cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
     return _CSRC_REJECTS(input, forced=forced)
 
 
-def _cpp_forward(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    replaced: torch.Tensor,
-    original: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    normalizer: torch.Tensor | None,
-    reduction: str,
-    need_counts: bool,
-    sum_weight: bool,
-) -> tuple[torch.Tensor, ...]:
+def _cpp_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    *tensors, normalizer, reduction, need_counts, sum_weight = arguments
     return torch.ops.fastplm_C.replaced_token_loss.default(
-        input,
-        weight,
-        bias,
-        replaced,
-        original,
-        mask,
+        *tensors,
         None if normalizer is None else normalizer.float(),
         reduction != "none",
         reduction == "mean",

@@ -36,8 +36,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def run(backend: str, **inputs):
-    if backend == "torch" and inputs["input"].is_cuda:
-        pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
+    if backend in ("cpp", "torch") and inputs["input"].is_cuda:
+        pytest.skip(f"the {backend} backend of replaced_token_loss is for CPU tensors")
     with fastplm.use_backend(backend):
         return ops.replaced_token_loss(**inputs)
 
@@ -520,8 +520,8 @@ def test_repeats_bit_for_bit(device, backend, reduction, dtype):
     optional={"plain": False, "all options": True},
 )
 def test_opcheck(device, backend, optional, reduced_by):
-    if backend == "torch" and device.type == "cuda":
-        pytest.skip("the torch backend of replaced_token_loss is for CPU tensors")
+    if backend in ("cpp", "torch") and device.type == "cuda":
+        pytest.skip(f"the {backend} backend of replaced_token_loss is for CPU tensors")
     rows, width = 9, 40  # schemas and shapes alone, with one tile of rows to interpret
     inputs = first(random_mask(make(device, rows, width, problems=1)))
     input, weight, replaced = inputs["input"], inputs["weight"], inputs["replaced"]
