@@ -267,10 +267,10 @@ class HeadPass {
       const int64_t columns = block_columns(first, rows);
       load_products(first, rows, columns);
       // A row waits for its largest score, and then for its sum; so all rows do the one, then the other.
-      for_rows(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
+      for_rows<false>(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
         softmax.most = largest_of(scores, columns);
       });
-      for_rows(first, rows, columns, [&](const auto& scores, float* row, Softmax& softmax) {
+      for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, Softmax& softmax) {
         softmax.inverse = 1.0f / weights_of(scores, columns, softmax.most, 1.0f, row);
       });
       if (head_.dropout.threshold > 0) {
@@ -308,7 +308,7 @@ class HeadPass {
       load_rows(grad_out.data + first * grad_out.stride, grad_out.stride, rows, head_.dim, width_,
                 rescale(), upstream, row_);
       load_products(first, rows, columns);
-      for_rows(first, rows, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
+      for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
         weights_of(scores, columns, softmax.most, softmax.inverse, row);
       });
       product<Lies::kByRows>(false, rows, columns, width_, upstream, row_, value_t, line_, ds,
@@ -447,15 +447,15 @@ class HeadPass {
   }
 
   // function(scores, their row, softmax) of each query of a block; where it may attend to nothing, the
-  // row becomes 0 and there is no softmax.
-  template <typename Function>
+  // row becomes 0 and there is no softmax. kFetch: meanwhile the next head comes nearer.
+  template <bool kFetch, typename Function>
   FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t columns, const Function& function) {
     const float scale = head_.scale;
     for (int64_t i = first; i < first + rows; ++i) {
       float* row = scores_ + (i - first) * line_;
       Softmax& softmax = head_.softmax[i];
       const int64_t end = limit(i);
-      fetch_soon(i);
+      if (kFetch) fetch_soon(i);
       const bool all = all_seen_ && end >= columns;
       const float* bias = distances_ + head_.seqlen_q - 1 - i;
       if (end <= first_seen_) {

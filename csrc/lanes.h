@@ -153,12 +153,18 @@ FASTPLM_HD float sum_of(const Several<kCount>& block) {
   return sum_of(sum);
 }
 
+// Rows of `width` elements of T are floats already, filled up to `filled`.
+template <typename T>
+FASTPLM_HD constexpr bool are_floats(int64_t width, int64_t filled) {
+  return std::is_same_v<T, float> && width == filled;
+}
+
 // A row of `width` elements as floats, filled up with zeros to `filled`: where it lies, if it is that
-// already, or in `room`.
+// already, or in `room`, zeros and all, as who had the room before may have left anything there.
 template <typename T>
 FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, float* room) {
   if constexpr (std::is_same_v<T, float>) {
-    if (width == filled) return row;
+    if (are_floats<T>(width, filled)) return row;
   }
   for (int64_t i = 0; i < width; ++i) room[i] = static_cast<float>(row[i]);
   for (int64_t i = width; i < filled; ++i) room[i] = 0.0f;
@@ -169,7 +175,7 @@ FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, f
 template <typename T>
 FASTPLM_HD float* floats_for(int64_t width, int64_t filled, T* out, float* room) {
   if constexpr (std::is_same_v<T, float>) {
-    if (width == filled) return out;
+    if (are_floats<T>(width, filled)) return out;
   }
   return room;
 }
@@ -180,6 +186,17 @@ FASTPLM_HD void narrow(int64_t width, const float* row, T* out) {
     if (row == out) return;
   }
   for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(row[i]);
+}
+
+// out [width] = factor times the sum over parts [parts, stride], one after another; in fp64, as there
+// may be many. total is `width` zeros.
+template <typename T>
+FASTPLM_HD void sum_parts(int64_t parts, int64_t width, int64_t stride, const float* from,
+                          double factor, double* total, T* out) {
+  for (int64_t part = 0; part < parts; ++part, from += stride) {
+    for (int64_t i = 0; i < width; ++i) total[i] += static_cast<double>(from[i]);
+  }
+  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(static_cast<float>(total[i] * factor));
 }
 
 // e^x for x <= 0 or NaN, to about an ulp: 2^n times a polynomial in the rest (Cephes' expf).

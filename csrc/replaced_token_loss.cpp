@@ -36,16 +36,17 @@ void for_parts(int64_t rows, int64_t width, const Function& function) {
       });
 }
 
-// out [width] = sum over parts [parts, filled] times factor, one after another; in fp64, as there may
-// be many.
+// sum_parts with what it adds up in.
 template <typename T>
-void add_parts(int64_t parts, int64_t width, int64_t filled, const float* from, double factor,
-               T* out) {
+void add_parts(int64_t parts, int64_t width, int64_t stride, const float* from, double factor, T* out) {
   std::vector<double> total(width);
-  for (int64_t part = 0; part < parts; ++part, from += filled) {
-    for (int64_t i = 0; i < width; ++i) total[i] += static_cast<double>(from[i]);
-  }
-  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(static_cast<float>(total[i] * factor));
+  sum_parts(parts, width, stride, from, factor, total.data(), out);
+}
+
+// Floats that kDetectorRows rows of T need beside their tensor.
+template <typename T>
+int64_t room_of_rows(int64_t width, int64_t filled) {
+  return are_floats<T>(width, filled) ? 0 : kDetectorRows * filled;
 }
 
 // function(is_replaced) of the labels: flags, or ids that differ from the original ones.
@@ -89,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
     const T* from = static_cast<const T*>(input.const_data_ptr());
     with_labels(replaced, original, [&](const auto& is_replaced) {
       for_parts(rows, width, [&](int64_t part, int64_t first, int64_t last) {
-        std::vector<float> wide(kDetectorRows * filled);
+        std::vector<float> wide(room_of_rows<T>(width, filled));
         float* sum = sum_weight ? sum_of_part.data() + part * filled : nullptr;
         of_part[part] = detect_rows(first, last, width, from, stride, weights.data(), offset, counts,
                                     is_replaced, losses, slopes, sum, wide.data());
@@ -164,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(
         scaled_row(width, weights.data(), counted(row), grad_logit[row], to + row * width);
       }
       if (reads_rows) {
-        std::vector<float> wide(kDetectorRows * filled);
+        std::vector<float> wide(room_of_rows<T>(width, filled));
         add_weighted_rows(first, last, width, static_cast<const T*>(input->const_data_ptr()),
                           input->stride(0), counts, grad_logit.data(),
                           sum_of_part.data() + part * filled, wide.data());

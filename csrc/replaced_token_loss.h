@@ -88,7 +88,7 @@ FASTPLM_HD void for_rows(int64_t first, int64_t last, const bool* counts, const 
 
 // Rows `first` … `last` - 1 of input, `stride` apart. is_replaced(row) tells the label; loss and slope are
 // written for rows that count; weight [E] is filled up with zeros; weight_sum, if it is wanted, is one row
-// of zeros of that width, and wide room for kDetectorRows.
+// of zeros of that width, and wide room for kDetectorRows, unless they are_floats.
 template <typename T, typename Labels>
 FASTPLM_HD Detected detect_rows(int64_t first, int64_t last, int64_t width, const T* input,
                                 int64_t stride, const float* weight, float bias, const bool* counts,

@@ -54,7 +54,7 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
   const int64_t rows = input.size(0), width = input.size(1), filled = norm_width(width);
   const int64_t count = parts_of(rows);
   const std::vector<float> weights = widened(weight, filled);
-  std::vector<float> parts(count * width);
+  std::vector<float> parts(count * filled);
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(weight, [&](auto out_type) {
       using In = decltype(in_type);
@@ -63,14 +63,13 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
       const Out* grad = static_cast<const Out*>(grad_out.const_data_ptr());
       In* to = static_cast<In*>(grad_input.mutable_data_ptr());
       for_parts(rows, [&](int64_t part, int64_t first, int64_t rows_here) {
-        std::vector<float> scratch(3 * filled);
-        float *x = scratch.data(), *g = x + filled, *sum = g + filled;
+        std::vector<float> room(2 * filled);
         norm_grad_rows(rows_here, width, static_cast<float>(eps), weights.data(),
-                       from + first * width, grad + first * width, to + first * width, sum, x, g);
-        std::copy(sum, sum + width, parts.data() + part * width);
+                       from + first * width, grad + first * width, to + first * width,
+                       parts.data() + part * filled, room.data(), room.data() + filled);
       });
       std::vector<double> total(width);
-      sum_parts(count, width, parts.data(), total.data(),
+      sum_parts(count, width, filled, parts.data(), 1.0, total.data(),
                 static_cast<Out*>(grad_weight.mutable_data_ptr()));
     });
   });

@@ -75,13 +75,4 @@ FASTPLM_HD void norm_grad_rows(int64_t rows, int64_t width, float eps, const flo
   }
 }
 
-// out [width] = sum over parts [parts, width], one after another; in fp64, as there may be many.
-template <typename T>
-FASTPLM_HD void sum_parts(int64_t parts, int64_t width, const float* from, double* total, T* out) {
-  for (int64_t part = 0; part < parts; ++part, from += width) {
-    for (int64_t i = 0; i < width; ++i) total[i] += static_cast<double>(from[i]);
-  }
-  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(static_cast<float>(total[i]));
-}
-
 }  // namespace fastplm::FASTPLM_LEVEL

@@ -120,11 +120,13 @@ def _draws(
             draw = _run(reference, inputs, wrt)
         yield draw
     generator = torch.Generator().manual_seed(0)
-    nearby = {
-        name: _rerounded(value, generator) if _is_floating(value) else value
-        for name, value in inputs.items()
-    }
-    yield _run(reference, nearby, wrt)
+    for _ in range(4):
+        nearby = {
+            name: _rerounded(value, generator) if _is_floating(value) else value
+            for name, value in inputs.items()
+        }
+        for function in (reference, *peers):
+            yield _run(function, nearby, wrt)
 
 
 def check_error(

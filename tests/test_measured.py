@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastplm
 from fastplm import _measure, _measured, cli, ops
@@ -110,3 +113,22 @@ def test_the_command_says_where_the_table_is(on_disk):
     said = fastplm.info()
     assert f"vector instructions of csrc/: {_measured.level()}" in said
     assert "measured speeds: " in said
+
+
+def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
+    measured.ours = lambda *call: False
+    query, key = torch.randn(2, 3, 1, 16), torch.randn(2, 3, 5, 16)
+    out = ops.attention(query, key, key, is_causal=True)
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, key))
+    with fastplm.use_backend("cpp"):
+        torch.testing.assert_close(out, ops.attention(query, key, key, is_causal=True))
+
+
+def test_of_two_tables_each_size_has_the_smaller_gain():
+    path = Path(__file__).parents[1] / "benchmarks" / "merge_tables.py"
+    merged = runpy.run_path(str(path))["merged"]
+    one = {"axes": [[1, 2]], "ours": [1.0, 1.0], "stock": [2.0, 3.0]}
+    other = {"axes": [[1, 2]], "ours": [10.0, 10.0], "stock": [15.0, 40.0]}
+    assert merged(one, other) == {"axes": [[1, 2]], "ours": [10.0, 1.0], "stock": [15.0, 3.0]}
+    with pytest.raises(SystemExit, match="other sizes"):
+        merged(one, other | {"axes": [[1, 3]]})

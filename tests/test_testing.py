@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fastplm.testing import (
     assert_repeatable,
     assert_within_budget,
     check_error,
+    inductor_cache_of_this_level,
     poisoned_memory,
 )
 
@@ -141,12 +143,12 @@ def test_one_lucky_draw_of_pytorchs_is_not_the_budget():
     def off(by):
         return lambda input: input * (1 + by)
 
-    for lucky in range(5):
+    for lucky in range(8):
         assert_within_budget(off(1.5e-5), reference(lucky), inputs)
         with pytest.raises(BudgetExceeded, match="output"):
             assert_within_budget(off(4e-5), reference(lucky), inputs)
     with pytest.raises(BudgetExceeded, match="output"):
-        assert_within_budget(off(1.5e-5), reference(5), inputs)
+        assert_within_budget(off(1.5e-5), reference(8), inputs)
 
 
 def cross_entropy(input, weight, target):
@@ -272,3 +274,19 @@ def test_memory_is_poisoned_inside_only():
 def test_layouts_keep_the_values(name, shape):
     tensor = torch.randn(shape)
     assert torch.equal(LAYOUTS[name](tensor), tensor)
+
+
+def test_a_level_has_an_inductor_cache_of_its_own(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    folders = []
+    for level in (None, "avx2", "default"):
+        if level is not None:
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", level)
+            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        inductor_cache_of_this_level()
+        folders.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+    assert folders[0] is None and len(set(folders)) == 3
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    inductor_cache_of_this_level()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"

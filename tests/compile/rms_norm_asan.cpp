@@ -60,12 +60,12 @@ void run(int64_t rows, int64_t width, float size) {
     }
   }
   for (int64_t i = 0; i < width; ++i) check("weight's", sum[i], of_weight[i], rows + 1.0);
-  // Two parts are twice the sum of one.
+  // Half of two parts is the sum of one.
   std::vector<float> parts(2 * width), added(width);
   for (int64_t i = 0; i < 2 * width; ++i) parts[i] = sum[i % width];
   std::vector<double> total(width);
-  sum_parts(2, width, parts.data(), total.data(), added.data());
-  for (int64_t i = 0; i < width; ++i) check("parts", added[i], 2.0 * sum[i], 0);
+  sum_parts(2, width, width, parts.data(), 0.5, total.data(), added.data());
+  for (int64_t i = 0; i < width; ++i) check("parts", added[i], sum[i], 0);
 }
 
 }  // namespace

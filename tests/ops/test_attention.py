@@ -77,8 +77,24 @@ def leaves(inputs: dict) -> tuple[str, ...]:
     return tuple(name for name in (*QKV, "bias_weight") if name in inputs)
 
 
+def stock(query, key, value, scale=None, cu_seqlens_q=None, cu_seqlens_k=None, **_):
+    """PyTorch's kernel, sequence by sequence."""
+    attend = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    if cu_seqlens_q is None:
+        return attend(query, key, value)
+    of_q, of_k = (starts.diff().tolist() for starts in (cu_seqlens_q, cu_seqlens_k))
+    parts = (tensor[: sum(of_k)].transpose(0, 1).split(of_k, 1) for tensor in (key, value))
+    queries = query[: sum(of_q)].transpose(0, 1).split(of_q, 1)
+    out = torch.cat([attend(*one) for one in zip(queries, *parts, strict=True)], 1)
+    return F.pad(out.transpose(0, 1), (0, 0, 0, 0, 0, len(query) - sum(of_q)))
+
+
 def check(backend: str, inputs: dict, wrt=None, peers=()) -> None:
     wrt = leaves(inputs) if wrt is None else wrt
+    others = {"key_mask", "dropout_p", "bias_weight"} & set(inputs)
+    if backend == "torch" and not (others or inputs.get("is_causal")):
+        # Its gradients come from one logsumexp and have up to 7 times the reference's error.
+        peers = [*peers, stock]
     assert_within_budget(functools.partial(run, backend), reference, inputs, wrt=wrt, peers=peers)
 
 
