@@ -98,11 +98,15 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
     floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
                                                   gradients != nullptr));
   }
-  std::atomic<int64_t> next(0), workers(0);
-  torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t, int64_t) {
+  // A thread begins with its share and goes on with what others have not begun. So two threads seldom
+  // write rows of neighbouring heads, which lie side by side: each would fetch the other's lines.
+  const int64_t tasks = batch * heads;
+  std::vector<std::atomic<bool>> begun(tasks);
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t share, int64_t) {
     static thread_local Scratch scratch;
-    ++workers;
-    for (int64_t task = next++; task < batch * heads; task = next++) {
+    for (int64_t step = 0; step < tasks; ++step) {
+      const int64_t task = (share + step) % tasks;
+      if (begun[task].exchange(true, std::memory_order_relaxed)) continue;
       const int64_t b = task / heads;
       const int64_t h = task % heads;
       const bool* mask = options.key_mask.data();
@@ -124,9 +128,8 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
           {},
           0,
       };
-      // The head that this thread probably gets next, once the others have taken theirs.
-      const int64_t soon = next + workers - 1;
-      if (soon < batch * heads) {
+      const int64_t soon = task + 1;  // what this thread probably takes next
+      if (soon < tasks && !begun[soon].load(std::memory_order_relaxed)) {
         const int64_t b_soon = soon / heads, h_soon = soon % heads;
         head.soon[0] = queries.template head<const T>(b_soon, h_soon);
         head.soon[1] = keys.template head<const T>(b_soon, h_soon);
