@@ -132,3 +132,12 @@ def test_of_two_tables_each_size_has_the_smaller_gain():
     assert merged(one, other) == {"axes": [[1, 2]], "ours": [10.0, 1.0], "stock": [15.0, 3.0]}
     with pytest.raises(SystemExit, match="other sizes"):
         merged(one, other | {"axes": [[1, 3]]})
+
+
+def test_what_pytorch_would_broadcast_is_an_error_all_the_same(measured):
+    measured.ours = lambda *call: False
+    query = torch.randn(2, 3, 4, 16)
+    for key in (query[:1], query[:, :1], query.double(), query[..., :8]):
+        for arguments in ((query, key, key), (query, query, key)):
+            with pytest.raises(fastplm.FastplmError, match="key|value"):
+                ops.attention(*arguments)
