@@ -135,7 +135,7 @@ MUTATIONS = (
         RTD,
         "flagged, told = flagged & mask, replaced & mask",
         "flagged, told = flagged, replaced & mask",
-        "tests/models/test_electra.py -k counts_are_those",
+        f"{REPLACED} 'counts and torch'",
     ),
     Mutation(
         CROSS,

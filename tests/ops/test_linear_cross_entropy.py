@@ -3,10 +3,12 @@ data flows of every backend; statistics; and samples, one by one and in distribu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,6 +56,7 @@ class Way(NamedTuple):
     backend: str
     logits_budget: int
     width: int = 32
+    in_cpp: bool = True  # the torch backend's look at its logits, where csrc/ is built
 
 
 ROOM = 1 << 40
@@ -70,13 +73,18 @@ def ways(**some: Way):
     return pytest.mark.parametrize("way", some.values(), ids=some.keys())
 
 
-#: Rows wider than a tile recompute through a scratch.
-PATHS = WAYS | {"triton-recomputed-wide": Way("triton", 0, 160)}
+#: Rows wider than a tile recompute through a scratch; without csrc/ PyTorch looks at the logits.
+PATHS = WAYS | {
+    "triton-recomputed-wide": Way("triton", 0, 160),
+    "torch-kept-alone": Way("torch", ROOM, in_cpp=False),
+    "torch-recomputed-alone": Way("torch", 0, in_cpp=False),
+}
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **HALF}
 each_way = ways(**WAYS)
 each_path = ways(**PATHS)
 each_way_and_eager = ways(**WAYS, eager=EAGER)
+each_path_and_eager = ways(**PATHS, eager=EAGER)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 half_precision = pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 
@@ -90,7 +98,10 @@ def kernels():
 
 def run(way: Way, function=ops.linear_cross_entropy, **inputs):
     skip_where_it_cannot_run(way, inputs["input"].device)
-    with fastplm.use_backend(way.backend):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fastplm.use_backend(way.backend))
+        if not way.in_cpp:
+            stack.enter_context(mock.patch.object(torch_module, "_ROWS_IN_CPP", False))
         return function(**inputs, logits_budget=way.logits_budget)
 
 
@@ -259,8 +270,13 @@ def test_dtypes(device, way, dtype, bias):
 
 @pairwise(way=PATHS, dtype=DTYPES, smoothing=(0.0, 0.1, 1.0))
 def test_chunks_and_splits(device, way, dtype, smoothing, chunked):
-    inputs = make(device, rows=30, vocab=300, width=way.width, dtype=dtype)
-    check(way, ignore(inputs, 0.3) | {"label_smoothing": smoothing})
+    inputs = ignore(make(device, rows=60, vocab=300, width=way.width, dtype=dtype), 0.3)
+    kept = (inputs["target"] >= 0).nonzero()[:, 0]
+    steps = (torch_module._chunk_sizes(len(kept), 300)[0], kernels()._SPLIT_COLUMNS)
+    firsts = torch.tensor([first for step in steps for first in range(step, 300, step)])
+    assert len(firsts) < len(kept)
+    inputs["target"][kept[: len(firsts)]] = firsts.to(device)
+    check(way, inputs | {"label_smoothing": smoothing})
 
 
 @pairwise(way=WAYS, reduction=("mean", "sum", "none"), dtype=DTYPES)
@@ -568,7 +584,7 @@ def test_statistics(device, way, name, kind, chunked):
     assert not ours[inputs["target"] == -100].any()
 
 
-@each_way_and_eager
+@each_path_and_eager
 @pytest.mark.parametrize("gradients", (True, False), ids=("training", "scoring"))
 def test_argmax_is_the_first_of_the_largest(device, way, gradients, chunked):
     inputs = exact(device, rows=60, vocab=300, width=way.width)

@@ -100,10 +100,11 @@ def test_shapes_and_dtypes(device, backend, rows, width, dtype):
 
 
 @pairwise(
+    3,
     backend=BACKENDS,
-    dtype=DTYPES,
     reduction=("mean", "sum", "none"),
     masked={"all rows": False, "mask": True},
+    dtype=DTYPES,
 )
 def test_reductions(device, backend, reduction, masked, dtype):
     inputs = make(device, dtype=dtype, reduction=reduction)
