@@ -60,6 +60,8 @@ def linear(
     """
     check_tensor("linear", "input", input)
     check_tensor("linear", "weight", weight, ndim=2)
+    if _is_stock(input, weight, bias):
+        return torch.nn.functional.linear(input, weight, bias)
     _check(input, weight, bias)
     backend = OP.resolve(input, weight, bias)
     if backend == "eager":
@@ -183,6 +185,20 @@ def _fits_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
             bias is None or (bias.is_cpu and bias.dtype is dtype and bias.shape == weight.shape[:1])
         )
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _is_stock(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a call without gradients has no error in it and ends with PyTorch's product, found by
+    less Python than ``resolve``, which a small call would feel."""
+    return (
+        requested("linear") == "auto"
+        and not is_recorded()
+        and not torch.compiler.is_compiling()
+        and input.is_floating_point()
+        and _fits_layer(input, weight, bias)
+        and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
+        and slower("linear", _measured(input, weight)) is not None
     )
 
 
