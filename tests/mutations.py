@@ -365,8 +365,8 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/bart_noise.h",
-        "word >= span_below[length]",
-        "word > span_below[length]",
+        "length < span_thresholds && word",
+        "length + 1 < span_thresholds && word",
         "tests/ops/test_bart_noise.py",
         2,
     ),
