@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
 
 #include "tensors.h"
 
@@ -13,8 +14,9 @@ class CurrentStream {
  public:
   explicit CurrentStream(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
+    const int32_t device = tensor.get_device_index();
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS,
+                    "no CUDA stream on device ", device);
     stream_ = static_cast<cudaStream_t>(current);
   }
   cudaStream_t get() const { return stream_; }
