@@ -163,6 +163,7 @@ def test_planted_loss_bugs_are_caught(bug, dtype):
         weight=torch.randn(12, 32).to(dtype),
         target=torch.randint(0, 10, (9,)),
     )
+    inputs["weight"][-1] = inputs["input"][0]  # a tail that matters
 
     def broken(input, weight, target):
         logits = (input @ weight.T).float()
