@@ -365,8 +365,8 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/bart_noise.h",
-        "length < span_thresholds && word",
-        "length + 1 < span_thresholds && word",
+        "word >= span_below[length]",
+        "word >= span_below[length] / 4 * 5",
         "tests/ops/test_bart_noise.py",
         2,
     ),
