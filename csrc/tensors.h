@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 // A dense tensor on the device of `like`. The stable ABI's new_empty looks its operator up by name,
 // which takes several times as long as to make a tensor.
 inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                        ScalarType type) {
+                           ScalarType type) {
   std::array<int64_t, 8> strides;
   STD_TORCH_CHECK(sizes.size() <= strides.size(), "a tensor of more than 8 dimensions");
   int64_t stride = 1;
