@@ -124,6 +124,19 @@ def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
         torch.testing.assert_close(out, ops.attention(query, key, key, is_causal=True))
 
 
+def test_a_product_that_is_pytorchs_has_our_errors(measured):
+    measured.ours = lambda *call: False
+    weight, bias = torch.randn(3, 4), torch.randn(3)
+    for arguments in (
+        (torch.tensor(1.0), weight),
+        (torch.randn(2, 5), weight),
+        (torch.ones(2, 4, dtype=torch.int64), weight.long()),
+        (torch.randn(2, 4), weight, bias[:2]),
+    ):
+        with pytest.raises(fastplm.FastplmError, match="linear"):
+            ops.linear(*arguments)
+
+
 def test_of_two_tables_each_size_has_the_smaller_gain():
     path = Path(__file__).parents[1] / "benchmarks" / "merge_tables.py"
     merged = runpy.run_path(str(path))["merged"]

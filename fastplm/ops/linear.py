@@ -196,6 +196,7 @@ def _is_stock(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         and not is_recorded()
         and not torch.compiler.is_compiling()
         and input.is_floating_point()
+        and input.dim() > 0
         and _fits_layer(input, weight, bias)
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
         and slower("linear", _measured(input, weight)) is not None

@@ -23,7 +23,13 @@ from fastplm.reference.attention import (
     dropout_threshold,
     t5_buckets,
 )
-from fastplm.testing import LAYOUTS, BudgetExceeded, assert_repeatable, assert_within_budget
+from fastplm.testing import (
+    LAYOUTS,
+    BudgetExceeded,
+    assert_repeatable,
+    assert_within_budget,
+    poisoned_memory,
+)
 
 from ..pairwise import pairwise
 
@@ -463,6 +469,25 @@ def test_masks_tables_and_indices_may_be_views(device, backend, ragged):
     inputs["bias_weight"] = inputs["bias_weight"].t().contiguous().t()
     assert not any(inputs[name].is_contiguous() for name in (*names, "bias_weight"))
     check(backend, inputs)
+
+
+@pytest.mark.parametrize("threads", (2, 5, 13))
+@dense_and_ragged
+def test_any_number_of_threads_computes_every_head(ragged, threads):
+    inputs = with_extras(make(torch.device("cpu"), batch=3, heads=4, head_dim=16))
+    inputs = pack(inputs, (33, 5, 0)) if ragged else inputs
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected, expected_grads = out_and_grads("cpp", inputs)
+        torch.set_num_threads(threads)
+        for _ in range(5):
+            with poisoned_memory():
+                out, grads = out_and_grads("cpp", inputs)
+            assert torch.equal(out, expected)
+            assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+    finally:
+        torch.set_num_threads(before)
 
 
 @each_backend

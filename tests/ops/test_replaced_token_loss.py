@@ -35,9 +35,13 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-def run(backend: str, **inputs):
-    if backend in ("cpp", "torch") and inputs["input"].is_cuda:
+def skip_where_it_cannot_run(backend: str, device: torch.device) -> None:
+    if backend in ("cpp", "torch") and device.type == "cuda":
         pytest.skip(f"the {backend} backend of replaced_token_loss is for CPU tensors")
+
+
+def run(backend: str, **inputs):
+    skip_where_it_cannot_run(backend, inputs["input"].device)
     with fastplm.use_backend(backend):
         return ops.replaced_token_loss(**inputs)
 
@@ -521,8 +525,7 @@ def test_repeats_bit_for_bit(device, backend, reduction, dtype):
     optional={"plain": False, "all options": True},
 )
 def test_opcheck(device, backend, optional, reduced_by):
-    if backend in ("cpp", "torch") and device.type == "cuda":
-        pytest.skip(f"the {backend} backend of replaced_token_loss is for CPU tensors")
+    skip_where_it_cannot_run(backend, device)
     rows, width = 9, 40  # schemas and shapes alone, with one tile of rows to interpret
     inputs = first(random_mask(make(device, rows, width, problems=1)))
     input, weight, replaced = inputs["input"], inputs["weight"], inputs["replaced"]
