@@ -140,11 +140,15 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
 }
 
 // Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
-// for a product would cost more.
+// for a product would cost more. `soon` [columns] are rows that are read next.
+template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,
-                               float* scores, int64_t scores_stride) {
+                               Strided<const T> soon, int64_t soon_width, float* scores,
+                               int64_t scores_stride) {
   for (int64_t j = 0; j < columns; ++j) {
+    fetch_row<0>(key + (j + kRowsAhead) * key_stride, width);
+    fetch_row<0, 2>(soon.data + j * soon.stride, soon_width);
     for (int64_t i = 0; i < rows; ++i) {
       Floats sum = {};
       for (int64_t d = 0; d < width; d += kWidth) {
@@ -184,11 +188,17 @@ struct Scores {
 
 template <typename Row>
 FASTPLM_HD float largest_of(const Row& row, int64_t columns) {
-  Floats largest = Floats{} - kInfinity;
-  for (int64_t j = 0; j < columns; j += kWidth) {
+  Several<kTogether> largest;
+  for (Floats& each : largest.each) each = Floats{} - kInfinity;
+  const auto raise = [&](Floats& most, int64_t j) {
     const Floats score = row(j);
-    largest = score > largest ? score : largest;
+    most = score > most ? score : most;
+  };
+  int64_t j = 0;
+  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
+    for (int i = 0; i < kTogether; ++i) raise(largest.each[i], j + i * kWidth);
   }
+  for (; j < columns; j += kWidth) raise(largest.each[0], j);
   return maximum_of(largest);
 }
 
@@ -442,7 +452,7 @@ class HeadPass {
                              line_);
     } else {
       inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
-                     scores_, line_);
+                     head_.value, head_.dim, scores_, line_);
     }
   }
 
@@ -481,8 +491,12 @@ class HeadPass {
   }
 
   FASTPLM_HD float dot(const float* a, const float* b, int64_t columns) {
-    Floats sum = {};
-    for (int64_t j = 0; j < columns; j += kWidth) sum += at(a + j) * at(b + j);
+    Several<kTogether> sum = {};
+    int64_t j = 0;
+    for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
+      for (int i = 0; i < kTogether; ++i) sum.each[i] += at(a + j + i * kWidth) * at(b + j + i * kWidth);
+    }
+    for (; j < columns; j += kWidth) sum.each[0] += at(a + j) * at(b + j);
     return sum_of(sum);
   }
 

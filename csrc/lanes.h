@@ -153,6 +153,13 @@ FASTPLM_HD float sum_of(const Several<kCount>& block) {
   return sum_of(sum);
 }
 
+template <int kCount>
+FASTPLM_HD float maximum_of(const Several<kCount>& block) {
+  Floats most = block.each[0];
+  for (int i = 1; i < kCount; ++i) most = block.each[i] > most ? block.each[i] : most;
+  return maximum_of(most);
+}
+
 // Rows of `width` elements of T are floats already, filled up to `filled`.
 template <typename T>
 FASTPLM_HD constexpr bool are_floats(int64_t width, int64_t filled) {
@@ -206,12 +213,12 @@ FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {
   const Several<kCount> shifted = x * 1.44269504f + kMagic;
   const Several<kCount> n = shifted - kMagic;
   const Several<kCount> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  // The polynomial in pairs of its terms, so that a step waits for half as many others.
+  const Several<kCount> rr = r * r;
   Several<kCount> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = p * rr + (r * 8.3334519073e-3f + 4.1665795894e-2f);
+  p = p * rr + (r * 1.6666665459e-1f + 5.0000001201e-1f);
+  p = p * rr + r + 1.0f;
   for (int i = 0; i < kCount; ++i) {
     // The low bits of `shifted` are n. Unsigned, as far below 0 they wrap round.
     const UInts bits = reinterpret_cast<const UInts&>(p.each[i]) +

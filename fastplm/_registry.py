@@ -172,7 +172,7 @@ def is_watched(arguments: tuple[Any, ...]) -> bool:
 def is_eager(*tensors: torch.Tensor) -> bool:
     """Whether a call on these is nobody's but ours: not traced, transformed or a subclass's."""
     return (
-        all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        _PLAIN.issuperset(map(type, tensors))
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -38,6 +38,7 @@ def test_the_nearest_sizes_count():
     assert series.speedup((0, 50000)) == 0.3
     assert series.speedup((600, 3000)) == 1.2
     assert series.speedup((700, 3000)) is None and series.speedup((1, 10**6)) is None
+    assert Series([[128, 512]], [1.0, 1.0], [0.9, 1.2]).speedup((256,)) == 1.2
 
 
 def test_what_nobody_measured_is_pytorchs(monkeypatch):
@@ -86,7 +87,7 @@ def test_a_broken_table_is_passed_over(on_disk):
 
 @needs_csrc
 def test_the_command_measures_and_its_figures_are_used(on_disk, monkeypatch, capsys):
-    def cell(ours, stock):
+    def cell(ours, stock, cold):
         torch.testing.assert_close(ours(), stock(), rtol=0.05, atol=0.05)
         return 2.0, 7.0
 

@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._measured import CallClass, slower, training
-from fastplm._registry import Op, autocast, is_eager
+from fastplm._registry import Op, autocast, is_eager, is_watched
 from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
@@ -163,9 +163,10 @@ def attention(
         key_mask is relative_bias is seed is sample_index is None
         and dropout_p == 0.0
         and not (is_causal and query.shape[2] > 1)
-        and _is_stock(query, key, value)
     ):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        out = _short_way(query, key, value, scale)
+        if out is not None:
+            return out
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     weight, bidirectional, max_distance = _bias(where, relative_bias)
     call = _Call(
@@ -519,24 +520,42 @@ def _cpp_rejects(query: torch.Tensor, *_: Any, forced: bool) -> str | None:
     return _CSRC_REJECTS(query, forced=forced)
 
 
-def _is_stock(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a call with nothing but scores has no error in it and ends with PyTorch's kernel.
+def _short_way(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor | None:
+    """A call with nothing but scores and no error in it, by what ``_run`` would find, or None.
 
-    The short way to what ``_run`` finds: between the layers of a model, Python that the caches have
-    forgotten is what a small call costs.
+    Between the layers of a model the caches forget all Python, most of what a small call costs.
     """
-    return (
-        not is_recorded()
-        and query.dtype is key.dtype is value.dtype
-        and query.dtype in FLOATING
-        and query.shape[:2] == key.shape[:2]
-        and query.shape[3] == key.shape[3] > 0
-        and key.shape == value.shape
-        and key.device == value.device == query.device
-        and not is_faster(query, key)
-        and type(value) is torch.Tensor
-        and not torch._C._is_any_autocast_enabled()
+    batch, heads, seqlen_q, dim = query.shape
+    seqlen_k, dtype, wanted = key.shape[2], query.dtype, requested("attention")
+    if (
+        torch.compiler.is_compiling()
+        or wanted not in ("auto", "cpp")
+        or is_recorded()
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
+        or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return None
+    form = training(query, key, value)
+    call = CallClass(form, dtype, (seqlen_q, seqlen_k, batch * heads))
+    if wanted == "auto" and slower("attention", call) is not None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    if (
+        form == "training"
+        or is_watched((query, key, value))
+        or torch.jit.is_tracing()
+        or _cpp_rejects(query, forced=False) is not None
+    ):
+        return None
+    out, _ = torch.ops.fastplm_C.attention.default(
+        *map(last_dim_contiguous, (query, key, value)),
+        *(None, None, None, seqlen_q, seqlen_k, None, None, None, None, 0, False),
+        dim**-0.5 if scale is None else float(scale),
     )
+    return out
 
 
 def _is_plain(call: _Call) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastplm._backends import is_recorded, requested
@@ -60,8 +62,9 @@ def linear(
     """
     check_tensor("linear", "input", input)
     check_tensor("linear", "weight", weight, ndim=2)
-    if _is_stock(input, weight, bias):
-        return torch.nn.functional.linear(input, weight, bias)
+    out = _short_way(input, weight, bias)
+    if out is not None:
+        return out
     _check(input, weight, bias)
     backend = OP.resolve(input, weight, bias)
     if backend == "eager":
@@ -77,24 +80,16 @@ def if_faster(
     """``linear`` where it does not end up with PyTorch's own, and None there.
 
     For layers, which have ``torch.nn.functional.linear`` at hand. A token of a decoder is some
-    fifty of them, of few rows: checks that were made need no second time.
+    fifty of them, of few rows, so the question that most calls end with comes first.
     """
     wanted = requested("linear")
     if not _BUILT or wanted not in ("auto", "cpp") or torch.compiler.is_compiling():
         return None
-    # The question that most calls end with comes first.
     if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
         return None
-    if (
-        wanted != "auto"
-        or is_recorded()
-        or is_watched((input, weight, bias))
-        or torch.jit.is_tracing()
-        or (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
-        or not _fits_layer(input, weight, bias)
-    ):
-        return linear(input, weight, bias) if OP.is_faster(input, weight) else None
-    return torch.ops.fastplm_C.linear.default(input, weight, bias)
+    if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
+        return torch.ops.fastplm_C.linear.default(input, weight, bias)
+    return linear(input, weight, bias) if OP.is_faster(input, weight) else None
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,7 +110,7 @@ def is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
         and 1 in a.stride()
         and 1 in b.stride()
         and min(a.numel(), b.numel()) > 0
-        and slower("linear", _class_of(a.shape[0], b)) is None
+        and slower("linear", _class_of(a.shape[0], b, *b.stride())) is None
     )
 
 
@@ -163,48 +158,65 @@ def _cpp_rejects(
 def _measured(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> CallClass:
-    return _class_of(_rows(input), weight.t())
+    of_n, of_k = weight.stride()
+    return _class_of(math.prod(input.shape[:-1]), weight, of_k, of_n)
 
 
-def _class_of(rows: int, b: torch.Tensor) -> CallClass:
-    """Of a product of that many rows with b [K, N], the weight of nn.Linear or of Conv1D."""
-    form = "conv1d" if b.stride(1) == 1 and b.stride(0) != 1 else "linear"
+def _class_of(rows: int, b: torch.Tensor, of_k: int, of_n: int) -> CallClass:
+    """Of a product of that many rows with b, [K, N] by these strides: nn.Linear's or Conv1D's."""
+    form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     return CallClass(form, b.dtype, (rows, b.numel()))
 
 
-def _fits_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether ``fastplm_C::linear`` takes them as they are; if not, ``linear`` says why."""
-    dtype = input.dtype
+def _short_way(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A call without an error in it by what ``resolve`` would find, or None.
+
+    Between the layers of a model the caches forget all Python, most of what a small call costs.
+    """
+    wanted = requested("linear")
+    if (
+        torch.compiler.is_compiling()
+        or wanted not in ("auto", "cpp")
+        or is_recorded()
+        or not _fits(input, weight, bias)
+    ):
+        return None
+    if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
+        return torch.nn.functional.linear(input, weight, bias)
+    if _is_simple(input, weight, bias):
+        return torch.ops.fastplm_C.linear.default(input, weight, bias)
+    return None
+
+
+def _fits(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether there is no error in a call, on a CPU and of one dtype."""
+    dtype = weight.dtype
     return (
-        input.is_cpu
+        dtype in FLOATING
+        and input.dtype is dtype
+        and input.shape[-1:] == weight.shape[1:]
+        and input.is_cpu
         and weight.is_cpu
-        and weight.dtype is dtype
-        and input.shape[-1] == weight.shape[1]
-        and 1 in weight.stride()
         and (
             bias is None or (bias.is_cpu and bias.dtype is dtype and bias.shape == weight.shape[:1])
         )
-        and not torch.is_autocast_enabled("cpu")
     )
 
 
-def _is_stock(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a call without gradients has no error in it and ends with PyTorch's product, found by
-    less Python than ``resolve``, which a small call would feel."""
+def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether ``fastplm_C::linear`` takes what fits, and nobody asks for more than the product."""
     return (
-        requested("linear") == "auto"
-        and not is_recorded()
-        and not torch.compiler.is_compiling()
-        and input.is_floating_point()
-        and input.dim() > 0
-        and _fits_layer(input, weight, bias)
+        _BUILT
+        and weight.dtype in _DTYPES
+        and 1 in weight.stride()
+        and min(input.numel(), weight.numel()) > 0
+        and not is_watched((input, weight, bias))
+        and not torch.jit.is_tracing()
+        and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
-        and slower("linear", _measured(input, weight)) is not None
     )
-
-
-def _rows(input: torch.Tensor) -> int:
-    return input.numel() // max(input.shape[-1], 1)
 
 
 def _cpp_forward(
@@ -275,7 +287,7 @@ def _backward(ctx, grad_out):
 
 
 def _pays(rows: int, b: torch.Tensor) -> bool:
-    return slower("linear", _class_of(rows, b)) is None
+    return slower("linear", _class_of(rows, b, *b.stride())) is None
 
 
 def _smoke(device: torch.device) -> None:
