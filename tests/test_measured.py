@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import fastplm
 from fastplm import _measure, _measured, cli, ops
+from fastplm._backends import record_decisions
 from fastplm._measured import CallClass, Series, Table
 from fastplm._registry import OPS
 
@@ -123,6 +124,50 @@ def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
     assert torch.equal(out, F.scaled_dot_product_attention(query, key, key))
     with fastplm.use_backend("cpp"):
         torch.testing.assert_close(out, ops.attention(query, key, key, is_causal=True))
+
+
+def _plain_calls():
+    """Calls with nothing to find out, and with all that somebody may want to know of them."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        query, key = (torch.randn(2, 3, length, 16).to(dtype) for length in (5, 7))
+        by_feature = key.mT.contiguous().mT
+        yield lambda q=query, k=key: ops.attention(q, k, k)
+        yield lambda q=query, k=by_feature: ops.attention(q, k, k + 1, scale=0.5)
+        yield lambda q=query, k=key: ops.attention(q[:, :, :1], k, k, is_causal=True)
+        yield lambda q=query: ops.attention(q[:0], q[:0], q[:0])
+        weight, bias = torch.randn(6, 16).to(dtype), torch.randn(6).to(dtype)
+        yield lambda q=query, w=weight, b=bias: ops.linear(q, w, b)
+        yield lambda q=query, w=weight: ops.linear(q[0, 0, 0], w.t().contiguous().t())
+        yield lambda q=query, w=weight: ops.linear(q[:0], w)
+        yield lambda q=query, w=weight: ops.linear(q[..., :0], w[:, :0])
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_short_way_of_a_plain_call_ends_where_the_long_one_does(measured, ours):
+    measured.ours = lambda op, form, dtype, sizes: ours and dtype is not torch.float64
+    for call in _plain_calls():
+        short = call()
+        with record_decisions() as decisions:
+            long = call()
+        assert len(decisions) == 1 and torch.equal(short, long)
+        if ours and short.dtype is not torch.float64 and _measured.level() != "none":
+            assert decisions[0].backend == "cpp"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_short_way_keeps_gradients(measured, ours):
+    measured.ours = lambda *call: ours
+    query, key, value = torch.randn(3, 2, 3, 5, 16).unbind()
+    input, weight = torch.randn(4, 16), torch.randn(6, 16)
+    for call, tensors in (
+        (ops.attention, (query, key, value)),
+        (ops.linear, (input, weight, torch.randn(6))),
+    ):
+        for tensor in tensors:
+            tensor.requires_grad_()
+            call(*tensors).sum().backward()
+            assert tensor.grad is not None
+            tensor.requires_grad_(False)
 
 
 def test_a_product_that_is_pytorchs_has_our_errors(measured):

@@ -69,7 +69,7 @@ def linear(
     backend = OP.resolve(input, weight, bias)
     if backend == "eager":
         return linear_ref(input, weight, bias)
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = OP.call(dense(rows), dense(weight), bias, backend)
     return out.view(*input.shape[:-1], weight.shape[0])
 
