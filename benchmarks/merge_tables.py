@@ -1,8 +1,8 @@
-"""One table of two that ``fastplm measure`` wrote on CPUs of a kind: of each size the smaller gain.
+"""One table of two that ``fastplm measure`` wrote on a CPU or a kind: of each size the smaller gain.
 
     python benchmarks/merge_tables.py FIRST SECOND OP… > fastplm/measured/KIND.json
 
-So that what the table sends to csrc/ is faster on both. Ops that are not named, as their code has
+So that what the table sends to csrc/ is faster in both. Ops that are not named, as their code has
 changed since the second was measured, are the first's.
 """
 

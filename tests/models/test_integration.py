@@ -117,13 +117,13 @@ def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypa
     parent.load_state_dict(ours.state_dict())
     options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, do_sample=False)
     ids, taken = torch.randint(4, 37, (3, 6)), []
-    fits = module._fits_layer
+    is_simple = module._is_simple
 
     def recorded(*given):
-        taken.append(fits(*given))
+        taken.append(is_simple(*given))
         return taken[-1]
 
-    monkeypatch.setattr(module, "_fits_layer", recorded)
+    monkeypatch.setattr(module, "_is_simple", recorded)
     tokens = ours.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert all(taken) and len(taken) >= 4 * 4 * ours.config.num_hidden_layers
     assert torch.equal(tokens, parent.generate(ids, attention_mask=torch.ones_like(ids), **options))
