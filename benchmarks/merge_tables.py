@@ -1,4 +1,4 @@
-"""One table of two that ``fastplm measure`` wrote on a CPU or a kind: of each size the smaller gain.
+"""One table of two that ``fastplm measure`` wrote for a kind of CPU: of each size the smaller gain.
 
     python benchmarks/merge_tables.py FIRST SECOND OP… > fastplm/measured/KIND.json
 
