@@ -140,15 +140,16 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
 }
 
 // Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
-// for a product would cost more. `soon` [columns] are rows that are read next.
+// for a product would cost more. Of rows of K to come, and of `soon` [columns], which are read next,
+// so many elements are fetched.
 template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,
-                               Strided<const T> soon, int64_t soon_width, float* scores,
+                               Strided<const T> soon, int64_t fetched, float* scores,
                                int64_t scores_stride) {
   for (int64_t j = 0; j < columns; ++j) {
-    fetch_row<0>(key + (j + kRowsAhead) * key_stride, width);
-    fetch_row<0, 2>(soon.data + j * soon.stride, soon_width);
+    fetch_row<0>(key + (j + kRowsAhead) * key_stride, fetched);
+    fetch_row<0, 2>(soon.data + j * soon.stride, fetched);
     for (int64_t i = 0; i < rows; ++i) {
       Floats sum = {};
       for (int64_t d = 0; d < width; d += kWidth) {
@@ -451,8 +452,10 @@ class HeadPass {
       product<Lies::kByRows>(false, rows, columns, width_, query_, row_, key_t_, line_, scores_,
                              line_);
     } else {
+      // A copy is in the caches; where keys are read in place, so are values, by a forward.
+      const bool in_place = static_cast<const void*>(key_.data) == head_.key.data;
       inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
-                     head_.value, head_.dim, scores_, line_);
+                     head_.value, in_place ? head_.dim : 0, scores_, line_);
     }
   }
 

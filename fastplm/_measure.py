@@ -2,8 +2,8 @@
 
 Both sides of a comparison are called as a layer would call them, overhead and all. They take turns,
 so that whatever else the machine does hits both, and the median of the rounds counts. What a layer
-finds in the caches is there when it is measured, too: activations are, but not the keys and values
-that a decoder's token reads, nor the Python of so short a call, after the weights of other layers.
+finds in the caches is there when it is measured, too: nothing of the attention of a decoder's
+token, neither keys and values nor the Python of so short a call, after the weights of other layers.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ takes the speedup of the nearest sizes; below 1, and where nothing was measured,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -44,16 +45,21 @@ class Series(NamedTuple):
     def speedup(self, sizes: Sequence[int]) -> float | None:
         """That of the nearest sizes, None where all that were measured are far away.
 
-        Of two as near the larger: of its time a call's overhead, which makes the ratio, is less.
+        Of several that are as near the geometric mean.
         """
-        place = 0
+        nearest = []
         for size, axis in zip(sizes, self.axes, strict=True):
             away = [abs(math.log2(max(size, 1) / point)) for point in axis]
             if min(away) > _FAR:
                 return None
-            nearest = max(at for at, distance in enumerate(away) if distance == min(away))
-            place = place * len(axis) + nearest
-        return self.stock[place] / self.ours[place]
+            nearest.append([at for at, distance in enumerate(away) if distance == min(away)])
+        ratios = []
+        for cell in itertools.product(*nearest):
+            place = 0
+            for at, axis in zip(cell, self.axes, strict=True):
+                place = place * len(axis) + at
+            ratios.append(self.stock[place] / self.ours[place])
+        return math.prod(ratios) ** (1 / len(ratios))
 
 
 def level() -> str:

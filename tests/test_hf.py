@@ -429,7 +429,6 @@ def test_t5_continues_a_cache_with_the_dense_bias():
 @pytest.mark.parametrize("family", ["gpt2", "bart", "t5"])
 def test_greedy_generation_equals_sdpa(family, cache):
     cls, config = SEQ2SEQ.get(family) or (GPT2LMHeadModel, GPT2Config(**GPT2))
-    ours, theirs = pair(cls, config, reference="sdpa")
     mask = PADDINGS["left" if family == "gpt2" else "right"]
     ids = random_ids(*mask.shape)
     arguments = {
@@ -440,8 +439,13 @@ def test_greedy_generation_equals_sdpa(family, cache):
         "cache_implementation": cache,
         "disable_compile": True,
     }
-    expected = theirs.generate(ids, **arguments)
-    assert expected[:, -8:].unique().numel() > 2, "the model says something"
+    for _ in range(20):  # some random weights say one word alone
+        ours, theirs = pair(cls, config, reference="sdpa")
+        expected = theirs.generate(ids, **arguments)
+        if expected[:, -8:].unique().numel() > 2:
+            break
+    else:
+        pytest.fail("no model says something")
     assert torch.equal(ours.generate(ids, **arguments), expected)
 
 

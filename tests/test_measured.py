@@ -39,7 +39,8 @@ def test_the_nearest_sizes_count():
     assert series.speedup((0, 50000)) == 0.3
     assert series.speedup((600, 3000)) == 1.2
     assert series.speedup((700, 3000)) is None and series.speedup((1, 10**6)) is None
-    assert Series([[128, 512]], [1.0, 1.0], [0.9, 1.2]).speedup((256,)) == 1.2
+    between = Series([[128, 512], [1]], [1.0, 1.0], [0.9, 1.6]).speedup((256, 1))
+    assert between == pytest.approx(1.2)
 
 
 def test_what_nobody_measured_is_pytorchs(monkeypatch):
@@ -152,6 +153,39 @@ def test_the_short_way_of_a_plain_call_ends_where_the_long_one_does(measured, ou
         assert len(decisions) == 1 and torch.equal(short, long)
         if ours and short.dtype is not torch.float64 and _measured.level() != "none":
             assert decisions[0].backend == "cpp"
+
+
+@needs_csrc
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_plain_call_takes_the_short_way(measured, ours, monkeypatch):
+    measured.ours = lambda *call: ours
+    query, weight = torch.randn(2, 3, 5, 16), torch.randn(6, 16)
+    calls = {
+        "attention": lambda: ops.attention(query, query, query),
+        "linear": lambda: ops.linear(query, weight),
+    }
+    for name, call in calls.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(OPS[name], "resolve", None)
+            call()
+            with record_decisions(), pytest.raises(TypeError):
+                call()
+
+
+def test_a_call_of_which_the_value_alone_has_a_gradient_is_one_of_a_forward(measured):
+    measured.ours = lambda op, form, dtype, sizes: form == "forward"
+    query, value = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16, requires_grad=True)
+    short = ops.attention(query, query, value)
+    with record_decisions() as decisions:
+        assert torch.equal(short, ops.attention(query, query, value))
+    assert decisions[0].backend == ("torch" if _measured.level() == "none" else "cpp")
+
+
+def test_a_cold_cell(monkeypatch):
+    monkeypatch.setattr(_measure, "_BETWEEN", 1 << 10)
+    calls = []
+    ours, stock = _measure._cell(lambda: calls.append("ours"), lambda: calls.append("stock"), True)
+    assert ours > 0 and stock > 0 and calls == ["ours", "stock"] * (1 + _measure._COLD_ROUNDS)
 
 
 @pytest.mark.parametrize("ours", [True, False])

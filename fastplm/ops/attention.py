@@ -539,12 +539,10 @@ def _short_way(
         or torch._C._is_any_autocast_enabled()
     ):
         return None
-    form = training(query, key, value)
-    call = CallClass(form, dtype, (seqlen_q, seqlen_k, batch * heads))
-    if wanted == "auto" and slower("attention", call) is not None:
+    if slower("attention", _class_of(query, key)) is not None and wanted == "auto":
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
     if (
-        form == "training"
+        training(query, key, value) == "training"
         or is_watched((query, key, value))
         or torch.jit.is_tracing()
         or _cpp_rejects(query, forced=False) is not None

@@ -14,6 +14,8 @@ from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: That a tensor made in csrc/ may have.
+_MOST_DIMS = 8
 
 
 def linear(
@@ -62,6 +64,8 @@ def linear(
     """
     check_tensor("linear", "input", input)
     check_tensor("linear", "weight", weight, ndim=2)
+    if bias is not None:
+        check_tensor("linear", "bias", bias)
     out = _short_way(input, weight, bias)
     if out is not None:
         return out
@@ -163,7 +167,8 @@ def _measured(
 
 
 def _class_of(rows: int, b: torch.Tensor, of_k: int, of_n: int) -> CallClass:
-    """Of a product of that many rows with b, [K, N] by these strides: nn.Linear's or Conv1D's."""
+    """Of a product of that many rows with b, whose K and N have these strides: nn.Linear's weight
+    or Conv1D's."""
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     return CallClass(form, b.dtype, (rows, b.numel()))
 
@@ -183,7 +188,7 @@ def _short_way(
         or not _fits(input, weight, bias)
     ):
         return None
-    if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
+    if slower("linear", _measured(input, weight)) is not None and wanted == "auto":
         return torch.nn.functional.linear(input, weight, bias)
     if _is_simple(input, weight, bias):
         return torch.ops.fastplm_C.linear.default(input, weight, bias)
@@ -212,6 +217,7 @@ def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and weight.dtype in _DTYPES
         and 1 in weight.stride()
         and min(input.numel(), weight.numel()) > 0
+        and input.dim() <= _MOST_DIMS
         and not is_watched((input, weight, bias))
         and not torch.jit.is_tracing()
         and not torch.is_autocast_enabled("cpu")

@@ -301,7 +301,7 @@ def test_half_precision(device, backend, dtype, is_causal):
 def test_cross_lengths(device, backend, lengths, is_causal, ragged, extras):
     """With causality a cache of keys (down to one query), or queries that see no key."""
     seqlen_q, seqlen_k = lengths
-    # Rows of gradients whose roundings go one way each: of two alone the error is luck.
+    # The errors of a gradient's row go the same way, so that of two rows they are luck.
     heads = 4 if seqlen_q == 1 else heads_for(extras)
     inputs = make(device, 2, heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16)
     inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
