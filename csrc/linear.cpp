@@ -172,7 +172,8 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 }
 
 // input [..., K] of at most 8 dimensions, weight [N, K], of which one stride is 1, neither of them
-// empty, and bias [N] -> [..., N]. A layer's forward in one call: a token of a decoder is many layers of few rows, and calls cost as much as products.
+// empty, and bias [N] -> [..., N]. A layer's forward in one call: a token of a decoder is many layers
+// of few rows, and calls cost as much as products.
 Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor dense = torch::stable::contiguous(input);
   const Operand b = Operand(weight).transposed();
