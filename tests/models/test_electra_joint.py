@@ -408,6 +408,7 @@ def test_the_copy_mechanism_neither_overflows_nor_underflows(logit):
 
 @every_option
 def test_the_curve_falls(options):
+    torch.manual_seed(0)  # few steps of so small a model are a draw
     model = build(**options)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -54,9 +54,11 @@ def test_equals_the_op():
 def test_every_setting_matters(setting):
     ids = torch.randint(5, 50, (4, 20))
     other = SETTINGS | {setting: OTHERS.get(setting, 0.1)}
-    ours = TokenMasker(50, 4, **SETTINGS)(ids, word_ids=WORDS)
-    theirs = TokenMasker(50, 4, **other)(ids, word_ids=WORDS)
-    assert not torch.equal(ours.input_ids, theirs.input_ids)
+    ours, theirs = TokenMasker(50, 4, **SETTINGS), TokenMasker(50, 4, **other)
+    assert any(  # one step may draw the same
+        not torch.equal(*(one(ids, step=step, word_ids=WORDS).input_ids for one in (ours, theirs)))
+        for step in range(8)
+    )
 
 
 def test_packed_rows():
