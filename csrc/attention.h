@@ -140,8 +140,8 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
 }
 
 // Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
-// for a product would cost more. Of rows of K to come, and of `soon` [columns], which are read next,
-// so many elements are fetched.
+// for a product would cost more. `fetched` elements of each row of K, and of each row of `soon`, which
+// is read after them, are prefetched, as the CPU does not see strided rows coming; 0: none.
 template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,

@@ -212,6 +212,7 @@ def test_a_product_that_is_pytorchs_has_our_errors(measured):
         (torch.randn(2, 5), weight),
         (torch.ones(2, 4, dtype=torch.int64), weight.long()),
         (torch.randn(2, 4), weight, bias[:2]),
+        (torch.randn(2, 4), weight, 3.0),
     ):
         with pytest.raises(fastplm.FastplmError, match="linear"):
             ops.linear(*arguments)

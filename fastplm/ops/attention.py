@@ -539,6 +539,7 @@ def _short_way(
         or torch._C._is_any_autocast_enabled()
     ):
         return None
+    # Asked of a forced call, too, as `fastplm measure` times calls with their question.
     if slower("attention", _class_of(query, key)) is not None and wanted == "auto":
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
     if (

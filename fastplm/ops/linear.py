@@ -188,6 +188,7 @@ def _short_way(
         or not _fits(input, weight, bias)
     ):
         return None
+    # Asked of a forced call, too, as `fastplm measure` times calls with their question.
     if slower("linear", _measured(input, weight)) is not None and wanted == "auto":
         return torch.nn.functional.linear(input, weight, bias)
     if _is_simple(input, weight, bias):
