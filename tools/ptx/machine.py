@@ -1,0 +1,363 @@
+"""Blocks of threads that execute a kernel, with their barriers and asynchronous work.
+
+The warps of a block are split into groups by chance; a group runs until its next barrier before
+another one does, in an order that is drawn anew at every barrier. So what is not ordered by a
+barrier happens in an order that the hardware may take, too, and seldom does. Several blocks run
+side by side: they are independent, and a group holds the same warps of all of them.
+
+A copy (``cp.async``) lands, and a product (``wgmma``) reads shared memory and writes its registers,
+at once or not before a wait forces it: as ``Schedule`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ptx.instructions import NUMPY, bind
+from ptx.memory import GlobalMemory, SharedMemory
+from ptx.parse import Instruction, Kernel, PtxError, number, parse
+
+#: Threads that run side by side, all groups together: more cost memory, fewer cost time.
+THREADS = 1024
+_STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_DONE = 1 << 30
+
+
+@dataclass
+class Schedule:
+    """What the memory model leaves open, decided by a seed.
+
+    ``copies`` and ``products``: "late" (when a wait forces them), "early" (at once), or "random"
+    (each warp's by chance). By default the first seeds are the extremes: 0 has both late, 1 early
+    copies and late products, which meets a product that is still reading what a copy overwrites.
+    """
+
+    seed: int = 0
+    copies: str = ""
+    products: str = ""
+    groups: int = 0
+    random: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = self.copies or {0: "late", 1: "early"}.get(self.seed, "random")
+        self.products = self.products or {0: "late", 1: "late"}.get(self.seed, "random")
+        self.random = np.random.default_rng(self.seed)
+
+
+class Asynchronous:
+    """Work in flight: what every thread (or warp) issued, committed and has not waited for."""
+
+    def __init__(self, size: int, unit: int) -> None:
+        self.committed = np.zeros(size, np.int64)
+        self.unit = unit  # threads
+        self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray, Callable]] = []
+        self.mode = "late"
+        self.random = np.random.default_rng(0)
+
+    def reset(self, mode: str, random: np.random.Generator) -> None:
+        self.committed.fill(0)
+        self.pending.clear()
+        self.mode, self.random = mode, random
+
+    def issue(self, who: np.ndarray, land: Callable[[np.ndarray], None]) -> None:
+        """``land(which)`` finishes the work of ``who[which]``."""
+        which = np.arange(len(who))
+        if self.mode == "early":
+            return land(which)
+        if self.mode == "random":
+            warps = who * self.unit // 32
+            early = self.random.integers(0, 2, warps.max(initial=0) + 1).astype(bool)[warps]
+            if early.any():
+                land(which[early])
+            which = which[~early]
+        if len(which):
+            self.pending.append((who[which], self.committed[who[which]], which, land))
+
+    def commit(self, mask: np.ndarray | None) -> None:
+        if mask is None:
+            self.committed += 1
+        else:
+            self.committed[mask[:: self.unit]] += 1
+
+    def wait(self, left: int, mask: np.ndarray | None) -> None:
+        """Finish all groups but the ``left`` youngest (-1: also what is not committed)."""
+        pending = []
+        for who, group, which, land in self.pending:
+            due = group < self.committed[who] - left
+            if mask is not None:
+                due &= mask[:: self.unit][who]
+            if due.any():
+                land(which[due])
+            if not due.all():
+                pending.append((who[~due], group[~due], which[~due], land))
+        self.pending = pending
+
+
+class Group:
+    """The registers of some warps of several blocks, and every instruction bound to them."""
+
+    def __init__(self, program: Program, blocks: int, warps: int) -> None:
+        self.kernel = program.kernel
+        self.lanes = blocks * warps * 32
+        self.blocks, self.warps = blocks, warps
+        self.storage = {
+            bits: np.empty((count, self.lanes), _STORAGE[bits])
+            for bits, count in self.kernel.counts.items()
+        }
+        self.lane = np.tile(np.arange(32, dtype=np.uint32), blocks * warps)
+        self.block = np.repeat(np.arange(blocks), warps * 32)
+        self.warp = np.empty(self.lanes, np.int64)
+        self.block_start = self.block * program.shared_stride
+        self.special = {
+            f"%{name}": np.zeros(self.lanes, np.uint32)
+            for name in ("tid.x", "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y")
+            + ("nctaid.z", "ntid.x", "tid.y", "tid.z")
+        }
+        self.special["%laneid"] = self.lane
+        self.special["%ntid.x"].fill(program.threads)
+        self.copies = Asynchronous(self.lanes, 1)
+        self.products = Asynchronous(blocks * warps, 32)
+        self.params: dict[str, bytes] = {}
+        self.memory: GlobalMemory
+        self.shared: SharedMemory
+        self.pcs = np.empty(self.lanes, np.int64)
+        self.blocked = np.empty(self.lanes, bool)
+        self._constants: dict[tuple[int, str], np.ndarray] = {}
+        self._place_warps = self.warp.reshape(blocks, warps, 32)
+        self.code = [
+            [bind(self, ins) for ins in program.kernel.code[start:stop]]
+            for start, stop in program.spans
+        ]
+        self.every = [[every for every, _ in code] for code in self.code]
+        self.masked = [[masked for _, masked in code] for code in self.code]
+        self.ends = [self._end(program, index) for index in range(len(program.spans))]
+
+    # --- what an instruction is bound to ---
+
+    def is_register(self, name: str) -> bool:
+        return name in self.kernel.registers
+
+    def row(self, name: str) -> np.ndarray:
+        bits, index = self.kernel.registers[name]
+        return self.storage[bits][index]
+
+    def width(self, name: str) -> int:
+        return self.kernel.registers[name][0] // 8
+
+    def bank(self, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The registers of one width, and which of them these are."""
+        bits = self.kernel.registers[names[0]][0]
+        return self.storage[bits], np.array([self.kernel.registers[name][1] for name in names])
+
+    def target(self, name: str, kind: str) -> np.ndarray:
+        """The register as numbers of a type of its width."""
+        row = self.row(name)
+        if kind != "pred" and row.dtype.itemsize != np.dtype(NUMPY[kind]).itemsize:
+            raise PtxError(f"{name} is not of the width of {kind}")
+        return row.view(NUMPY[kind])
+
+    def extending(self, name: str, kind: str) -> Callable[[np.ndarray], None]:
+        """What writes numbers of a type into a register that may be wider than it."""
+        row = self.row(name)
+        if row.dtype.itemsize == np.dtype(NUMPY[kind]).itemsize:
+            typed = row.view(NUMPY[kind])
+            return lambda values: np.copyto(typed, values)
+        signed = row.view(f"i{row.dtype.itemsize}") if kind[0] == "s" else row
+        raw = f"u{np.dtype(NUMPY[kind]).itemsize}"
+        if kind[0] == "s":
+            return lambda values: np.copyto(signed, values)
+        return lambda values: np.copyto(row, values.view(raw))
+
+    def source(self, operand: str, kind: str) -> np.ndarray:
+        """A register (its low part, if the type is narrower), a symbol or an immediate."""
+        if operand in self.kernel.registers:
+            row = self.row(operand)
+            if kind == "pred":
+                return row
+            typed = row.view(NUMPY[kind])
+            if len(typed) < self.lanes:
+                raise PtxError(f"{operand} is narrower than {kind}")
+            return typed[:: len(typed) // self.lanes]
+        if operand in self.special:
+            return self.special[operand].view(NUMPY[kind])
+        return self.constant(operand, kind)
+
+    def constant(self, operand: str, kind: str) -> np.ndarray:
+        value = self.kernel.symbols.get(operand, number(operand))
+        if value is None:
+            raise PtxError(f"{operand}: an operand that the emulator does not know")
+        key = value, kind
+        if key not in self._constants:
+            element = np.dtype(NUMPY[kind])
+            if kind == "pred":
+                found = np.full(self.lanes, value != 0)
+            else:
+                bits = value % (1 << 8 * element.itemsize)
+                found = np.full(self.lanes, bits, f"u{element.itemsize}").view(element)
+            self._constants[key] = found
+        return self._constants[key]
+
+    # --- execution ---
+
+    def _end(self, program: Program, index: int) -> tuple:
+        """(what ends a straight piece of code, where it leads, its predicate, what is taken)."""
+        ins = program.ends[index]
+        if ins is None:
+            return "next", index + 1, None, True
+        head = ins.parts[0]
+        if head == "bra":
+            target = program.targets[ins.operands[0]]
+        else:
+            target = {"ret": _DONE, "exit": _DONE, "bar": index + 1, "barrier": index + 1}[head]
+        kind = "barrier" if head in ("bar", "barrier") else "jump"
+        if ins.guard is None:
+            return kind, target, None, True
+        if kind == "barrier":
+            raise ins.error("a barrier with a predicate")
+        return kind, target, self.row(ins.guard), not ins.negated
+
+    def start(
+        self,
+        warps: np.ndarray,
+        places: np.ndarray,
+        grid: tuple[int, int, int],
+        params: dict[str, bytes],
+        memory: GlobalMemory,
+        shared: SharedMemory,
+        schedule: Schedule,
+    ) -> None:
+        """Begin the blocks at ``places`` [blocks, 3] with these warps of them."""
+        self._place_warps[:] = warps[None, :, None]
+        self.special["%tid.x"][:] = self.warp * 32 + self.lane
+        for axis, name in enumerate("xyz"):
+            self.special[f"%ctaid.{name}"][:] = places[self.block, axis]
+            self.special[f"%nctaid.{name}"].fill(grid[axis])
+        self.params, self.memory, self.shared = params, memory, shared
+        self.copies.reset(schedule.copies, schedule.random)
+        self.products.reset(schedule.products, schedule.random)
+        for bits, rows in self.storage.items():
+            rows.view(np.uint8).fill(0 if bits == 1 else 0xFF)
+        self.pcs.fill(0)
+        self.blocked.fill(False)
+
+    def advance(self) -> None:
+        """Run until every thread is at a barrier or done."""
+        while True:
+            running = ~self.blocked & (self.pcs < _DONE)
+            if not running.any():
+                return
+            pc = int(self.pcs[running].min())
+            mask = running & (self.pcs == pc)
+            if mask.all():
+                self._run_all(pc)
+            else:
+                self._run_some(pc, mask)
+
+    def _run_all(self, pc: int) -> None:
+        """All threads are at ``pc``: run until they are not, or wait."""
+        while True:
+            for run in self.every[pc]:
+                run()
+            kind, target, guard, wanted = self.ends[pc]
+            if guard is not None:
+                taken = np.count_nonzero(guard)
+                if taken not in (0, self.lanes):
+                    self.pcs[:] = np.where(guard == wanted, target, pc + 1)
+                    return
+                target = target if (taken > 0) == wanted else pc + 1
+            if kind == "barrier" or target == _DONE:
+                self.pcs.fill(target)
+                self.blocked.fill(kind == "barrier")
+                return
+            pc = target
+
+    def _run_some(self, pc: int, mask: np.ndarray) -> None:
+        for run in self.masked[pc]:
+            run(mask)
+        kind, target, guard, wanted = self.ends[pc]
+        if guard is None:
+            self.pcs[mask] = target
+        else:
+            self.pcs[mask] = np.where(guard[mask] == wanted, target, pc + 1)
+        if kind == "barrier":
+            self.blocked[mask] = True
+
+
+class Program:
+    """A kernel ready to run."""
+
+    def __init__(self, text: str, shared: int, threads: int) -> None:
+        self.kernel: Kernel = parse(text)
+        self.threads = threads
+        if self.kernel.threads not in (0, threads):
+            raise PtxError(f"{self.kernel.name} is for {self.kernel.threads} threads")
+        self.shared = self.kernel.static_shared + shared
+        self.shared_stride = SharedMemory(0, self.shared).stride
+        self._split()
+        self._groups: dict[tuple[int, int], list[Group]] = {}
+
+    def _split(self) -> None:
+        """Cut the code where control may come in or leave."""
+        code = self.kernel.code
+        cuts = {0, *self.kernel.labels.values()}
+        ends = {i: ins for i, ins in enumerate(code) if _is_end(ins)}
+        cuts |= {i + 1 for i in ends}
+        starts = sorted(cut for cut in cuts if cut <= len(code))
+        self.spans, self.ends = [], []
+        for start, stop in zip(starts, [*starts[1:], len(code)]):
+            end = ends.get(stop - 1) if stop > start else None
+            self.spans.append((start, stop - (end is not None)))
+            self.ends.append(end)
+        places = {start: index for index, start in enumerate(starts)}
+        self.targets = {label: places[at] for label, at in self.kernel.labels.items()}
+
+    def _bound(self, blocks: int, groups: int) -> list[Group]:
+        key = blocks, groups
+        if key not in self._groups:
+            warps = self.threads // 32 // groups
+            self._groups[key] = [Group(self, blocks, warps) for _ in range(groups)]
+        return self._groups[key]
+
+    def run(
+        self,
+        grid: tuple[int, ...],
+        params: dict[str, bytes],
+        memory: GlobalMemory,
+        schedule: Schedule,
+    ) -> None:
+        whole = (*grid, 1, 1)[:3]
+        places = np.array(list(product(*map(range, whole))), np.uint32).reshape(-1, 3)
+        places = places[schedule.random.permutation(len(places))]
+        warps = self.threads // 32
+        chunks = -(-len(places) * self.threads // THREADS)
+        groups = min(schedule.groups or 2, warps)
+        with np.errstate(all="ignore"):
+            for chunk in np.array_split(places, min(chunks, len(places))):
+                bound = self._bound(len(chunk), groups)
+                shared = SharedMemory(len(chunk), self.shared)
+                order = schedule.random.permutation(warps)
+                for group, part in zip(bound, np.split(order, groups), strict=True):
+                    group.start(part, chunk, whole, params, memory, shared, schedule)
+                while self._alive(bound):
+                    for index in schedule.random.permutation(groups):
+                        bound[index].advance()
+                    for group in bound:
+                        group.blocked.fill(False)
+
+    @staticmethod
+    def _alive(groups: list[Group]) -> bool:
+        return any((group.pcs < _DONE).any() for group in groups)
+
+
+def _is_end(ins: Instruction) -> bool:
+    head = ins.parts[0]
+    if head in ("bar", "barrier") and not ins.name.startswith("bar.warp"):
+        if ins.name not in ("bar.sync", "barrier.sync") or ins.operands != ("0",):
+            raise ins.error("a barrier that the emulator does not know")
+        return True
+    return head in ("bra", "ret", "exit")
