@@ -1080,7 +1080,6 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     left = [group.row(name) for name in a] if from_registers else group.source(a, "u64")
     right, scales = group.source(b, "u64"), group.source(scale, "pred")
     first = np.arange(0, group.lanes, 32)
-    quarter = group.warp[first] % 4 * 16
 
     def operand(words: np.ndarray, warps: np.ndarray, rows: int, flag: bool) -> Callable:
         """What reads the operand of given warps, [warps, rows, 16], from shared memory."""
@@ -1120,7 +1119,8 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             if from_registers:
                 tile = held[which]
             else:
-                tile = read_a(which, quarter[warps[which]][:, None] + np.arange(16))
+                quarter = group.warp[heads[which]] % 4 * 16
+                tile = read_a(which, quarter[:, None] + np.arange(16))
             product = tile @ read_b(which).swapaxes(1, 2)  # [warps, 16, columns]
             lanes = (heads[which][:, None] + np.arange(32)).reshape(-1)
             # Register 4 j + 2 h + e of thread 4 g + t holds row 8 h + g, column 8 j + 2 t + e.
