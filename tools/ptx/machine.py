@@ -316,7 +316,7 @@ class Program:
         places = {start: index for index, start in enumerate(starts)}
         self.targets = {label: places[at] for label, at in self.kernel.labels.items()}
 
-    def _bound(self, blocks: int, groups: int) -> list[Group]:
+    def bind(self, blocks: int, groups: int) -> list[Group]:
         key = blocks, groups
         if key not in self._groups:
             warps = self.threads // 32 // groups
@@ -338,7 +338,7 @@ class Program:
         groups = min(schedule.groups or 2, warps)
         with np.errstate(all="ignore"):
             for chunk in np.array_split(places, min(chunks, len(places))):
-                bound = self._bound(len(chunk), groups)
+                bound = self.bind(len(chunk), groups)
                 shared = SharedMemory(len(chunk), self.shared)
                 order = schedule.random.permutation(warps)
                 for group, part in zip(bound, np.split(order, groups), strict=True):

@@ -1,0 +1,252 @@
+"""What the tests run in the emulator's process: a line of JSON asks for a function below."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import planted
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from fastplm import ops  # noqa: E402
+from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
+from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
+from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
+from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
+from fastplm.testing import BudgetExceeded, assert_within_budget  # noqa: E402
+from ptx.emulate import emulated  # noqa: E402
+from ptx.machine import Schedule  # noqa: E402
+from ptx.parse import PtxError  # noqa: E402
+
+QKV = ("query", "key", "value")
+
+
+def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None) -> list[str]:
+    """Output and gradients within the error budget, and of the same bits by every schedule."""
+    results = []
+    for seed in seeds:
+        leaves = {name: inputs[name].detach().clone().requires_grad_() for name in wrt}
+        with emulated(arch, seed, schedule=schedule, edits=edits) as launches:
+            if not results:
+                assert_within_budget(function, reference, inputs, wrt=wrt)
+            out = function(**(inputs | leaves))
+            torch.manual_seed(0)
+            grads = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
+        results.append((out, *grads))
+        for name, first, now in zip(("output", *wrt), results[0], results[-1], strict=True):
+            assert torch.equal(first, now), f"schedule {seed}: other bits in {name}"
+    return sorted({launch.kernel.__name__ for launch in launches})
+
+
+def drawn(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(getattr(torch, dtype))
+
+
+def attention_inputs(dtype, batch, heads, seqlen_q, seqlen_k, width, option) -> dict:
+    torch.manual_seed(seqlen_q + seqlen_k)
+    inputs = dict(
+        query=drawn(dtype, batch, heads, seqlen_q, width),
+        key=drawn(dtype, batch, heads, seqlen_k, width),
+        value=drawn(dtype, batch, heads, seqlen_k, width),
+    )
+    if "mask" in option:
+        mask = torch.rand(batch, seqlen_k) < 0.7
+        mask[0] = False
+        inputs["key_mask"] = mask
+    if "causal" in option:
+        inputs["is_causal"] = True
+    if "dropout" in option:
+        inputs |= dict(dropout_p=0.2, seed=7)
+    if "bias" in option:
+        inputs["table"] = drawn(dtype, 32, heads)
+    if "ragged" in option:
+        inputs = {n: t.transpose(1, 2).flatten(0, 1) if n in QKV else t for n, t in inputs.items()}
+        for side, length in (("q", seqlen_q), ("k", seqlen_k)):
+            ends = [0, length // 2, length // 2, *range(length, batch * length, length)]
+            inputs[f"cu_seqlens_{side}"] = torch.tensor(ends, dtype=torch.int32)
+            inputs[f"max_seqlen_{side}"] = length
+    return inputs
+
+
+def with_table(function):
+    def call(table=None, **inputs):
+        if table is not None:
+            inputs["relative_bias"] = ops.T5RelativeBias(table)
+        return function(**inputs)
+
+    return call
+
+
+def attention(
+    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None
+) -> list[str]:
+    inputs = attention_inputs(dtype, *shape, option)
+    ragged = "ragged" in option
+    function = ops.attention_varlen if ragged else ops.attention
+    reference = attention_varlen_ref if ragged else attention_ref
+    wrt = [name for name in (*QKV, "table") if name in inputs]
+    return hold(
+        arch, with_table(function), with_table(reference), inputs, wrt, seeds, schedule, edits
+    )
+
+
+def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
+    torch.manual_seed(0)
+    positions = torch.randint(-1, 150, (130,))
+    positions[:3] = 3
+    inputs = dict(input=drawn(dtype, 150, width), positions=positions)
+    return hold(arch, ops.gather_rows, gather_rows_ref, inputs, ["input"], seeds)
+
+
+def replaced_token_loss(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:
+    torch.manual_seed(0)
+    inputs = dict(
+        input=drawn(dtype, rows, width),
+        weight=drawn(dtype, width) / width**0.5,
+        bias=drawn(dtype, 1)[0],
+        replaced=torch.rand(rows) < 0.2,
+        mask=torch.rand(rows) < 0.8,
+    )
+    wrt = ["input", "weight", "bias"]
+    return hold(arch, ops.replaced_token_loss, replaced_token_loss_ref, inputs, wrt, seeds)
+
+
+def linear_cross_entropy(
+    arch, dtype, shape, label_smoothing=0.0, seeds=(0, 1), schedule=None
+) -> list[str]:
+    inputs = loss_inputs(dtype, *shape) | dict(label_smoothing=label_smoothing)
+    wrt = ["input", "linear_weight", "linear_bias"]
+    return hold(
+        arch, ops.linear_cross_entropy, linear_cross_entropy_ref, inputs, wrt, seeds, schedule
+    )
+
+
+def loss_inputs(dtype, rows, vocab, width) -> dict:
+    torch.manual_seed(0)
+    target = torch.randint(0, vocab, (rows,))
+    target[::7] = -100
+    return dict(
+        input=drawn(dtype, rows, width),
+        linear_weight=drawn(dtype, vocab, width) / width**0.5,
+        linear_bias=drawn(dtype, vocab),
+        target=target,
+    )
+
+
+def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
+    """The draws are those of the reference, the loss that of the call without a draw."""
+    inputs = loss_inputs(dtype, *shape)
+    call = dict(temperature=0.9, seed=11)
+    # The reference rounds its logits to 16 bits; the kernel does not.
+    exact = {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
+    drawn_there = sample_ref(**exact, **call)
+    wrt = ["input", "linear_weight", "linear_bias"]
+
+    def loss(**inputs):
+        value, found = ops.linear_cross_entropy_with_sample(**inputs, **call)
+        counts = inputs["target"] != -100
+        assert torch.equal(found[counts], drawn_there[counts])
+        return value
+
+    return hold(arch, loss, linear_cross_entropy_ref, inputs, wrt, seeds)
+
+
+# --- faults that must be seen ---------------------------------------------------------------------
+
+#: What is changed in the PTX: the pattern, what takes its place, and which of the places (all: -1).
+EDITS = {
+    "copies waited for too little": (r"cp\.async\.wait_group\s+(\d+)", lambda m: later(m), -1),
+    "products not waited for": (r"wgmma\.wait_group\S*\s+(\d+)", lambda m: later(m), -1),
+    "no barrier": (r"bar\.sync\s+0\s*;", lambda m: "", -1),
+    "one barrier less": (r"bar\.sync\s+0\s*;", lambda m: "", 0),
+    "another comment": (r"// begin inline asm", lambda m: "// asm", -1),
+}
+
+
+def later(match: re.Match) -> str:
+    return match[0][: match.start(1) - match.start()] + str(int(match[1]) + 1)
+
+
+def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1)) -> str:
+    """What the fault in the kernel's PTX leads to: "passes", "numbers" or an error's text."""
+    pattern, change, which = EDITS[fault]
+
+    def edit(text: str) -> str:
+        places = list(re.finditer(pattern, text))
+        assert places, f"no {pattern} in {kernel}"
+        for match in reversed(places if which < 0 else places[which : which + 1]):
+            text = text[: match.start()] + change(match) + text[match.end() :]
+        return text
+
+    edit.__name__ = fault
+    try:
+        launched = attention(arch, dtype, shape, option, seeds, edits={kernel: edit})
+    except (BudgetExceeded, AssertionError):
+        return "numbers"
+    except PtxError as error:
+        return str(error)
+    assert kernel in launched, f"{kernel} was not launched but {launched}"
+    return "passes"
+
+
+def planted_kernel(arch, name, schedules) -> list:
+    """For each schedule the error of a planted kernel, or what was wrong with an access."""
+    found = []
+    for copies, products in schedules:
+        schedule = Schedule(5, copies, products)
+        try:
+            with emulated(arch, schedule=schedule):
+                found.append(getattr(planted, name)())
+        except PtxError as error:
+            found.append(str(error))
+    return found
+
+
+def every_instruction(arch, slow=False) -> int:
+    """Bind every kernel of every compile case: how many instructions there were."""
+    import importlib
+
+    from fastplm.triton_kernels._compile import kernel_modules
+    from fastplm.triton_kernels._launch import record_launches
+    from ptx.emulate import compile_program
+
+    count, programs = 0, set()
+    for name in kernel_modules():
+        module = importlib.import_module(f"fastplm.triton_kernels.{name}")
+        for label, case in module.compile_cases():
+            if label.startswith("slow: ") and not slow:
+                continue
+            with record_launches(arch) as launches:
+                case()
+            for launch in launches:
+                program, _ = compile_program(launch, arch)
+                if id(program) not in programs:
+                    programs.add(id(program))
+                    program.bind(1, 1)
+                    count += len(program.kernel.code)
+    return count
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        answer = [None, None]
+        try:
+            answer[0] = globals()[name](**arguments)
+        except BaseException:
+            answer[1] = traceback.format_exc()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
