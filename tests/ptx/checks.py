@@ -9,8 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 
-import planted
 import torch
+
+import planted
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -84,9 +85,7 @@ def with_table(function):
     return call
 
 
-def attention(
-    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None
-) -> list[str]:
+def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
     inputs = attention_inputs(dtype, *shape, option)
     ragged = "ragged" in option
     function = ops.attention_varlen if ragged else ops.attention

@@ -44,5 +44,5 @@ class Worker:
 def emulate():
     worker = Worker()
     yield worker
-    worker.process.stdin.close()
-    worker.process.wait(timeout=60)
+    worker.process.kill()
+    worker.process.wait()

@@ -61,6 +61,15 @@ def _masked(*names: str):
 
 def bind(group: Any, ins: Instruction) -> tuple[Callable[[], Any], Callable[[np.ndarray], Any]]:
     """(what runs it for all threads, what runs it for those of a mask)."""
+    try:
+        return _bind(group, ins)
+    except (KeyError, IndexError, ValueError, StopIteration, PtxError) as error:
+        if isinstance(error, PtxError) and str(error).startswith("line"):
+            raise
+        raise ins.error(f"the emulator does not know what this asks for ({error})") from error
+
+
+def _bind(group: Any, ins: Instruction) -> tuple[Callable[[], Any], Callable[[np.ndarray], Any]]:
     head = ins.parts[0]
     if ins.name.startswith(NOTHING):
         return _nothing, _nothing
@@ -211,7 +220,7 @@ def _float(group: Any, ins: Instruction) -> Pure:
         return lambda: np.copyto(target, function(*sources)), targets
     in_fp64 = head in _IN_FP64 or said & {"approx", "full"}
     if not in_fp64 and not said & {"ftz", "sat"}:
-        return partial(function, *sources, target), targets
+        return partial(function, *sources, out=target), targets
     if head in ("fma", "mad") and not said & {"ftz", "sat"}:
         a, b, c = sources
         wide, multiply, add = np.empty(len(target)), np.multiply, np.add
@@ -242,15 +251,13 @@ def _integer(group: Any, ins: Instruction, function: Callable) -> Pure:
     kind = ins.parts[-1]
     target = group.target(ins.operands[0], kind)
     sources = [group.source(operand, kind) for operand in ins.operands[1:]]
-    return partial(function, *sources, target), [group.row(ins.operands[0])]
+    return partial(function, *sources, out=target), [group.row(ins.operands[0])]
 
 
 def _computed(group: Any, ins: Instruction, function: Callable, kinds: list[str]) -> Pure:
     """An instruction whose operands, of which the first is the result, have the types ``kinds``."""
     target = group.target(ins.operands[0], kinds[0])
-    sources = [
-        group.source(operand, kind) for operand, kind in zip(ins.operands[1:], kinds[1:])
-    ]
+    sources = [group.source(name, kind) for name, kind in zip(ins.operands[1:], kinds[1:])]
     return (
         lambda: np.copyto(target, function(*sources), casting="unsafe"),
         [group.row(ins.operands[0])],
@@ -290,9 +297,7 @@ def _arithmetic(group: Any, ins: Instruction) -> Pure:
     if head in ("min", "max"):
         function = {"min": np.minimum, "max": np.maximum}[head]
         if "relu" in said:
-            return _computed(
-                group, ins, lambda a, b: np.maximum(function(a, b), 0), [kind] * 3
-            )
+            return _computed(group, ins, lambda a, b: np.maximum(function(a, b), 0), [kind] * 3)
         return _integer(group, ins, function)
     if head in ("neg", "abs"):
         return _integer(group, ins, {"neg": np.negative, "abs": np.abs}[head])
@@ -318,9 +323,7 @@ def _arithmetic(group: Any, ins: Instruction) -> Pure:
         if product is np.multiply:
             return _integer(group, ins, np.multiply)
         return _computed(group, ins, product, [kind] * 3)
-    return _computed(
-        group, ins, lambda a, b, c: product(a, b).astype(a.dtype) + c, [kind] * 4
-    )
+    return _computed(group, ins, lambda a, b, c: product(a, b).astype(a.dtype) + c, [kind] * 4)
 
 
 for _name in ("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign"):
@@ -363,6 +366,11 @@ def _shift(group: Any, ins: Instruction) -> Pure:
 def _extract(group: Any, ins: Instruction) -> Pure:
     kind = ins.parts[-1]
     width = 8 * _SIZE[kind]
+    if kind[0] == "u" and not any(map(group.is_register, ins.operands[2:])):
+        start, size = (int(group.constant(operand, "u32")[0]) for operand in ins.operands[2:])
+        if start + size <= width:
+            ones = NUMPY[kind]((1 << size) - 1)
+            return _computed(group, ins, lambda a, *_: a >> start & ones, [kind, kind])
 
     def extract(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
         start, size = position & 0xFF, length & 0xFF
@@ -412,6 +420,19 @@ def _count(group: Any, ins: Instruction) -> Pure:
 @_pure("prmt")
 def _permute(group: Any, ins: Instruction) -> Pure:
     _known(ins, set(ins.parts[1:]), "b32")
+    out, first, second, selector = ins.operands
+    if not group.is_register(selector) and out not in (first, second):
+        choices = [int(selector.rstrip("U"), 0) >> 4 * place & 0xF for place in range(4)]
+        if max(choices) < 8:
+            given = [group.source(name, "b32").view(np.uint8) for name in (first, second)]
+            to = group.target(out, "b32").view(np.uint8)
+            moves = [(to[i::4], given[c // 4][c % 4 :: 4]) for i, c in enumerate(choices)]
+
+            def move() -> None:
+                for target, source in moves:
+                    target[:] = source
+
+            return move, [group.row(out)]
 
     def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
         whole = a.astype(U64) | b.astype(U64) << U64(32)
@@ -536,9 +557,7 @@ def _select(group: Any, ins: Instruction) -> Pure:
 @_pure("slct")
 def _select_by_sign(group: Any, ins: Instruction) -> Pure:
     kind, sign = ins.parts[-2:]
-    return _computed(
-        group, ins, lambda a, b, c: np.where(c >= 0, a, b), [kind, kind, kind, sign]
-    )
+    return _computed(group, ins, lambda a, b, c: np.where(c >= 0, a, b), [kind, kind, kind, sign])
 
 
 def _to_integer(values: np.ndarray, kind: str) -> np.ndarray:
@@ -770,7 +789,9 @@ def _active(group: Any, ins: Instruction) -> Callable:
 
     def active(mask: np.ndarray | None) -> None:
         present = np.ones(group.lanes, bool) if mask is None else mask
-        np.copyto(target, np.repeat((present.reshape(-1, 32) * bits).sum(1, dtype=U32), 32), where=present)
+        np.copyto(
+            target, np.repeat((present.reshape(-1, 32) * bits).sum(1, dtype=U32), 32), where=present
+        )
 
     return active
 
@@ -798,7 +819,9 @@ def _access(ins: Instruction) -> tuple[str, int, str]:
     return space, count, ins.parts[-1]
 
 
-def _addresses(group: Any, ins: Instruction, place: Address, space: str) -> Callable[[], np.ndarray]:
+def _addresses(
+    group: Any, ins: Instruction, place: Address, space: str
+) -> Callable[[], np.ndarray]:
     kind = "u32" if space == "shared" else "u64"
     if group.is_register(place.base):
         base = group.source(place.base, kind).view(np.int64 if kind == "u64" else U32)
@@ -1047,7 +1070,12 @@ def operand_offsets(
     row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
     width = {0: 16, 1: 128, 2: 64, 3: 32}[mode]
     if not by_columns:
-        return row // 8 * stride + row % 8 * width + k // 8 * (leading if mode == 0 else 16) + k % 8 * 2
+        return (
+            row // 8 * stride
+            + row % 8 * width
+            + k // 8 * (leading if mode == 0 else 16)
+            + k % 8 * 2
+        )
     along = row // (width // 2)
     if mode == 0:
         return along * stride + k // 8 * leading + k % 8 * 16 + row % 8 * 2
@@ -1061,9 +1089,14 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     if ins.name == "wgmma.wait_group.sync.aligned":
         return partial(group.products.wait, int(ins.operands[0]))
     _, operation, _, _, shape, *kinds = ins.parts
-    if operation != "mma_async" or not shape.endswith("k16") or kinds not in (
-        ["f32", "f16", "f16"],
-        ["f32", "bf16", "bf16"],
+    if (
+        operation != "mma_async"
+        or not shape.endswith("k16")
+        or kinds
+        not in (
+            ["f32", "f16", "f16"],
+            ["f32", "bf16", "bf16"],
+        )
     ):
         raise ins.error("a matrix product that the emulator does not know")
     columns, kind = int(shape[4:-3]), kinds[1]

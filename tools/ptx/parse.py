@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 class PtxError(Exception):
@@ -27,7 +28,7 @@ class Instruction:
     guard: str | None = None  # the predicate of @p or @!p
     negated: bool = False
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         return self.name.split(".")
 
@@ -52,7 +53,9 @@ class Kernel:
 SHARED_BASE = 1024
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;")
-_TOKEN = re.compile(r"\s*(?:(?P<label>[\w$]+):|(?P<brace>[{}])|(?P<text>[^;{}]*(?:\{[^}]*\}[^;{}]*)*;))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<label>[\w$]+):|(?P<brace>[{}])|(?P<text>[^;{}]*(?:\{[^}]*\}[^;{}]*)*;))"
+)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*);", re.DOTALL)
 _BITS = {"pred": 1}
 
@@ -132,9 +135,7 @@ def _read_statement(kernel: Kernel, text: str, line: int) -> None:
         raise PtxError(f"line {line}: cannot read {text!r}")
     negated, guard, name, operands = match.groups()
     short = " ".join(text.split())
-    kernel.code.append(
-        Instruction(line, short, name, _operands(operands), guard, bool(negated))
-    )
+    kernel.code.append(Instruction(line, short, name, _operands(operands), guard, bool(negated)))
 
 
 def _operands(text: str) -> tuple:

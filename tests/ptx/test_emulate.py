@@ -1,0 +1,128 @@
+"""What Triton compiles of the kernels for a GPU, run by the emulator and held to the reference.
+
+The output and all gradients must be within the error budget, and of the same bits whatever the
+order of warps and however late or early asynchronous work is done.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.compile
+slow = pytest.mark.slow
+
+# arch, dtype, (B, H, Tq, Tk, D), options; (a length past 128 keys takes the streaming kernels).
+ATTENTION = [
+    (80, "float16", (1, 1, 65, 65, 64), "mask"),
+    (80, "bfloat16", (1, 1, 40, 150, 64), "causal dropout"),
+    (90, "bfloat16", (2, 1, 40, 70, 64), "mask causal"),
+    (90, "float16", (2, 1, 70, 300, 64), "ragged"),
+    pytest.param(90, "bfloat16", (1, 1, 70, 300, 64), "mask dropout bias", marks=slow),
+    *(
+        pytest.param(arch, dtype, shape, options, marks=slow)
+        for arch in (80, 90)
+        for dtype in ("float16", "bfloat16", "float32")
+        for shape, options in (
+            ((2, 2, 65, 65, 64), ""),
+            ((2, 1, 40, 70, 32), "mask causal"),
+            ((2, 1, 70, 40, 96), "causal dropout"),
+            ((1, 1, 130, 300, 128), "mask"),
+            ((2, 1, 40, 70, 64), "mask dropout bias"),
+            ((3, 1, 63, 130, 80), "ragged causal dropout"),
+            ((3, 1, 63, 63, 40), "ragged bias"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "shape", "options"), ATTENTION)
+def test_attention(emulate, request, arch, dtype, shape, options):
+    seeds = range(4 if request.node.get_closest_marker("slow") else 2)
+    emulate("attention", arch=arch, dtype=dtype, shape=shape, option=options, seeds=list(seeds))
+
+
+def every(*small):
+    """(arch, dtype) pairs: the small ones always, all others in the long lane."""
+    pairs = [(a, d) for a in (80, 90) for d in ("float16", "bfloat16", "float32")]
+    return [pair if pair in small else pytest.param(*pair, marks=slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "bfloat16")))
+def test_gather_rows(emulate, arch, dtype):
+    emulate("gather_rows", arch=arch, dtype=dtype, width=40)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_replaced_token_loss(emulate, arch, dtype):
+    emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "float16"), (90, "bfloat16")))
+def test_linear_cross_entropy(emulate, arch, dtype):
+    """Narrow rows: the backward makes the logits again."""
+    emulate("linear_cross_entropy", arch=arch, dtype=dtype, shape=(150, 150, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "dtype"), every())
+def test_linear_cross_entropy_with_smoothing(emulate, arch, dtype):
+    shape = (100, 150, 40)
+    emulate("linear_cross_entropy", arch=arch, dtype=dtype, shape=shape, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "float32")))
+def test_sampling(emulate, arch, dtype):
+    emulate("sample", arch=arch, dtype=dtype, shape=(40, 150, 64))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+FORWARD = "_attention_stream_fwd_kernel"
+
+
+@pytest.mark.parametrize("arch", (80, 90))
+@pytest.mark.parametrize("fault", ("copies waited for too little", "no barrier"))
+def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
+    shape = (1, 1, 70, 300, 64)
+    found = emulate(
+        "faulty_attention", arch=arch, dtype="bfloat16", shape=shape, kernel=FORWARD, fault=fault
+    )
+    assert found == "numbers"
+
+
+def test_a_product_that_is_not_waited_for_is_seen(emulate):
+    arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
+    fault = "products not waited for"
+    assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
+    assert emulate("faulty_attention", fault="another comment", **arguments) == "passes"
+
+
+def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
+    """One load that feeds a product and a sum: right where the product reads at once, wrong where
+    it reads when it is waited for. On sm_80 products are not asynchronous."""
+    orders = [(copies, products) for copies in ("early", "late") for products in ("early", "late")]
+    at_90 = dict(zip(orders, planted(emulate, 90, "product_and_sum", orders), strict=True))
+    exact = at_90["early", "early"]
+    assert exact == at_90["late", "early"] < 1e-3 < at_90["early", "late"]
+    assert planted(emulate, 80, "product_and_sum", orders) == [exact] * 4
+
+
+def planted(emulate, arch: int, name: str, schedules) -> list:
+    return emulate("planted_kernel", arch=arch, name=name, schedules=schedules)
+
+
+@pytest.mark.parametrize("arch", (80, 90))
+def test_an_access_beyond_the_tensors_is_named(emulate, arch):
+    default = [("", "")]
+    assert planted(emulate, arch, "copy", default) == [0]
+    (read,) = planted(emulate, arch, "read_past_the_end", default)
+    assert "_copy_kernel, line" in read and "ld.global" in read
+    assert "the nearest tensor is x_ptr, 1200 bytes" in read and "+1200 from its start" in read
+    (written,) = planted(emulate, arch, "write_past_the_end", default)
+    assert "st.global" in written and "the nearest tensor is out_ptr, 1200 bytes" in written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", (80, 90))
+def test_every_instruction_of_every_kernel_is_known(emulate, arch):
+    assert emulate("every_instruction", arch=arch) > 10_000
