@@ -37,10 +37,10 @@ test-device: $(VENV)/.test
 	$(call lane,gpu,$(PYTEST) -m gpu)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile -m "not slow")
+	$(call lane,compile,OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
 
 test-cpu: $(VENV)/.test
-	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile)
+	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
 
 test-slow: $(VENV)/.test
 	$(call lane,slow,$(PYTEST) -m slow)

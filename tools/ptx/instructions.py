@@ -257,7 +257,8 @@ def _integer(group: Any, ins: Instruction, function: Callable) -> Pure:
 def _computed(group: Any, ins: Instruction, function: Callable, kinds: list[str]) -> Pure:
     """An instruction whose operands, of which the first is the result, have the types ``kinds``."""
     target = group.target(ins.operands[0], kinds[0])
-    sources = [group.source(name, kind) for name, kind in zip(ins.operands[1:], kinds[1:])]
+    names = ins.operands[1 : len(kinds)]
+    sources = [group.source(*pair) for pair in zip(names, kinds[1:], strict=True)]
     return (
         lambda: np.copyto(target, function(*sources), casting="unsafe"),
         [group.row(ins.operands[0])],
@@ -393,8 +394,10 @@ def _insert(group: Any, ins: Instruction) -> Pure:
     def insert(a, b, position, length):
         start = np.minimum(position & 0xFF, 64)
         size = np.minimum(length & 0xFF, width)
-        ones = np.array([((1 << int(n)) - 1 << int(s)) % 2**width for n, s in zip(size, start)])
-        moved = np.array([(int(x) << int(s)) % 2**width for x, s in zip(a, start)])
+        ones = np.array(
+            [((1 << int(n)) - 1 << int(s)) % 2**width for n, s in zip(size, start, strict=True)]
+        )
+        moved = np.array([(int(x) << int(s)) % 2**width for x, s in zip(a, start, strict=True)])
         ones, moved = ones.astype(b.dtype), moved.astype(b.dtype)
         return b & ~ones | moved & ones
 

@@ -310,7 +310,7 @@ class Program:
         cuts |= {i + 1 for i in ends}
         starts = sorted(cut for cut in cuts if cut <= len(code))
         self.spans, self.ends = [], []
-        for start, stop in zip(starts, [*starts[1:], len(code)]):
+        for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
             end = ends.get(stop - 1) if stop > start else None
             self.spans.append((start, stop - (end is not None)))
             self.ends.append(end)
