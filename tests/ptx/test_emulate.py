@@ -90,10 +90,10 @@ def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
     assert found == "numbers"
 
 
-def test_a_product_that_is_not_waited_for_is_seen(emulate):
+def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
-    fault = "products not waited for"
-    assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
+    for fault in ("products not waited for", "no fence before products"):
+        assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
     assert emulate("faulty_attention", fault="another comment", **arguments) == "passes"
 
 

@@ -36,7 +36,7 @@ NUMPY = {
 }
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
 #: Instructions that say nothing to an emulator in which what is written is seen at once.
-NOTHING = ("fence", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg", "griddepcontrol")
+NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg", "griddepcontrol")
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
 _PURE: dict[str, Callable[..., Pure]] = {}
@@ -994,6 +994,17 @@ def _copy(group: Any, ins: Instruction) -> Callable:
     return copy
 
 
+@_masked("fence")
+def _fence(group: Any, ins: Instruction) -> Callable:
+    if not ins.name.startswith("fence.proxy.async"):
+        raise ins.error("a fence that the emulator does not know")
+
+    def fence(mask: np.ndarray | None) -> None:
+        group.shared.fence(np.unique(group.block if mask is None else group.block[mask]))
+
+    return fence
+
+
 # --- tiles of matrices ----------------------------------------------------------------------------
 
 
@@ -1135,7 +1146,8 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             linear = starts[which][:, None, None] + offsets
             linear ^= (linear >> 7 & _SWIZZLE[mode]) << 4
             found = group.shared.places(linear.reshape(-1), 2).reshape(linear.shape)
-            return widen(group.shared.views[2][(found + blocks[which][:, None, None]) // 2], kind)
+            seen = group.shared.proxy.view(U16)
+            return widen(seen[(found + blocks[which][:, None, None]) // 2], kind)
 
         return read
 

@@ -34,6 +34,7 @@ class Schedule:
     ``copies`` and ``products``: "late" (when a wait forces them), "early" (at once), or "random"
     (each warp's by chance). By default the first seeds are the extremes: 0 has both late, 1 early
     copies and late products, which meets a product that is still reading what a copy overwrites.
+    ``fenced``: products see what threads wrote to shared memory only after a fence; 0 has it so.
     From 2 on all is by chance, and there are four groups of warps, not two, which takes longer.
     """
 
@@ -41,6 +42,7 @@ class Schedule:
     copies: str = ""
     products: str = ""
     groups: int = 0
+    fenced: bool | None = None
     random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,14 +50,17 @@ class Schedule:
         self.products = self.products or {0: "late", 1: "late"}.get(self.seed, "random")
         self.groups = self.groups or (2 if self.seed < 2 else 4)
         self.random = np.random.default_rng(self.seed)
+        if self.fenced is None:
+            self.fenced = self.seed == 0 or (self.seed > 1 and bool(self.random.integers(2)))
 
 
 class Asynchronous:
     """Work in flight: what every thread (or warp) issued, committed and has not waited for."""
 
-    def __init__(self, size: int, unit: int) -> None:
+    def __init__(self, size: int, unit: int, ordered: bool) -> None:
         self.committed = np.zeros(size, np.int64)
         self.unit = unit  # threads
+        self.ordered = ordered  # whether a warp's work is finished in the order of its issue
         self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray, Callable]] = []
         self.mode = "late"
         self.random = np.random.default_rng(0)
@@ -74,6 +79,8 @@ class Asynchronous:
             warps = who * self.unit // 32
             early = self.random.integers(0, 2, warps.max(initial=0) + 1).astype(bool)[warps]
             if early.any():
+                if self.ordered:
+                    self._finish(lambda others, _: np.isin(others, who[early]))
                 land(which[early])
             which = which[~early]
         if len(which):
@@ -87,11 +94,17 @@ class Asynchronous:
 
     def wait(self, left: int, mask: np.ndarray | None) -> None:
         """Finish all groups but the ``left`` youngest (-1: also what is not committed)."""
+
+        def is_due(who: np.ndarray, group: np.ndarray) -> np.ndarray:
+            due = group < self.committed[who] - left
+            return due if mask is None else due & mask[:: self.unit][who]
+
+        self._finish(is_due)
+
+    def _finish(self, is_due: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
         pending = []
         for who, group, which, land in self.pending:
-            due = group < self.committed[who] - left
-            if mask is not None:
-                due &= mask[:: self.unit][who]
+            due = is_due(who, group)
             if due.any():
                 land(which[due])
             if not due.all():
@@ -121,8 +134,8 @@ class Group:
         }
         self.special["%laneid"] = self.lane
         self.special["%ntid.x"].fill(program.threads)
-        self.copies = Asynchronous(self.lanes, 1)
-        self.products = Asynchronous(blocks * warps, 32)
+        self.copies = Asynchronous(self.lanes, 1, ordered=False)
+        self.products = Asynchronous(blocks * warps, 32, ordered=True)
         self.params: dict[str, bytes] = {}
         self.memory: GlobalMemory
         self.shared: SharedMemory
@@ -340,7 +353,7 @@ class Program:
         with np.errstate(all="ignore"):
             for chunk in np.array_split(places, min(chunks, len(places))):
                 bound = self.bind(len(chunk), groups)
-                shared = SharedMemory(len(chunk), self.shared)
+                shared = SharedMemory(len(chunk), self.shared, schedule.fenced)
                 order = schedule.random.permutation(warps)
                 for group, part in zip(bound, np.split(order, groups), strict=True):
                     group.start(part, chunk, whole, params, memory, shared, schedule)

@@ -106,17 +106,24 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """The shared memory of several blocks, one after another; unwritten bytes are NaN patterns."""
+    """The shared memory of several blocks, one after another; unwritten bytes are NaN patterns.
 
-    def __init__(self, blocks: int, size: int) -> None:
+    Products (``wgmma``) read it through another proxy, for which what threads wrote is only there
+    after a ``fence.proxy.async``: where ``fenced`` says so, they see the last fence's state.
+    """
+
+    def __init__(self, blocks: int, size: int, fenced: bool = False) -> None:
         self.size = size
         self.stride = -(-max(size, 1) // 1024) * 1024
-        self.raw = np.empty(blocks * self.stride, np.uint8)
+        self.raw = np.full(blocks * self.stride, 0xFF, np.uint8)
         self.views = {size: self.raw.view(kind) for size, kind in WHOLE.items()}
-        self.clear()
+        self.proxy = self.raw.copy() if fenced else self.raw
 
-    def clear(self) -> None:
-        self.raw.fill(0xFF)
+    def fence(self, blocks: np.ndarray) -> None:
+        """What was written before is there for products of these blocks."""
+        if self.proxy is not self.raw:
+            rows = self.proxy.reshape(-1, self.stride), self.raw.reshape(-1, self.stride)
+            rows[0][blocks] = rows[1][blocks]
 
     def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Byte offsets within a block, of addresses that are allowed."""
