@@ -37,14 +37,6 @@ NUMPY = {
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
 #: Instructions that say nothing to an emulator in which what is written is seen at once.
 NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync")
-    "fence.acq_rel",
-    "fence.sc",
-    "membar",
-    "wgmma.fence",
-    "bar.warp.sync",
-    "setmaxnreg",
-    "griddepcontrol",
-)
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
 _PURE: dict[str, Callable[..., Pure]] = {}
