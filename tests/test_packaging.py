@@ -17,7 +17,7 @@ import pytest
 import fastplm
 
 ROOT = Path(__file__).parents[1]
-CODE = ("fastplm", "triton_kernels", "benchmarks", "tests", "examples")
+CODE = ("fastplm", "triton_kernels", "benchmarks", "tests", "tools", "examples")
 BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 )
@@ -28,7 +28,7 @@ def tree(tmp_path_factory) -> Path:
     """A copy of what is needed to build, as building writes into the tree."""
     copy = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-    for name in ("fastplm", "triton_kernels", "csrc", "tests", "benchmarks"):
+    for name in ("fastplm", "triton_kernels", "csrc", "tests", "tools", "benchmarks"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     for path in ROOT.iterdir():

@@ -55,7 +55,9 @@ FROM = {
 }
 
 
-def run(code: str, words: np.ndarray, seed: int = 0, shared: int = 1024) -> np.ndarray:
+def run(
+    code: str, words: np.ndarray, seed: int = 0, shared: int = 1024, blocks: int = 1
+) -> np.ndarray:
     """The 64-bit result of every thread, of which each reads four 64-bit words."""
     threads = len(words)
     given = np.ascontiguousarray(words, np.uint64)
@@ -63,7 +65,7 @@ def run(code: str, words: np.ndarray, seed: int = 0, shared: int = 1024) -> np.n
     program = Program(KERNEL.format(code=code, threads=threads), shared, threads)
     spans = {n: (a.ctypes.data, a.ctypes.data + a.nbytes) for n, a in dict(x=given, y=out).items()}
     params = {n: struct.pack("<Q", a.ctypes.data) for n, a in {"in": given, "out": out}.items()}
-    program.run((1,), params, GlobalMemory(spans), Schedule(seed))
+    program.run((blocks,), params, GlobalMemory(spans), Schedule(seed))
     return out[:, 0]
 
 
@@ -225,6 +227,14 @@ def by_thread(threads: int = 32) -> np.ndarray:
 def test_between_the_threads_of_a_warp(code, expected):
     found = run(f"{code}; {FROM['r']}", by_thread())
     assert found.tolist() == [expected(i) for i in range(32)]
+
+
+def test_blocks_run_in_an_order_of_their_own_by_each_seed():
+    """All write to one place: the last one stays."""
+    code = "mov.u32 %r7, %ctaid.x; cvt.u64.u32 %rd7, %r7;"
+    last = [set(run(code, by_thread(), seed, blocks=40).tolist()) for seed in range(6)]
+    assert all(len(found) == 1 and found <= set(range(40)) for found in last)
+    assert len(set().union(*last)) > 1
 
 
 DIVERGENT = """
