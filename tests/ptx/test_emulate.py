@@ -19,6 +19,10 @@ ATTENTION = [
     (90, "float16", (2, 1, 70, 300, 64), "ragged"),
     pytest.param(90, "bfloat16", (1, 1, 70, 300, 64), "mask dropout bias", marks=slow),
     *(
+        pytest.param(arch, "bfloat16", (1, 1, 40, 70, 64), "mask causal", marks=slow)
+        for arch in (86, 89, 120)
+    ),
+    *(
         pytest.param(arch, dtype, shape, options, marks=slow)
         for arch in (80, 90)
         for dtype in ("float16", "bfloat16", "float32")

@@ -200,6 +200,12 @@ def _float(group: Any, ins: Instruction) -> Pure:
     function = _FLOAT_OPS[head]
     if "NaN" in said:
         function = {"min": np.minimum, "max": np.maximum}[head]
+    if head in ("min", "max") and len(given) == 3:  # from sm_100 on
+        pair = function
+
+        def function(a, b, c, out=None):
+            return pair(pair(a, b), c, out=out)
+
     targets = [group.row(out)]
     if kind in _HALF:
         readers = [_reader(group, operand, kind) for operand in given]
@@ -211,8 +217,10 @@ def _float(group: Any, ins: Instruction) -> Pure:
             write(np.clip(values, 0, 1) if "sat" in said else values.astype(F32))
 
         return half, targets
-    target = group.target(out, kind)
-    sources = [group.source(operand, kind) for operand in given]
+    bits = "b64" if kind == "f32x2" else kind  # a pair is twice as many numbers
+    numbers = F32 if kind == "f32x2" else NUMPY[kind]
+    target = group.target(out, bits).view(numbers)
+    sources = [group.source(operand, bits).view(numbers) for operand in given]
     if kind == "f64":
         if head in ("fma", "mad"):
             sources = [s.view(F64) for s in sources]
