@@ -69,6 +69,7 @@ def labelled_loss(
     where = type(model).__name__
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
     shape = labels.shape if given is None else given.shape[:2]
+    dense = positions is not None  # those of a collator; those found here may be few among N
     positions, targets = labels_at(where, labels, shape, positions)
     lookup = None
     if inputs["inputs_embeds"] is None:
@@ -89,6 +90,7 @@ def labelled_loss(
         targets,
         normalizer,
         None if lookup is None else lookup.weight,
+        dense=dense,
     )
     return outputs, loss
 
