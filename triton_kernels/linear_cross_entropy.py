@@ -76,6 +76,8 @@ _SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
 # The way inside a tile of 128 rows is counted in 32 bits.
 _MAX_STRIDE = 1 << 23
+# Elements of 16 bits in a vector of 16 bytes.
+_VECTOR = 8
 # Of the kernel that only orders rows: it is one program.
 _ORDER_BLOCK = 2048
 
@@ -1318,6 +1320,27 @@ def _split_columns(block_v: int) -> int:
     return triton.cdiv(_SPLIT_COLUMNS, block_v) * block_v
 
 
+def _weight_of_products(
+    weight: torch.Tensor, dtype: torch.dtype, kept: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W [V, E] in ``dtype``; the same with rows of 0 up to a multiple of 8, if any are ``kept``).
+
+    The vendor's kernels want every side of a matrix in whole vectors of 16 bytes.
+    """
+    vocab, width = weight.shape
+    if not kept or vocab % _VECTOR == 0:
+        weight = weight.to(dtype)
+        return weight, weight
+    padded = weight.new_empty(_whole_vectors(vocab), width, dtype=dtype)
+    padded[:vocab] = weight
+    padded[vocab:] = 0.0
+    return padded[:vocab], padded
+
+
+def _whole_vectors(columns: int) -> int:
+    return -(-columns // _VECTOR) * _VECTOR
+
+
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """``out[...] = a @ b`` by the vendor's library: a sum in fp32, rounded once to ``out``'s dtype.
 
@@ -1361,7 +1384,8 @@ def linear_cross_entropy_fwd(
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
     [kept_rows, V padded] in the dtype of ``input``, or without elements.
     """
-    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0)
+    operands = _operands(input, weight, linear_bias)
     parts, _ = _parts(target, ignore_index, kept_rows)
     statistics = dict(
         target_ptr=target,
@@ -1383,21 +1407,22 @@ def linear_cross_entropy_fwd(
         )
     for part in parts:
         if part.kept:
-            _forward_kept(part, operands, statistics, draw, grad_logits)
+            _forward_kept(part, padded, operands, statistics, draw, grad_logits)
         else:
             _forward_recomputed(part, operands, statistics, draw)
 
 
 def _forward_kept(
     part: _Part,
+    weight: torch.Tensor,
     operands: dict[str, Any],
     statistics: dict[str, Any],
     draw: dict[str, Any] | None,
     grad_logits: torch.Tensor,
 ) -> None:
     """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
-    input, weight, vocab = operands["x_ptr"], operands["w_ptr"], operands["V"]
-    _multiply(input.index_select(0, part.order), weight.t(), grad_logits[:, :vocab])
+    input, vocab = operands["x_ptr"], operands["V"]
+    _multiply(input.index_select(0, part.order), weight.t(), grad_logits[:, : weight.shape[0]])
     block_n, block_v = _ROWS_TILE
     tiles = triton.cdiv(vocab, block_v)
     tile_max, tile_sum = (
@@ -1554,14 +1579,14 @@ def linear_cross_entropy_bwd(
     need_bias: bool,
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements."""
-    vocab, width = linear_weight.shape
     kept_rows = grad_logits.shape[0] if grad_logits.numel() else 0
     parts, scale = _parts(target, ignore_index, kept_rows, grad_loss if kept_rows else None)
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0 and need_input)
+    operands = _operands(input, weight, linear_bias)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
         dw, db = dw.float(), db.float()
@@ -1573,7 +1598,7 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            _backward_kept(part, operands, grads, grad_loss, scale, grad_logits)
+            _backward_kept(part, padded, operands, grads, grad_loss, scale, grad_logits)
             continue
         _backward_recomputed(
             part,
@@ -1595,6 +1620,7 @@ def linear_cross_entropy_bwd(
 
 def _backward_kept(
     part: _Part,
+    weight: torch.Tensor,
     operands: dict[str, Any],
     grads: dict[str, torch.Tensor | None],
     grad_loss: torch.Tensor,
@@ -1602,9 +1628,9 @@ def _backward_kept(
     grad_logits: torch.Tensor,
 ) -> None:
     """Launch the backward of the rows that kept D."""
-    input, weight, vocab, width = (operands[name] for name in ("x_ptr", "w_ptr", "V", "E"))
+    input, vocab, width = (operands[name] for name in ("x_ptr", "V", "E"))
     dx, dw, db = grads.values()
-    d = grad_logits[:, :vocab]
+    d = grad_logits[:, : _whole_vectors(vocab)]
     if dx is not None:
         split_dx = input.new_empty(1, part.rows, width, dtype=torch.float32)
         _multiply(d, weight, split_dx[0])
@@ -1631,9 +1657,9 @@ def _backward_kept(
         **part.arguments(),
     )
     if dw is not None:
-        product = dw if dw.dtype is torch.float32 else dw.new_empty(dw.shape, dtype=torch.float32)
+        product = dw.new_empty(d.shape[1], width, dtype=torch.float32)
         _multiply(d.t(), scaled, product)
-        torch.mul(product, scale, out=dw)
+        torch.mul(product[:vocab], scale, out=dw)
     if db is not None:
         _bias_gradient(part, grad_logits, vocab, db, share=share, scale=scale)
 
