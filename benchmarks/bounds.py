@@ -54,7 +54,7 @@ def moved(size: float) -> Span:
 
 
 def product(m: int, n: int, k: int) -> Span:
-    """The time of a plain [m, k] by [k, n] in the vendor's library, which splits k if tiles are few."""
+    """The time of a plain [m, k] by [k, n]; few tiles are split along k."""
     low = 2 * m * n * k / PRODUCT_FLOPS
     tiles = math.ceil(m / _TILE[0]) * math.ceil(n / _TILE[1])
     of_tile = 2 * _TILE[0] * _TILE[1] * k / (PRODUCT_FLOPS / SMS)
