@@ -75,7 +75,8 @@ def linear_cross_entropy(
         linear_weight: [V, E], device of ``input``, and its dtype or fp32; any strides whose last
             is 1.
         target: int64 [N]; ``ignore_index`` takes a row out of the loss and out of every gradient.
-            Its content never matters then, and it costs nothing in the matrix products.
+            Its content never matters then, and it costs nothing in the matrix products (see
+            ``expected_targets``).
         linear_bias: [V], dtype of ``linear_weight``.
         reduction: "mean" over the rows that count | "sum" | "none".
         ignore_index: the target of ignored rows; may lie inside [0, V).
@@ -104,8 +105,9 @@ def linear_cross_entropy(
         ``input`` comes in its dtype; that of the vocabulary is accumulated in fp32 and rounded
         once, to the dtype of ``linear_weight``: not at all if that is fp32 (on the CPU, whose
         products of 16 bits come in 16 bits, those round it). Kept logits are rounded to the dtype
-        of ``input``. Each row's maximum and sum are kept apart, so a large common offset costs no
-        digits. The mean over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
+        of ``input``; of fp32 a GPU makes them in TF32 where ``torch.backends`` allows it. Each
+        row's maximum and sum are kept apart, so a large common offset costs no digits. The mean
+        over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
         step must survive.
 
     Determinism:

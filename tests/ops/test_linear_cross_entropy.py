@@ -1179,6 +1179,15 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
             assert largest.nbytes < rows * vocab * dtype.itemsize
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", (1, 64, 200, 4915))
+@ways(kept=Way("triton", ROOM, 768), recomputed=Way("triton", 0, 768))
+@half_precision
+def test_the_published_vocabulary(way, rows, dtype):
+    """BERT-base's, whose side is no multiple of a vector, with as many rows as batches have."""
+    check(way, ignore(make("cuda", rows, 30522, way.width, dtype), 0.2))
+
+
 # --- a budget for some of the rows ----------------------------------------------------------------
 
 #: Rows that recompute on chip, and through the scratch.
