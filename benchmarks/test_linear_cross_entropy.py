@@ -127,7 +127,8 @@ def loss_of(function):
 def variants(shape: Shape, compiling: bool) -> dict[str, Callable[..., Any]]:
     """What sees all rows, and, if not all of them count, what selects those that do."""
     eager, loss = reference(shape), linear_cross_entropy_ref
-    found = {"eager": eager, "fastplm": fastplm(shape)}
+    # As models call it: a collator knows how many rows have a label.
+    found = {"eager": eager, "fastplm": fastplm(shape, expected_targets=shape.counted)}
     if shape.sampled:
         loss = without_sample(loss)
     counting = rows_that_count(eager)

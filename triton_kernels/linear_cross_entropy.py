@@ -20,21 +20,22 @@ The rows that count are addressed through `order`, which lists them first, in th
 says how many there are and stays on the device. A tile past it ends at once, so ignored rows cost
 nothing in the products and their content is never read.
 
-Forward: a program owns a tile of rows and one split of the vocabulary; a second kernel combines the
-splits. Then there are two data flows:
+Two data flows, each for its share of the slots:
 
-Recompute: Z is never stored. The backward of rows that one tile holds (E <= 128) computes it again
-in registers, once for the owner of dX, once for that of dW. Wider rows would do so for every tile
-of E; there, dZ is computed once, by chunks of the vocabulary that a bounded scratch holds, and both
-products read it.
+Kept logits, for the first slots, as many as the caller expects to count and memory allows: Z, dX
+and dW are plain products of a stored matrix, which the vendor's library makes over all these slots,
+used or not. Between them one kernel walks along each row, twice: for its statistics, then to turn Z
+into D in place (0 in unused slots). g waits on the rows of the other operand, so that the upstream
+gradient need not be known before.
 
-Kept logits, for as many rows as fit into memory: splits are single tiles, whose Z the forward
-stores, rounded to the dtype of X; a kernel turns it into D in place. The backward is two products
-of D, with g on the rows of the other operand, so that the upstream gradient need not be known
-before.
+Recompute, for the others: Z is never stored, and no tile without a row that counts is computed. In
+the forward a program owns a tile of rows and one split of the vocabulary; a second kernel combines
+the splits. The backward of rows that one tile holds (E <= 128) computes Z again in registers, once
+for the owner of dX, once for that of dW. Wider rows would do so for every tile of E; there, dZ is
+computed once, by chunks of the vocabulary that a bounded scratch holds, and the products read it.
 
 Sampling: a token of softmax(Z / T) by the inverse of its distribution function at one uniform
-number a row. The forward leaves the sum of every tile; a third kernel chooses the tile and, in it,
+number a row. The forward leaves the sum of every tile; another kernel chooses the tile and, in it,
 the token, from the kept logits or from those of that tile alone, computed again.
 """
 
@@ -75,6 +76,8 @@ _SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
 # The way inside a tile of 128 rows is counted in 32 bits.
 _MAX_STRIDE = 1 << 23
+# Elements of 16 bits in a vector of 16 bytes.
+_VECTOR = 8
 # Of the kernel that only orders rows: it is one program.
 _ORDER_BLOCK = 2048
 
@@ -97,8 +100,6 @@ _CONFIGS = {
     (80, True, "dW 128"): (64, 64, 128, 4, 2),
     (80, True, "wide forward"): (128, 128, 32, 8, 3),
     (80, True, "wide forward with more"): (128, 64, 32, 4, 3),
-    (80, True, "kept forward"): (128, 128, 32, 8, 3),
-    (80, True, "kept forward with more"): (64, 128, 32, 4, 3),
     (80, True, "wide dZ"): (128, 128, 32, 8, 3),
     (80, True, "wide dX"): (128, 64, 128, 8, 3),
     (80, True, "wide dW"): (64, 64, 128, 4, 2),
@@ -117,8 +118,6 @@ _CONFIGS = {
     (80, False, "dW 128"): (32, 32, 128, 8, 1),
     (80, False, "wide forward"): (64, 64, 32, 8, 2),
     (80, False, "wide forward with more"): (64, 64, 32, 8, 2),
-    (80, False, "kept forward"): (64, 64, 32, 8, 2),
-    (80, False, "kept forward with more"): (64, 64, 32, 8, 2),
     (80, False, "wide dZ"): (64, 64, 32, 8, 2),
     (80, False, "wide dX"): (64, 32, 64, 8, 2),
     (80, False, "wide dW"): (32, 64, 64, 8, 2),
@@ -132,8 +131,6 @@ _CONFIGS = {
     (90, True, "dW 128"): (64, 128, 128, 8, 3),
     (90, True, "wide forward"): (128, 128, 64, 8, 4),
     (90, True, "wide forward with more"): (128, 64, 64, 8, 4),
-    (90, True, "kept forward"): (128, 256, 64, 8, 3),
-    (90, True, "kept forward with more"): (128, 128, 64, 8, 4),
     (90, True, "wide dZ"): (128, 128, 64, 8, 4),
     (90, True, "wide dX"): (128, 64, 256, 8, 4),
     (90, True, "wide dW"): (64, 128, 256, 8, 4),
@@ -152,15 +149,17 @@ _CONFIGS = {
     (100, True, "dW 128"): (64, 64, 128, 8, 3),
     (100, True, "wide forward"): (128, 64, 64, 8, 4),
     (100, True, "wide forward with more"): (128, 64, 64, 8, 4),
-    (100, True, "kept forward"): (64, 128, 64, 4, 4),
-    (100, True, "kept forward with more"): (64, 128, 64, 8, 4),
     (100, True, "wide dZ"): (128, 128, 64, 8, 4),
     (100, True, "wide dX"): (128, 64, 128, 8, 4),
     (100, True, "wide dW"): (64, 128, 256, 8, 4),
     (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
 }
-# (BLOCK_N, BLOCK_V) of the kernel between the products: 16 bytes a thread and load.
-_GRAD_LOGITS_TILE = (4, 1024)
+# (BLOCK_N, BLOCK_V) of the two kernels that only read and write stored logits: 16 bytes a thread
+# and load. A row is 60 KB: read again, it comes from the L2.
+_ROWS_TILE = (1, 2048)
+_BIAS_TILE = (128, 64)
+# Programs that dX of wide rows should have: a few for each SM of a large device.
+_WANTED_PROGRAMS = 512
 
 
 def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, int]:
@@ -173,13 +172,11 @@ def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, 
     return dict(zip(names, config, strict=True))
 
 
-def _forward_config(kept: bool, more: bool, input: torch.Tensor) -> dict[str, int]:
+def _forward_config(more: bool, input: torch.Tensor) -> dict[str, int]:
     """``more``: argmax or label smoothing, which need registers."""
-    which = "kept forward" if kept else "wide forward"
-    if not (kept or _is_wide(input.shape[1])):
-        which = "forward"
-    elif more:
-        which += " with more"
+    which = "forward"
+    if _is_wide(input.shape[1]):
+        which = "wide forward with more" if more else "wide forward"
     return _config(which, input.device, input)
 
 
@@ -222,16 +219,10 @@ def _load_weight(
 
 @triton.jit
 def _load_slots(order_ptr, count, start_n, BLOCK_N: tl.constexpr):
-    """(rows int64, used bool) of the slots ``start_n`` …, both [BLOCK_N].
-
-    Without ``order_ptr`` the operand is stored by slot.
-    """
+    """(rows int64, used bool) of the slots ``start_n`` …, both [BLOCK_N]."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
     used = offs_n < count
-    rows = offs_n.to(tl.int64)
-    if order_ptr is not None:
-        rows = tl.load(order_ptr + offs_n, mask=used, other=0)
-    return rows, used
+    return tl.load(order_ptr + offs_n, mask=used, other=0), used
 
 
 @triton.jit
@@ -266,6 +257,69 @@ def _streamed_products(
         w = _load_weight(w_ptr, start_v, V, stride_wv, start_e, E, BLOCK_V, BLOCK_E)
         z = dot(x, tl.trans(w), z, UPCAST)
     return z
+
+
+@triton.jit
+def _fold_tile(
+    z, m_i, l_i, total, argmax, start_v, seen, V, WITH_ARGMAX: tl.constexpr, SMOOTHED: tl.constexpr
+):
+    """What is known of the rows after one tile more, ``seen`` columns after the first.
+
+    (z - m of that tile, its m, its sum of exponentials; then the four: m [BLOCK_N], l [BLOCK_N],
+    sum of z - m of the columns seen [BLOCK_N], argmax int32 [BLOCK_N])
+    """
+    if WITH_ARGMAX:
+        m_tile, index = max_with_index(z)
+        argmax = tl.where(m_tile > m_i, start_v + index, argmax)
+    else:
+        m_tile = tl.max(z, 1)
+    # -inf - -inf is NaN: a row that has seen no finite logit yet keeps a reference point of 0.
+    m_new = tl.maximum(m_i, m_tile)
+    m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    z -= m_ref[:, None]
+    if SMOOTHED:
+        exists = start_v + tl.arange(0, z.shape[1]) < V
+        m_old = tl.where(m_i == float("-inf"), 0.0, m_i)
+        total += seen * (m_old - m_ref) + tl.sum(tl.where(exists[None, :], z, 0.0), 1)
+    l_tile = tl.sum(tl.exp2(z * _LOG2E), 1)
+    l_i = l_i * tl.exp2((m_i - m_ref) * _LOG2E) + l_tile
+    return z, m_ref, l_tile, m_new, l_i, total, argmax
+
+
+@triton.jit
+def _store_statistics(
+    loss_ptr,
+    log_probability_ptr,
+    max_ptr,
+    sum_ptr,
+    argmax_ptr,
+    rows,
+    exists,
+    used,
+    target,
+    m_i,
+    l_i,
+    picked,
+    total,
+    argmax,
+    V,
+    label_smoothing,
+    SMOOTHED: tl.constexpr,
+):
+    """What the forward says of a row; 0 (argmax -1) for ignored ones. (log p of the target, m)"""
+    # No tile has met a target outside the vocabulary: a NaN maximum makes loss and gradients NaN.
+    m_i = tl.where((target >= 0) & (target < V), m_i, float("nan"))
+    loss = (m_i - picked) + tl.log(l_i)
+    log_probability = 0.0 - loss
+    tl.store(log_probability_ptr + rows, tl.where(used, log_probability, 0.0), mask=exists)
+    if SMOOTHED:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (tl.log(l_i) - total / V)
+    tl.store(loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
+    tl.store(max_ptr + rows, tl.where(used, m_i, 0.0), mask=exists)
+    tl.store(sum_ptr + rows, tl.where(used, l_i, 0.0), mask=exists)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + rows, tl.where(used, argmax, -1).to(tl.int64), mask=exists)
+    return log_probability, m_i
 
 
 @triton.jit
@@ -329,7 +383,6 @@ def _linear_cross_entropy_fwd_kernel(
     split_argmax_ptr,
     tile_max_ptr,
     tile_sum_ptr,
-    z_ptr,
     # sizes
     N,
     V,
@@ -338,7 +391,6 @@ def _linear_cross_entropy_fwd_kernel(
     # strides
     stride_xn,
     stride_wv,
-    stride_zn,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -366,15 +418,11 @@ def _linear_cross_entropy_fwd_kernel(
     total = tl.zeros([BLOCK_N], tl.float32)  # sum of z - m, of the columns seen
     argmax = tl.zeros([BLOCK_N], tl.int32)
     first_v = tl.minimum(split * split_columns, V)
-    if z_ptr is not None:
-        num_tiles = 1  # a loop that the compiler leaves out
-    else:
-        num_tiles = tl.cdiv(tl.minimum(split_columns, V - first_v), BLOCK_V)
+    num_tiles = tl.cdiv(tl.minimum(split_columns, V - first_v), BLOCK_V)
     offs_t = split.to(tl.int64) * (split_columns // BLOCK_V) * N + offs_n
     for tile in range(0, num_tiles):
         start_v = first_v + tile * BLOCK_V
         offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
         if E <= BLOCK_E:
             w = _load_weight(w_ptr, start_v, V, stride_wv, 0, E, BLOCK_V, BLOCK_E)
             z = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -395,36 +443,25 @@ def _linear_cross_entropy_fwd_kernel(
                 UPCAST,
             )
         z += _load_bias(bias_ptr, offs_v, V, HAS_BIAS)[None, :]  # [BLOCK_N, BLOCK_V]
-        if z_ptr is not None:
-            # All that follows is that of the rounded logits: their shares then sum to 1.
-            z_kept = cast(z, z_ptr.dtype.element_ty, UPCAST)
-            z = z_kept.to(tl.float32)
-            ptrs = _tile_ptrs(z_ptr, start_n, start_v, stride_zn, BLOCK_N, BLOCK_V)
-            tl.store(ptrs, z_kept, mask=used[:, None])
-
         picked += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
-        if split_argmax_ptr is not None:
-            m_tile, index = max_with_index(z)
-            argmax = tl.where(m_tile > m_i, start_v + index, argmax)
-        else:
-            m_tile = tl.max(z, 1)
-        # -inf - -inf is NaN: a row that has seen no finite logit yet keeps a reference point of 0.
-        m_new = tl.maximum(m_i, m_tile)
-        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-        z -= m_ref[:, None]
-        if split_total_ptr is not None:
-            m_old = tl.where(m_i == float("-inf"), 0.0, m_i)
-            total += tile * BLOCK_V * (m_old - m_ref)
-            total += tl.sum(tl.where(mask_v[None, :], z, 0.0), 1)
-        l_tile = tl.sum(tl.exp2(z * _LOG2E), 1)
-        l_i = l_i * tl.exp2((m_i - m_ref) * _LOG2E) + l_tile
+        z, m_ref, l_tile, m_i, l_i, total, argmax = _fold_tile(
+            z,
+            m_i,
+            l_i,
+            total,
+            argmax,
+            start_v,
+            tile * BLOCK_V,
+            V,
+            split_argmax_ptr is not None,
+            split_total_ptr is not None,
+        )
         if tile_sum_ptr is not None:
             if TEMPERED:
                 l_tile = tl.sum(tl.exp2(z * (_LOG2E * inverse_temperature)), 1)
             tl.store(tile_max_ptr + offs_t, m_ref, mask=used)
             tl.store(tile_sum_ptr + offs_t, l_tile, mask=used)
             offs_t += N
-        m_i = m_new
 
     offs_s = split.to(tl.int64) * N + offs_n
     tl.store(split_max_ptr + offs_s, m_i, mask=used)
@@ -491,18 +528,171 @@ def _linear_cross_entropy_combine_kernel(
         m_i = m_new
         offs_s += N
 
-    # No split has met a target outside the vocabulary: a NaN maximum makes loss and gradients NaN.
-    target = tl.load(target_ptr + rows, mask=used, other=0)
-    m_i = tl.where((target >= 0) & (target < V), m_i, float("nan"))
-    loss = (m_i - picked) + tl.log(l_i)
-    tl.store(log_probability_ptr + rows, tl.where(used, 0.0 - loss, 0.0), mask=exists)
-    if split_total_ptr is not None:
-        loss = (1.0 - label_smoothing) * loss + label_smoothing * (tl.log(l_i) - total / V)
-    tl.store(loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
-    tl.store(max_ptr + rows, tl.where(used, m_i, 0.0), mask=exists)
-    tl.store(sum_ptr + rows, tl.where(used, l_i, 0.0), mask=exists)
-    if argmax_ptr is not None:
-        tl.store(argmax_ptr + rows, tl.where(used, argmax, -1).to(tl.int64), mask=exists)
+    _store_statistics(
+        loss_ptr,
+        log_probability_ptr,
+        max_ptr,
+        sum_ptr,
+        argmax_ptr,
+        rows,
+        exists,
+        used,
+        tl.load(target_ptr + rows, mask=used, other=0),
+        m_i,
+        l_i,
+        picked,
+        total,
+        argmax,
+        V,
+        label_smoothing,
+        split_total_ptr is not None,
+    )
+
+
+@triton.jit
+def _kept_logits(
+    z_ptr,
+    bias_ptr,
+    offs_n,
+    used,
+    start_v,
+    V,
+    stride_zn,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """A tile of stored products with their bias: -inf past V. [len(offs_n), BLOCK_V] fp32
+
+    The rows are padded to a multiple of 16 columns, V is not: a load that ends there would be made
+    of two bytes a time.
+    """
+    offs_v = start_v + tl.arange(0, BLOCK_V)
+    ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
+    stored = used[:, None] & (offs_v < stride_zn)[None, :]
+    z = tl.load(ptrs, mask=stored, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        if start_v + BLOCK_V <= V:
+            bias = tl.load(bias_ptr + offs_v)
+        else:
+            bias = tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0)
+        z += bias.to(tl.float32)[None, :]
+    return tl.where((offs_v < V)[None, :], z, float("-inf"))
+
+
+@triton.jit
+def _linear_cross_entropy_rows_kernel(
+    # pointers
+    bias_ptr,
+    target_ptr,
+    order_ptr,
+    count_ptr,
+    loss_ptr,
+    log_probability_ptr,
+    max_ptr,
+    sum_ptr,
+    argmax_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    z_ptr,
+    # sizes
+    N,
+    V,
+    label_smoothing,
+    inverse_temperature,
+    # strides
+    stride_zn,
+    # constexprs
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows of kept logits: their statistics (``READS``), then D in their place (``WRITES``).
+
+    A sample is drawn between the two, in launches of their own. D of an unused slot is 0, whatever
+    stands there, so that the products may run over it.
+    """
+    start_n = tl.program_id(0) * BLOCK_N
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    exists = offs_n < N
+    count = tl.load(count_ptr).to(tl.int32)
+    used = offs_n < count
+    rows = tl.load(order_ptr + offs_n, mask=exists, other=0)
+    target = tl.load(target_ptr + rows, mask=used, other=-1)
+    if READS:
+        m_i = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_N], tl.float32)
+        total = tl.zeros([BLOCK_N], tl.float32)  # sum of z - m, of the columns seen
+        argmax = tl.zeros([BLOCK_N], tl.int32)
+        offs_t = offs_n.to(tl.int64)
+        for start_v in range(0, tl.where(start_n < count, V, 0), BLOCK_V):
+            z = _kept_logits(
+                z_ptr, bias_ptr, offs_n, used, start_v, V, stride_zn, BLOCK_V, HAS_BIAS
+            )
+            z, m_ref, l_tile, m_i, l_i, total, argmax = _fold_tile(
+                z, m_i, l_i, total, argmax, start_v, start_v, V, argmax_ptr is not None, SMOOTHED
+            )
+            if tile_sum_ptr is not None:
+                if TEMPERED:
+                    l_tile = tl.sum(tl.exp2(z * (_LOG2E * inverse_temperature)), 1)
+                tl.store(tile_max_ptr + offs_t, m_ref, mask=used)
+                tl.store(tile_sum_ptr + offs_t, l_tile, mask=used)
+                offs_t += N
+        met = used & (target >= 0) & (target < V)
+        picked = tl.load(z_ptr + offs_n.to(tl.int64) * stride_zn + target, mask=met, other=0.0)
+        picked = picked.to(tl.float32)
+        if HAS_BIAS:
+            picked += tl.load(bias_ptr + target, mask=met, other=0.0).to(tl.float32)
+        log_probability, m_i = _store_statistics(
+            loss_ptr,
+            log_probability_ptr,
+            max_ptr,
+            sum_ptr,
+            argmax_ptr,
+            rows,
+            exists,
+            used,
+            target,
+            m_i,
+            l_i,
+            picked,
+            total,
+            argmax,
+            V,
+            label_smoothing,
+            SMOOTHED,
+        )
+    else:
+        log_probability = tl.load(log_probability_ptr + rows, mask=used, other=0.0)
+        m_i = tl.load(max_ptr + rows, mask=used, other=0.0)
+        l_i = tl.load(sum_ptr + rows, mask=used, other=0.0)
+    if WRITES:
+        d_target, m_i, one_over_l, spread = _row_scalars(
+            used.to(tl.float32), log_probability, m_i, l_i, used, V, label_smoothing, SMOOTHED
+        )
+        for start_v in range(0, V, BLOCK_V):
+            z = _kept_logits(
+                z_ptr, bias_ptr, offs_n, used, start_v, V, stride_zn, BLOCK_V, HAS_BIAS
+            )
+            offs_v = start_v + tl.arange(0, BLOCK_V)
+            d = _grad_logits(
+                z,
+                offs_v[None, :],
+                target.to(tl.int32)[:, None],
+                d_target[:, None],
+                m_i[:, None],
+                one_over_l[:, None],
+                spread[:, None],
+                SMOOTHED,
+            )
+            d = tl.where((offs_v < V)[None, :], d, 0.0)
+            ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
+            mask = exists[:, None] & (offs_v < stride_zn)[None, :]
+            tl.store(ptrs, cast(d, z_ptr.dtype.element_ty, UPCAST), mask=mask)
 
 
 @triton.jit
@@ -595,11 +785,11 @@ def _linear_cross_entropy_sample_kernel(
 
     offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
+    z = _load_bias(bias_ptr, offs_v, V, HAS_BIAS)  # [BLOCK_V]
     if z_ptr is not None:
         ptrs = z_ptr + slot.to(tl.int64) * stride_zn + offs_v
-        z = tl.load(ptrs, mask=mask_v, other=float("-inf")).to(tl.float32)  # [BLOCK_V]
+        z += tl.load(ptrs, mask=mask_v, other=0.0).to(tl.float32)
     else:
-        z = _load_bias(bias_ptr, offs_v, V, HAS_BIAS)
         for start_e in range(0, E, BLOCK_E):
             offs_e = start_e + tl.arange(0, BLOCK_E)
             x = tl.load(x_ptr + row * stride_xn + offs_e, mask=offs_e < E, other=0.0)  # [BLOCK_E]
@@ -628,24 +818,30 @@ def _load_row_scalars(
     label_smoothing,
     SMOOTHED: tl.constexpr,
 ):
-    """(target, dz of the target, m, g / l, g s / V) of a tile of rows; an unused slot has dz = 0.
-
-    Without ``g_ptr`` as for g = 1.
-    """
+    """(target, dz of the target, m, g / l, g s / V) of a tile of rows; see ``_row_scalars``."""
     target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
-    g = used.to(tl.float32)
-    if g_ptr is not None:
-        g = tl.load(g_ptr + rows, mask=used, other=0.0)
+    g = tl.load(g_ptr + rows, mask=used, other=0.0)
     log_probability = tl.load(log_probability_ptr + rows, mask=used, other=0.0)
+    m = tl.load(max_ptr + rows, mask=used, other=0.0)
+    l_i = tl.load(sum_ptr + rows, mask=used, other=0.0)
+    dz_target, m, g_over_l, spread = _row_scalars(
+        g, log_probability, m, l_i, used, V, label_smoothing, SMOOTHED
+    )
+    return target, dz_target, m, g_over_l, spread
+
+
+@triton.jit
+def _row_scalars(g, log_probability, m, l_i, used, V, label_smoothing, SMOOTHED: tl.constexpr):
+    """(dz of the target, m, g / l, g s / V) of a tile of rows; an unused slot has dz = 0."""
     # exp2(-inf) is 0 whatever the bias; any finite maximum could overflow to inf * 0.
-    m = tl.load(max_ptr + rows, mask=used, other=float("inf"))
-    l_i = tl.load(sum_ptr + rows, mask=used, other=1.0)
+    m = tl.where(used, m, float("inf"))
+    l_i = tl.where(used, l_i, 1.0)
     d_target = tl.exp2(log_probability * _LOG2E) - 1.0
     spread = g * 0.0
     if SMOOTHED:
         spread = g * (label_smoothing / V)
         d_target += label_smoothing - label_smoothing / V
-    return target, g * d_target, m, g / l_i, spread
+    return g * d_target, m, g / l_i, spread
 
 
 @triton.jit
@@ -655,64 +851,6 @@ def _grad_logits(z, offs_v, target, dz_target, m, g_over_l, spread, SMOOTHED: tl
     if SMOOTHED:
         dz -= spread
     return tl.where(offs_v == target, dz_target, dz)
-
-
-@triton.jit
-def _linear_cross_entropy_grad_logits_kernel(
-    # pointers
-    target_ptr,
-    order_ptr,
-    count_ptr,
-    log_probability_ptr,
-    max_ptr,
-    sum_ptr,
-    z_ptr,
-    # sizes
-    V,
-    label_smoothing,
-    # strides
-    stride_zn,
-    # constexprs
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Kept logits become D, in place; 0 in the columns past V."""
-    start_n, start_v = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_V
-    count = tl.load(count_ptr).to(tl.int32)
-    if start_n >= count:
-        return
-    rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
-    target, d_target, m, one_over_l, spread = _load_row_scalars(
-        target_ptr,
-        None,
-        log_probability_ptr,
-        max_ptr,
-        sum_ptr,
-        rows,
-        used,
-        V,
-        label_smoothing,
-        SMOOTHED,
-    )
-    offs_n = start_n + tl.arange(0, BLOCK_N)
-    offs_v = start_v + tl.arange(0, BLOCK_V)
-    mask = used[:, None] & (offs_v < stride_zn)[None, :]
-    ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
-    z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_V]
-    d = _grad_logits(
-        z,
-        offs_v[None, :],
-        target[:, None],
-        d_target[:, None],
-        m[:, None],
-        one_over_l[:, None],
-        spread[:, None],
-        SMOOTHED,
-    )
-    d = tl.where((offs_v < V)[None, :], d, 0.0)
-    tl.store(ptrs, cast(d, z_ptr.dtype.element_ty, UPCAST), mask=mask)
 
 
 @triton.jit
@@ -814,6 +952,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     N,
     V,
     chunk_start,
+    chunk_columns,
     split_columns,
     label_smoothing,
     # strides
@@ -859,7 +998,8 @@ def _linear_cross_entropy_bwd_input_kernel(
         )
 
     first_v = chunk_start + split * split_columns
-    for start_v in range(first_v, tl.minimum(first_v + split_columns, V), BLOCK_V):
+    end_v = tl.minimum(tl.minimum(first_v + split_columns, chunk_start + chunk_columns), V)
+    for start_v in range(first_v, end_v, BLOCK_V):
         w = _load_weight(w_ptr, start_v, V, stride_wv, start_e, E, BLOCK_V, BLOCK_E)
         if FROM_SCRATCH:
             start_c = start_v - chunk_start
@@ -935,14 +1075,11 @@ def _linear_cross_entropy_bwd_weight_kernel(
     max_ptr,
     sum_ptr,
     dz_ptr,
-    share_ptr,
-    scale_ptr,
     dw_ptr,
     db_ptr,
     # sizes
     V,
     chunk_start,
-    first_tile_e,
     label_smoothing,
     # strides
     stride_xn,
@@ -961,8 +1098,13 @@ def _linear_cross_entropy_bwd_weight_kernel(
     NEED_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of dW (and of db) over all rows that count, in order."""
-    start_c, start_e = tl.program_id(0) * BLOCK_V, (first_tile_e + tl.program_id(1)) * BLOCK_E
+    """One tile of dW over all rows that count, in order; of db, too, where dZ is in registers.
+
+    A load that feeds a sum beside the product would race: Triton (3.6 to 3.9, sm_90) gives it too
+    few buffers for a product that still runs.
+    """
+    tl.static_assert(not (FROM_SCRATCH and NEED_BIAS))
+    start_c, start_e = tl.program_id(0) * BLOCK_V, tl.program_id(1) * BLOCK_E
     count = tl.load(count_ptr).to(tl.int32)
     offs_c = start_c + tl.arange(0, BLOCK_V)
     offs_v = chunk_start + offs_c
@@ -974,11 +1116,8 @@ def _linear_cross_entropy_bwd_weight_kernel(
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
     if ACCUMULATES:  # what the rows of the other data flow left
-        if NEED_WEIGHT:
-            dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
-            dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
-        if NEED_BIAS:
-            db = tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
+        dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
+        dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
 
     for start_n in range(0, count, BLOCK_N):
         rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
@@ -1015,16 +1154,8 @@ def _linear_cross_entropy_bwd_weight_kernel(
         if NEED_WEIGHT:
             dw = dot(dz_t.to(x.dtype), x, dw, UPCAST)
         if NEED_BIAS:
-            dz_t = dz_t.to(tl.float32)
-            if share_ptr is not None:
-                offs_s = start_n + tl.arange(0, BLOCK_N)
-                dz_t *= tl.load(share_ptr + offs_s, mask=used, other=0.0)[None, :]
             db += tl.sum(dz_t, 1)
 
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
-        dw *= scale
-        db *= scale
     if NEED_WEIGHT:
         dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
         tl.store(dw_ptrs, dw.to(dw_ptr.dtype.element_ty), mask=mask_dw)
@@ -1053,15 +1184,14 @@ def _linear_cross_entropy_scale_rows_kernel(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Rows of X times g / scale, by slot, and these factors.
+    """Rows of X times g / scale, by slot, and these factors; 0 in unused slots.
 
     All rows of a mean have one g: their factor is 1, and they take no rounding.
     """
     start_n = tl.program_id(0) * BLOCK_N
     count = tl.load(count_ptr).to(tl.int32)
-    if start_n >= count:
-        return
     rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
     scale = tl.load(scale_ptr)
     share = tl.load(g_ptr + rows, mask=used, other=0.0) / tl.where(scale == 0.0, 1.0, scale)
@@ -1070,8 +1200,51 @@ def _linear_cross_entropy_scale_rows_kernel(
     offs_n = start_n + tl.arange(0, BLOCK_N)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     ptrs = scaled_ptr + offs_n.to(tl.int64)[:, None] * E + offs_e[None, :]
-    tl.store(ptrs, x.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (offs_e < E)[None, :])
-    tl.store(share_ptr + offs_n, share, mask=used)
+    exists = (offs_n < N)[:, None] & (offs_e < E)[None, :]
+    tl.store(ptrs, cast(x, scaled_ptr.dtype.element_ty, UPCAST), mask=exists)
+    tl.store(share_ptr + offs_n, share, mask=offs_n < N)
+
+
+@triton.jit
+def _linear_cross_entropy_bwd_bias_kernel(
+    # pointers
+    dz_ptr,
+    count_ptr,
+    share_ptr,
+    scale_ptr,
+    db_ptr,
+    # sizes
+    V,
+    chunk_start,
+    # strides
+    stride_dzn,
+    # constexprs
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+):
+    """db of one tile of columns from stored dZ, or D and the rows' shares of g, in their order.
+
+    The stored rows are whole tiles: past V there is nothing to sum, but something to read.
+    """
+    start_c = tl.program_id(0) * BLOCK_V
+    offs_v = chunk_start + start_c + tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    count = tl.load(count_ptr).to(tl.int32)
+    db = tl.zeros([BLOCK_V], tl.float32)
+    for start_n in range(0, count, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        used = offs_n < count
+        ptrs = _tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
+        dz = tl.load(ptrs, mask=used[:, None], other=0.0).to(tl.float32)
+        if share_ptr is not None:
+            dz *= tl.load(share_ptr + offs_n, mask=used, other=0.0)[:, None]
+        db += tl.sum(dz, 0)
+    if scale_ptr is not None:
+        db *= tl.load(scale_ptr)
+    if ACCUMULATES:  # what the rows of the other data flow left
+        db += tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
+    tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v)
 
 
 class _Part(NamedTuple):
@@ -1147,6 +1320,43 @@ def _split_columns(block_v: int) -> int:
     return triton.cdiv(_SPLIT_COLUMNS, block_v) * block_v
 
 
+def _weight_of_products(
+    weight: torch.Tensor, dtype: torch.dtype, kept: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W [V, E] in ``dtype``; the same with rows of 0 up to a multiple of 8, if any are ``kept``).
+
+    The vendor's kernels want every side of a matrix in whole vectors of 16 bytes.
+    """
+    vocab, width = weight.shape
+    if not kept or vocab % _VECTOR == 0:
+        weight = weight.to(dtype)
+        return weight, weight
+    padded = weight.new_empty(_whole_vectors(vocab), width, dtype=dtype)
+    padded[:vocab] = weight
+    padded[vocab:] = 0.0
+    return padded[:vocab], padded
+
+
+def _whole_vectors(columns: int) -> int:
+    return -(-columns // _VECTOR) * _VECTOR
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[...] = a @ b`` by the vendor's library: a sum in fp32, rounded once to ``out``'s dtype.
+
+    Products of fp32 are in TF32 where ``torch.backends.cuda.matmul`` allows it.
+    """
+    if out.device.type == "meta":
+        return
+    if out.device.type == "cpu":  # the interpreter's: products of 16 bits would be slow, or rounded
+        for some, result in zip(a.split(32), out.split(32), strict=True):
+            result.copy_(some.float() @ b.float())
+    elif out.dtype is a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
 def linear_cross_entropy_fwd(
     loss: torch.Tensor,
     log_probability: torch.Tensor,
@@ -1174,143 +1384,175 @@ def linear_cross_entropy_fwd(
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
     [kept_rows, V padded] in the dtype of ``input``, or without elements.
     """
-    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0)
+    operands = _operands(input, weight, linear_bias)
     parts, _ = _parts(target, ignore_index, kept_rows)
+    statistics = dict(
+        target_ptr=target,
+        loss_ptr=loss,
+        log_probability_ptr=log_probability,
+        max_ptr=row_max,
+        sum_ptr=row_sum,
+        argmax_ptr=argmax if need_argmax else None,
+        label_smoothing=label_smoothing,
+    )
+    draw = None
+    if seed is not None:
+        draw = dict(
+            seed_ptr=seed,
+            sample_index_ptr=sample_index,
+            position_ptr=position,
+            sample_ptr=sample,
+            inverse_temperature=1.0 / temperature,
+        )
     for part in parts:
-        _forward_part(
-            part,
-            operands,
-            loss_ptr=loss,
-            log_probability_ptr=log_probability,
-            max_ptr=row_max,
-            sum_ptr=row_sum,
-            argmax_ptr=argmax if need_argmax else None,
-            sample_ptr=sample if seed is not None else None,
-            grad_logits=grad_logits if part.kept else None,
-            target=target,
-            drawn_by=dict(seed_ptr=seed, sample_index_ptr=sample_index, position_ptr=position),
-            label_smoothing=label_smoothing,
-            temperature=temperature,
+        if part.kept:
+            _forward_kept(part, padded, operands, statistics, draw, grad_logits)
+        else:
+            _forward_recomputed(part, operands, statistics, draw)
+
+
+def _forward_kept(
+    part: _Part,
+    weight: torch.Tensor,
+    operands: dict[str, Any],
+    statistics: dict[str, Any],
+    draw: dict[str, Any] | None,
+    grad_logits: torch.Tensor,
+) -> None:
+    """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
+    input, vocab = operands["x_ptr"], operands["V"]
+    _multiply(input.index_select(0, part.order), weight.t(), grad_logits[:, : weight.shape[0]])
+    block_n, block_v = _ROWS_TILE
+    tiles = triton.cdiv(vocab, block_v)
+    tile_max, tile_sum = (
+        None if draw is None else input.new_empty(tiles, part.rows, dtype=torch.float32)
+        for _ in range(2)
+    )
+    inverse_temperature = 1.0 if draw is None else draw["inverse_temperature"]
+
+    def walk(**what: bool) -> None:
+        launch(
+            _linear_cross_entropy_rows_kernel,
+            (triton.cdiv(part.rows, block_n),),
+            input.device,
+            bias_ptr=operands["bias_ptr"],
+            tile_max_ptr=tile_max,
+            tile_sum_ptr=tile_sum,
+            z_ptr=grad_logits,
+            N=part.rows,
+            V=vocab,
+            inverse_temperature=inverse_temperature,
+            stride_zn=grad_logits.stride(0),
+            BLOCK_N=block_n,
+            BLOCK_V=block_v,
+            HAS_BIAS=operands["HAS_BIAS"],
+            SMOOTHED=statistics["label_smoothing"] > 0,
+            TEMPERED=inverse_temperature != 1.0,
+            UPCAST=operands["UPCAST"],
+            num_warps=4,
+            **what,
+            **part.arguments(),
+            **statistics,
         )
 
+    if draw is None:
+        walk(READS=True, WRITES=True)
+    else:
+        walk(READS=True, WRITES=False)
+        _sample(part, operands, draw, tile_max, tile_sum, block_v, grad_logits)
+        walk(READS=False, WRITES=True)
 
-def _forward_part(
+
+def _forward_recomputed(
     part: _Part,
     operands: dict[str, Any],
-    *,
-    loss_ptr: torch.Tensor,
-    log_probability_ptr: torch.Tensor,
-    max_ptr: torch.Tensor,
-    sum_ptr: torch.Tensor,
-    argmax_ptr: torch.Tensor | None,
-    sample_ptr: torch.Tensor | None,
-    grad_logits: torch.Tensor | None,
-    target: torch.Tensor,
-    drawn_by: dict[str, torch.Tensor | None],
-    label_smoothing: float,
-    temperature: float,
+    statistics: dict[str, Any],
+    draw: dict[str, Any] | None,
 ) -> None:
-    """Launch the forward of the rows of one part."""
+    """Launch the forward of the rows whose logits are never stored."""
     input, rows, vocab = operands["x_ptr"], part.rows, operands["V"]
-    device = input.device
-    needs_more = argmax_ptr is not None or label_smoothing > 0
-    config = _forward_config(part.kept, needs_more, input)
-    columns = config["BLOCK_V"] if part.kept else _split_columns(config["BLOCK_V"])
+    with_argmax, smoothed = (
+        statistics["argmax_ptr"] is not None,
+        statistics["label_smoothing"] > 0,
+    )
+    config = _forward_config(with_argmax or smoothed, input)
+    columns = _split_columns(config["BLOCK_V"])
     splits, tiles = triton.cdiv(vocab, columns), triton.cdiv(vocab, config["BLOCK_V"])
 
     def partial(count: int, needed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return input.new_empty(count, rows, dtype=dtype) if needed else None
 
-    samples = sample_ptr is not None
-    tempered = samples and temperature != 1.0
-    split_max, split_sum = partial(splits), partial(splits)
-    tile_max, tile_sum = split_max, split_sum
-    if not part.kept or tempered:
-        tile_max, tile_sum = partial(tiles, samples), partial(tiles, samples)
+    inverse_temperature = 1.0 if draw is None else draw["inverse_temperature"]
+    tile_max, tile_sum = (partial(tiles, draw is not None) for _ in range(2))
     partials = dict(
-        split_max_ptr=split_max,
-        split_sum_ptr=split_sum,
+        split_max_ptr=partial(splits),
+        split_sum_ptr=partial(splits),
         split_picked_ptr=partial(splits),
-        split_total_ptr=partial(splits, label_smoothing > 0),
-        split_argmax_ptr=partial(splits, argmax_ptr is not None, torch.int32),
+        split_total_ptr=partial(splits, smoothed),
+        split_argmax_ptr=partial(splits, with_argmax, torch.int32),
     )
-    logits = dict(z_ptr=grad_logits, stride_zn=0 if grad_logits is None else grad_logits.stride(0))
     launch(
         _linear_cross_entropy_fwd_kernel,
         (triton.cdiv(rows, config["BLOCK_N"]), splits),
-        device,
-        target_ptr=target,
-        # Where one split is one tile, its sum is the tile's.
-        tile_max_ptr=None if tile_sum is split_sum else tile_max,
-        tile_sum_ptr=None if tile_sum is split_sum else tile_sum,
+        input.device,
+        target_ptr=statistics["target_ptr"],
+        tile_max_ptr=tile_max,
+        tile_sum_ptr=tile_sum,
         N=rows,
         split_columns=columns,
-        inverse_temperature=1.0 / temperature,
-        TEMPERED=tempered,
+        inverse_temperature=inverse_temperature,
+        TEMPERED=inverse_temperature != 1.0,
         **part.arguments(),
         **partials,
-        **logits,
         **operands,
         **config,
     )
     launch(
         _linear_cross_entropy_combine_kernel,
         (triton.cdiv(rows, 128),),
-        device,
-        target_ptr=target,
-        loss_ptr=loss_ptr,
-        log_probability_ptr=log_probability_ptr,
-        max_ptr=max_ptr,
-        sum_ptr=sum_ptr,
-        argmax_ptr=argmax_ptr,
+        input.device,
         N=rows,
         V=vocab,
         split_columns=columns,
-        label_smoothing=label_smoothing,
         BLOCK_N=128,
         **part.arguments(),
         **partials,
+        **statistics,
     )
-    if samples:
-        launch(
-            _linear_cross_entropy_sample_kernel,
-            (rows,),
-            device,
-            tile_max_ptr=tile_max,
-            tile_sum_ptr=tile_sum,
-            sample_ptr=sample_ptr,
-            N=rows,
-            num_tiles=tiles,
-            inverse_temperature=1.0 / temperature,
-            BLOCK_T=triton.next_power_of_2(tiles),
-            BLOCK_V=config["BLOCK_V"],
-            BLOCK_E=min(64, triton.next_power_of_2(operands["E"])),
-            num_warps=4,
-            **part.arguments(),
-            **drawn_by,
-            **logits,
-            **{name: operands[name] for name in _SAMPLED},
-        )
-    if grad_logits is not None:
-        block_n, block_v = _GRAD_LOGITS_TILE
-        launch(
-            _linear_cross_entropy_grad_logits_kernel,
-            (triton.cdiv(rows, block_n), triton.cdiv(grad_logits.shape[1], block_v)),
-            device,
-            target_ptr=target,
-            log_probability_ptr=log_probability_ptr,
-            max_ptr=max_ptr,
-            sum_ptr=sum_ptr,
-            V=vocab,
-            label_smoothing=label_smoothing,
-            BLOCK_N=block_n,
-            BLOCK_V=block_v,
-            SMOOTHED=label_smoothing > 0,
-            UPCAST=operands["UPCAST"],
-            num_warps=4,
-            **part.arguments(),
-            **logits,
-        )
+    if draw is not None:
+        _sample(part, operands, draw, tile_max, tile_sum, config["BLOCK_V"], None)
+
+
+def _sample(
+    part: _Part,
+    operands: dict[str, Any],
+    draw: dict[str, Any],
+    tile_max: torch.Tensor | None,
+    tile_sum: torch.Tensor | None,
+    block_v: int,
+    logits: torch.Tensor | None,
+) -> None:
+    """Launch the draw of one token a row, by the sums of tiles of ``block_v`` columns."""
+    tiles = triton.cdiv(operands["V"], block_v)
+    launch(
+        _linear_cross_entropy_sample_kernel,
+        (part.rows,),
+        operands["x_ptr"].device,
+        tile_max_ptr=tile_max,
+        tile_sum_ptr=tile_sum,
+        z_ptr=logits,
+        N=part.rows,
+        num_tiles=tiles,
+        stride_zn=0 if logits is None else logits.stride(0),
+        BLOCK_T=triton.next_power_of_2(tiles),
+        BLOCK_V=block_v,
+        BLOCK_E=min(64, triton.next_power_of_2(operands["E"])),
+        num_warps=4,
+        **part.arguments(),
+        **draw,
+        **{name: operands[name] for name in _SAMPLED},
+    )
 
 
 _SAMPLED = ("x_ptr", "w_ptr", "bias_ptr", "V", "stride_xn", "stride_wv", "E", "HAS_BIAS")
@@ -1337,29 +1579,32 @@ def linear_cross_entropy_bwd(
     need_bias: bool,
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements."""
-    vocab, width = linear_weight.shape
     kept_rows = grad_logits.shape[0] if grad_logits.numel() else 0
     parts, scale = _parts(target, ignore_index, kept_rows, grad_loss if kept_rows else None)
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    operands = _operands(input, linear_weight.to(input.dtype), linear_bias)
+    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0 and need_input)
+    operands = _operands(input, weight, linear_bias)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
         dw, db = dw.float(), db.float()
+    # What is not needed is None, here and below.
+    grads = dict(
+        dx_ptr=grad_input if need_input else None,
+        dw_ptr=dw if need_weight else None,
+        db_ptr=db if need_bias else None,
+    )
     for number, part in enumerate(parts):
-        _backward_part(
+        if part.kept:
+            _backward_kept(part, padded, operands, grads, grad_loss, scale, grad_logits)
+            continue
+        _backward_recomputed(
             part,
             operands,
-            dx_ptr=grad_input if need_input else None,
-            dw_ptr=dw,
-            db_ptr=db,
-            kept=grad_logits if part.kept else None,
-            scale=scale,
+            **grads,
             accumulates=number > 0,
-            need_weight=need_weight,
-            need_bias=need_bias,
             target_ptr=target,
             g_ptr=grad_loss,
             log_probability_ptr=log_probability,
@@ -1373,68 +1618,138 @@ def linear_cross_entropy_bwd(
         grad_bias.copy_(db)
 
 
-def _backward_part(
+def _backward_kept(
+    part: _Part,
+    weight: torch.Tensor,
+    operands: dict[str, Any],
+    grads: dict[str, torch.Tensor | None],
+    grad_loss: torch.Tensor,
+    scale: torch.Tensor,
+    grad_logits: torch.Tensor,
+) -> None:
+    """Launch the backward of the rows that kept D."""
+    input, vocab, width = (operands[name] for name in ("x_ptr", "V", "E"))
+    dx, dw, db = grads.values()
+    d = grad_logits[:, : _whole_vectors(vocab)]
+    if dx is not None:
+        split_dx = input.new_empty(1, part.rows, width, dtype=torch.float32)
+        _multiply(d, weight, split_dx[0])
+        _reduce_input(part, split_dx, grad_loss, dx)
+    if dw is None and db is None:
+        return
+    share = input.new_empty(part.rows, dtype=torch.float32)
+    scaled = input.new_empty(part.rows, width)
+    launch(
+        _linear_cross_entropy_scale_rows_kernel,
+        (triton.cdiv(part.rows, 32), triton.cdiv(width, 64)),
+        input.device,
+        x_ptr=input,
+        g_ptr=grad_loss,
+        scale_ptr=scale,
+        share_ptr=share,
+        scaled_ptr=scaled,
+        N=part.rows,
+        stride_xn=input.stride(0),
+        E=width,
+        BLOCK_N=32,
+        BLOCK_E=64,
+        UPCAST=operands["UPCAST"],
+        **part.arguments(),
+    )
+    if dw is not None:
+        product = dw.new_empty(d.shape[1], width, dtype=torch.float32)
+        _multiply(d.t(), scaled, product)
+        torch.mul(product[:vocab], scale, out=dw)
+    if db is not None:
+        _bias_gradient(part, grad_logits, vocab, db, share=share, scale=scale)
+
+
+def _bias_gradient(
+    part: _Part,
+    dz: torch.Tensor,
+    vocab: int,
+    db: torch.Tensor,
+    *,
+    chunk_start: int = 0,
+    columns: int | None = None,
+    share: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    accumulates: bool = False,
+) -> None:
+    """Launch db of the columns ``chunk_start`` … of the vocabulary, which ``dz`` holds."""
+    block_n, block_v = _BIAS_TILE
+    launch(
+        _linear_cross_entropy_bwd_bias_kernel,
+        (triton.cdiv(columns or vocab, block_v),),
+        dz.device,
+        dz_ptr=dz,
+        count_ptr=part.count,
+        share_ptr=share,
+        scale_ptr=scale,
+        db_ptr=db,
+        V=vocab,
+        chunk_start=chunk_start,
+        stride_dzn=dz.stride(0),
+        BLOCK_N=block_n,
+        BLOCK_V=block_v,
+        ACCUMULATES=accumulates,
+    )
+
+
+def _reduce_input(
+    part: _Part, split_dx: torch.Tensor, g: torch.Tensor | None, dx: torch.Tensor
+) -> None:
+    """Launch the sum of ``split_dx`` [splits, slots, E] into the rows of dX, times g if given."""
+    splits, rows, width = split_dx.shape
+    launch(
+        _linear_cross_entropy_reduce_input_kernel,
+        (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
+        dx.device,
+        split_dx_ptr=split_dx,
+        g_ptr=g,
+        dx_ptr=dx,
+        N=rows,
+        num_splits=splits,
+        E=width,
+        BLOCK_N=32,
+        BLOCK_E=64,
+        **part.arguments(),
+    )
+
+
+def _backward_recomputed(
     part: _Part,
     operands: dict[str, Any],
     *,
     dx_ptr: torch.Tensor | None,
-    dw_ptr: torch.Tensor,
-    db_ptr: torch.Tensor,
-    kept: torch.Tensor | None,
-    scale: torch.Tensor,
+    dw_ptr: torch.Tensor | None,
+    db_ptr: torch.Tensor | None,
     accumulates: bool,
-    need_weight: bool,
-    need_bias: bool,
     **scalars: Any,
 ) -> None:
-    """Launch the backward of the rows of one part."""
+    """Launch the backward of the rows whose logits were not stored."""
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
-    # Both products read a stored dZ. A second part is the rare case, and gets no kernel of its own.
-    wide = kept is not None or _is_wide(width) or accumulates
+    # All products read a stored dZ. A second part is the rare case, and gets no kernel of its own.
+    wide = _is_wide(width) or accumulates
     prefix = "wide " if wide else ""
     config_x, config_w = (_config(prefix + which, device, input) for which in ("dX", "dW"))
-    if wide and accumulates:
+    if accumulates:
         config_w = _config("wide dW with more", device, input)
-    config_z = _config("wide dZ", device, input) if wide and kept is None else {}
+    config_z = _config("wide dZ", device, input) if wide else {}
     scratch, chunk_columns = input, vocab  # the scratch is never read
-    if kept is not None:
-        scratch = kept
-    elif wide:
+    split_columns = _split_columns(config_x["BLOCK_V"])
+    if wide:
         chunk_columns = _chunk_columns(rows, vocab, config_x, config_w, config_z)
         scratch = input.new_empty(rows, chunk_columns)
-    split_columns = chunk_columns if wide else _split_columns(config_x["BLOCK_V"])
-    splits = triton.cdiv(chunk_columns, split_columns)
-    split_dx = input.new_empty(
-        splits, rows if dx_ptr is not None else 0, width, dtype=torch.float32
-    )
+        split_columns = _wide_split_columns(rows, width, chunk_columns, config_x)
+    splits = triton.cdiv(min(chunk_columns, vocab), split_columns)
     shared = dict(**scalars, dz_ptr=scratch, stride_dzn=scratch.stride(0))
-    for_weight = operands | part.arguments() | dict(share_ptr=None, scale_ptr=None)
-    if kept is not None and (need_weight or need_bias):
-        share = input.new_empty(rows, dtype=torch.float32)
-        scaled = input.new_empty(rows, width)
-        launch(
-            _linear_cross_entropy_scale_rows_kernel,
-            (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
-            device,
-            x_ptr=input,
-            g_ptr=scalars["g_ptr"],
-            scale_ptr=scale,
-            share_ptr=share,
-            scaled_ptr=scaled,
-            N=rows,
-            stride_xn=input.stride(0),
-            E=width,
-            BLOCK_N=32,
-            BLOCK_E=64,
-            **part.arguments(),
-        )
-        for_weight |= dict(
-            x_ptr=scaled, stride_xn=width, order_ptr=None, share_ptr=share, scale_ptr=scale
-        )
+    if dx_ptr is not None:
+        split_dx = input.new_empty(splits, rows, width, dtype=torch.float32)
     for chunk_start in range(0, vocab, chunk_columns):
         columns = min(chunk_columns, vocab - chunk_start)
-        if config_z:
+        if wide:
             launch(
                 _linear_cross_entropy_bwd_logits_kernel,
                 (triton.cdiv(rows, config_z["BLOCK_N"]), triton.cdiv(columns, config_z["BLOCK_V"])),
@@ -1457,6 +1772,7 @@ def _backward_part(
                 split_dx_ptr=split_dx,
                 N=rows,
                 chunk_start=chunk_start,
+                chunk_columns=chunk_columns,
                 split_columns=split_columns,
                 FROM_SCRATCH=wide,
                 **shared,
@@ -1464,42 +1780,48 @@ def _backward_part(
                 **operands,
                 **config_x,
             )
-        # The sum of the bias needs dZ in registers, which makes a step of the product on sm_90 1.4
-        # times as long: where one tile of E fills the device, the others go without.
-        tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if need_weight else int(need_bias)
-        with_bias = min(1, tiles_e) if kept is not None and need_bias else tiles_e
-        for first_tile, tiles in ((0, with_bias), (with_bias, tiles_e - with_bias)):
+        sums_bias = db_ptr is not None and not wide
+        if dw_ptr is not None or sums_bias:
+            tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if dw_ptr is not None else 1
             launch(
                 _linear_cross_entropy_bwd_weight_kernel,
-                (triton.cdiv(columns, config_w["BLOCK_V"]), tiles),
+                (triton.cdiv(columns, config_w["BLOCK_V"]), tiles_e),
                 device,
                 dw_ptr=dw_ptr,
-                db_ptr=db_ptr,
+                db_ptr=db_ptr if sums_bias else None,
                 chunk_start=chunk_start,
-                first_tile_e=first_tile,
                 FROM_SCRATCH=wide,
                 ACCUMULATES=accumulates,
-                NEED_WEIGHT=need_weight,
-                NEED_BIAS=need_bias and first_tile == 0,
+                NEED_WEIGHT=dw_ptr is not None,
+                NEED_BIAS=sums_bias,
                 **shared,
-                **for_weight,
+                **part.arguments(),
+                **operands,
                 **config_w,
             )
+        if db_ptr is not None and wide:
+            _bias_gradient(
+                part,
+                scratch,
+                vocab,
+                db_ptr,
+                chunk_start=chunk_start,
+                columns=columns,
+                accumulates=accumulates,
+            )
     if dx_ptr is not None:
-        launch(
-            _linear_cross_entropy_reduce_input_kernel,
-            (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
-            device,
-            split_dx_ptr=split_dx,
-            g_ptr=scalars["g_ptr"] if kept is not None else None,
-            dx_ptr=dx_ptr,
-            N=rows,
-            num_splits=splits,
-            E=width,
-            BLOCK_N=32,
-            BLOCK_E=64,
-            **part.arguments(),
-        )
+        _reduce_input(part, split_dx, None, dx_ptr)
+
+
+def _wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[str, int]) -> int:
+    """Columns of a split of dX: few rows would leave most of a device without a program.
+
+    All splits together, in fp32, take no more than a scratch of 16 bits.
+    """
+    tiles = triton.cdiv(rows, config["BLOCK_N"]) * triton.cdiv(width, config["BLOCK_E"])
+    splits = min(_WANTED_PROGRAMS // max(tiles, 1), chunk_columns // (2 * width))
+    splits = max(splits, 1)
+    return triton.cdiv(triton.cdiv(chunk_columns, splits), config["BLOCK_V"]) * config["BLOCK_V"]
 
 
 def _chunk_columns(rows: int, vocab: int, *configs: dict[str, int]) -> int:
@@ -1531,7 +1853,7 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 if kept_rows and width in (17, 16, 64):
                     continue
                 label = f"{str(dtype)[6:]} E={width}{_KEPT[kept_rows]}"
-                default = (width, kept_rows) in ((128, 0), (768, 512))
+                default = (width, kept_rows) in ((128, 0), (768, 0), (768, 512))
                 for option, arguments in _OPTIONS.items():
                     if option and not (default or width == 64 or dtype is torch.bfloat16):
                         continue

@@ -202,6 +202,7 @@ class DoubleHeads(FastplmModel):
                 targets,
                 num_items_in_batch,
                 None if lookup is None else lookup.weight,
+                dense=True,
             )
         if reads_one:
             mc_logits = head(read[count:].view(*lead, 1, -1)).squeeze(-1)

@@ -53,6 +53,8 @@ def labelled_loss(
     normalizer: int | Tensor | None,
     all_rows: bool,
     inputs: dict[str, Any],
+    *,
+    dense: bool,
 ) -> tuple[Any, Tensor]:
     """The backbone's outputs, and the vocabulary's cross-entropy at the labelled tokens alone.
 
@@ -65,6 +67,7 @@ def labelled_loss(
         normalizer: what the sum of the losses is divided by; None = the number of labels.
         all_rows: whether the caller looks at other rows of the last hidden state, [B, T, E] then.
         inputs: the backbone's.
+        dense: as in ``vocabulary_loss``.
     """
     where = type(model).__name__
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
@@ -89,6 +92,7 @@ def labelled_loss(
         targets,
         normalizer,
         None if lookup is None else lookup.weight,
+        dense=dense,
     )
     return outputs, loss
 
@@ -155,6 +159,7 @@ class MaskedLM(FastplmModel):
                 num_items_in_batch,
                 output_logits,
                 inputs,
+                dense=masked_positions is not None,
             )
         if labels is None or output_logits:
             logits = _logits(transform, decoder, outputs.last_hidden_state)
@@ -207,6 +212,7 @@ class SequencePairPreTraining(FastplmModel):
                 num_items_in_batch,
                 all_rows,
                 inputs,
+                dense=masked_positions is not None,
             )
         else:
             rows = None if all_rows else "first"
@@ -316,7 +322,15 @@ class CausalLM(FastplmModel):
             outputs = self.base_model(**inputs, return_dict=True)
         else:
             outputs, loss = labelled_loss(
-                self, transform, decoder, targets, None, num_items_in_batch, output_logits, inputs
+                self,
+                transform,
+                decoder,
+                targets,
+                None,
+                num_items_in_batch,
+                output_logits,
+                inputs,
+                dense=True,
             )
         if targets is None or output_logits or own_loss:
             hidden = outputs.last_hidden_state

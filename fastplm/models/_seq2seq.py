@@ -418,7 +418,13 @@ class ConditionalGeneration(FastplmModel):
         if positions is not None and targets is not None:
             rows = _rows_at(hidden.flatten(0, 1), positions, None) if output_logits else hidden
             loss = vocabulary_loss(
-                rows[:, 0], self.lm_head, targets, num_items_in_batch, lookup.weight, bias
+                rows[:, 0],
+                self.lm_head,
+                targets,
+                num_items_in_batch,
+                lookup.weight,
+                bias,
+                dense=True,
             )
         if labels is None or output_logits:
             logits = self.lm_head(hidden)

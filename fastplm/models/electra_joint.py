@@ -532,6 +532,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             targets,
             linear_bias=self.generator.generator_lm_head.bias,
             normalizer=normalizer,
+            expected_targets=rows.shape[0],
             temperature=self.config.temperature,
             seed=self.config.sampling_seed,
             sample_index=sample_index,
@@ -603,6 +604,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             batch.targets,
             linear_bias=decoder.bias,
             normalizer=batch.per_label,
+            expected_targets=rows.shape[0],
         )
         return loss, {"discriminator_mlm_loss": loss.detach()}
 
@@ -619,6 +621,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             batch.originals.masked_fill(~batch.seen, IGNORE_INDEX),
             linear_bias=decoder.bias,
             reduction="none",
+            expected_targets=rows.shape[0],
         )
         copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
         predicted = F.logsigmoid(-copy) - nll

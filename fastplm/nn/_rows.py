@@ -125,6 +125,8 @@ def vocabulary_loss(
     normalizer: float | Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    dense: bool,
 ) -> Tensor:
     """The mean cross-entropy of ``decoder(rows)``, which makes no logits if it is a linear layer.
 
@@ -135,6 +137,7 @@ def vocabulary_loss(
         normalizer: what the sum of the losses is divided by; None = the number of targets.
         weight: stands for the decoder's own; None = that.
         bias: [V], added to what the decoder gives.
+        dense: whether most rows have a target, though only the device knows how many.
 
     Returns:
         fp32 [], 0 if nothing has a target.
@@ -151,6 +154,7 @@ def vocabulary_loss(
             targets,
             linear_bias=bias,
             normalizer=as_normalizer(normalizer, rows.device),
+            expected_targets=rows.shape[0] if dense else None,
         )
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias

@@ -43,6 +43,7 @@ def mlm_loss(
         normalizer=as_normalizer(normalizer, hidden.device),
         return_statistics=return_statistics,
         logits_budget=logits_budget,
+        expected_targets=None if masked_positions is None else masked_positions.shape[0],
     )
 
 

@@ -42,8 +42,8 @@ _NAME = "linear_cross_entropy"
 _KEEP_FROM_WIDTH = 2 * 184
 _KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
-# The columns of kept logits are padded to whole tiles of every kernel: 30,720 for 30,522.
-_LOGITS_ALIGNMENT = 256
+# Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
+_LOGITS_ALIGNMENT = 64
 # Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
 # gradient (245 rows' worth each) than they save.
 _LEAST_KEPT_ROWS = 4096
@@ -63,6 +63,7 @@ def linear_cross_entropy(
     normalizer: torch.Tensor | None = None,
     return_statistics: bool = False,
     logits_budget: int | None = None,
+    expected_targets: int | None = None,
 ) -> Any:
     """Cross-entropy of a linear layer's logits, kept in one matrix within a budget, or in none.
 
@@ -74,7 +75,8 @@ def linear_cross_entropy(
         linear_weight: [V, E], device of ``input``, and its dtype or fp32; any strides whose last
             is 1.
         target: int64 [N]; ``ignore_index`` takes a row out of the loss and out of every gradient.
-            Its content never matters then, and it costs nothing in the matrix products.
+            Its content never matters then, and it costs nothing in the matrix products (see
+            ``expected_targets``).
         linear_bias: [V], dtype of ``linear_weight``.
         reduction: "mean" over the rows that count | "sum" | "none".
         ignore_index: the target of ignored rows; may lie inside [0, V).
@@ -88,6 +90,11 @@ def linear_cross_entropy(
             tile by tile, for the others; 0 never keeps any. Default: rows of 368 columns or more
             (on a CPU 192) may take 2 GiB, narrower ones, to which a product is cheaper than the
             traffic, nothing.
+        expected_targets: how many rows should count, if the caller knows it without asking the
+            device. A GPU multiplies rows that keep their logits whether they count or not, by the
+            vendor's library; so only that many do, and without this number none, unless
+            ``logits_budget`` is given. More or fewer targets cost time, never correctness. A CPU
+            counts them: there it has no effect.
 
     Returns:
         0-d, or [N] for "none", 0 in ignored rows; fp32 (fp64 for fp64 inputs). With
@@ -98,8 +105,9 @@ def linear_cross_entropy(
         ``input`` comes in its dtype; that of the vocabulary is accumulated in fp32 and rounded
         once, to the dtype of ``linear_weight``: not at all if that is fp32 (on the CPU, whose
         products of 16 bits come in 16 bits, those round it). Kept logits are rounded to the dtype
-        of ``input``. Each row's maximum and sum are kept apart, so a large common offset costs no
-        digits. The mean over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
+        of ``input``; of fp32 a GPU makes them in TF32 where ``torch.backends`` allows it. Each
+        row's maximum and sum are kept apart, so a large common offset costs no digits. The mean
+        over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
         step must survive.
 
     Determinism:
@@ -135,6 +143,7 @@ def linear_cross_entropy(
         normalizer=normalizer,
         return_statistics=return_statistics,
         logits_budget=logits_budget,
+        expected_targets=expected_targets,
         sampling=None,
     )
     return (loss, statistics) if return_statistics else loss
@@ -152,6 +161,7 @@ def linear_cross_entropy_with_sample(
     normalizer: torch.Tensor | None = None,
     return_statistics: bool = False,
     logits_budget: int | None = None,
+    expected_targets: int | None = None,
     temperature: float = 1.0,
     seed: int | torch.Tensor,
     sample_index: torch.Tensor | None = None,
@@ -225,6 +235,7 @@ def linear_cross_entropy_with_sample(
         normalizer=normalizer,
         return_statistics=return_statistics,
         logits_budget=logits_budget,
+        expected_targets=expected_targets,
         sampling=sampling,
     )
     return (loss, sample, statistics) if return_statistics else (loss, sample)
@@ -282,6 +293,7 @@ def _vocabulary_pass(
     normalizer: torch.Tensor | None,
     return_statistics: bool,
     logits_budget: int | None,
+    expected_targets: int | None,
     sampling: _Sampling | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowStatistics | None]:
     """The loss; the samples and the statistics where they are asked for."""
@@ -297,9 +309,20 @@ def _vocabulary_pass(
         "a share in [0, 1]",
         "Usual values are 0.0 and 0.1.",
     )
+    for name, value, use in (
+        ("logits_budget", logits_budget, "bytes; 0 never keeps logits"),
+        ("expected_targets", expected_targets, "a number of rows"),
+    ):
+        check(
+            value is None or value >= 0,
+            where,
+            name,
+            value,
+            f"{use.partition(';')[0]}, 0 or more, or None",
+            "None decides by the width of the rows.",
+        )
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     _check(where, input, linear_weight, linear_bias, target)
-    kept_rows = _kept_rows(where, input, linear_weight, linear_bias, logits_budget)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
     sample = statistics = None
     if backend == "eager":
@@ -320,6 +343,8 @@ def _vocabulary_pass(
         if return_statistics:
             statistics = row_statistics_ref(input, linear_weight, target, **rows)
         return loss, sample, statistics
+    operands = input, linear_weight, linear_bias
+    kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
     if backend == "torch" and kept_rows and multiplies_in(input) is not input.dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     seed, sample_index, position, temperature = sampling or _Sampling()
@@ -363,33 +388,27 @@ def _autocast(
 
 
 def _kept_rows(
-    where: str,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     budget: int | None,
+    expected: int | None,
+    backend: str,
 ) -> int:
     """How many rows keep their logits for a backward: if there is one and it pays, those that fit.
 
     All, or so many that their products are worth launching apart from those of the others.
     """
-    check(
-        budget is None or budget >= 0,
-        where,
-        "logits_budget",
-        budget,
-        "bytes, 0 or more, or None",
-        "0 never keeps logits; None decides by the width of the rows.",
-    )
-    given = (input, linear_weight, linear_bias)
-    learns = (tensor is not None and tensor.requires_grad for tensor in given)
+    learns = (tensor is not None and tensor.requires_grad for tensor in operands)
     if not (torch.is_grad_enabled() and any(learns)):
         return 0
+    input, linear_weight, _ = operands
+    rows = input.shape[0]
+    if backend == "triton":  # which multiplies kept rows whether they count or not
+        rows = min(rows, expected) if expected is not None else rows if budget is not None else 0
     if budget is None:
-        on_cpu = input.device.type == "cpu"
+        on_cpu = backend == "torch"
         pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
         budget = _LOGITS_BUDGET if pays else 0
-    rows, row_bytes = input.shape[0], logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
+    row_bytes = logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
     if rows * row_bytes <= budget:
         return rows
     some = budget // row_bytes // _ROW_ALIGNMENT * _ROW_ALIGNMENT

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from fastplm import models
+from fastplm import models, ops
 
 from .conftest import (
     FAMILIES,
@@ -98,3 +98,28 @@ def test_arguments_come_in_the_parents_order(name):
         theirs = [argument for argument in theirs if not argument.startswith("encoder")]
     theirs = [argument for argument in theirs if argument != "kwargs"]
     assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CLASSES if n.endswith(VOCABULARY_HEADS) and n != "ElectraForPreTraining"]
+)
+def test_the_loss_is_told_how_many_rows_have_a_label_where_that_is_known(monkeypatch, name):
+    """Positions of a collator, and next tokens; a device alone knows how many of N are masked."""
+    told = []
+    loss = ops.linear_cross_entropy
+
+    def record(rows, *arguments, **options):
+        told.append((options["expected_targets"], rows.shape[0]))
+        return loss(rows, *arguments, **options)
+
+    monkeypatch.setattr(ops, "linear_cross_entropy", record)
+    config = config_of(name)
+    model, inputs = getattr(models, name)(config), inputs_of(name, config, None)
+    model(**inputs)
+    [(expected, rows)] = told
+    masked = "masked_positions" in inspect.signature(model.forward).parameters
+    assert expected == (None if masked else rows)
+    if masked:
+        positions = (inputs["labels"].flatten() != -100).nonzero().flatten()
+        model(**inputs, masked_positions=positions)
+        assert told[1] == (len(positions), len(positions))

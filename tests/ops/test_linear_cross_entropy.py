@@ -194,6 +194,8 @@ def chunked(monkeypatch):
     monkeypatch.setattr(torch_module, "_CHUNK_COLUMNS", 16)
     monkeypatch.setattr(kernels(), "_SPLIT_COLUMNS", 128)
     monkeypatch.setattr(kernels(), "_SCRATCH_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(kernels(), "_ROWS_TILE", (4, 64))
+    monkeypatch.setattr(kernels(), "_BIAS_TILE", (16, 32))
 
 
 @pytest.fixture
@@ -1177,6 +1179,15 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
             assert largest.nbytes < rows * vocab * dtype.itemsize
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", (1, 64, 200, 4915))
+@ways(kept=Way("triton", ROOM, 768), recomputed=Way("triton", 0, 768))
+@half_precision
+def test_the_published_vocabulary(way, rows, dtype):
+    """BERT-base's, whose side is no multiple of a vector, with as many rows as batches have."""
+    check(way, ignore(make("cuda", rows, 30522, way.width, dtype), 0.2))
+
+
 # --- a budget for some of the rows ----------------------------------------------------------------
 
 #: Rows that recompute on chip, and through the scratch.
@@ -1247,6 +1258,23 @@ def test_some_rows_and_only_the_gradients_that_are_needed(device, way, name, som
     assert torch.equal(asked.grad, whole[name])
 
 
+def test_few_wide_rows_split_their_chunk(device, monkeypatch):
+    """Of 1,400 columns one chunk holds 704, in two splits; of the second the last is cut short."""
+    splits = []
+    columns_of = kernels()._wide_split_columns
+
+    def record(rows, width, chunk_columns, config):
+        columns = columns_of(rows, width, chunk_columns, config)
+        splits.append((chunk_columns, columns))
+        return columns
+
+    monkeypatch.setattr(kernels(), "_SCRATCH_PARTS", 2)
+    monkeypatch.setattr(kernels(), "_wide_split_columns", record)
+    inputs = ignore(make(device, rows=20, vocab=1400, width=160), 0.3)
+    check(Way("triton", 0), inputs)
+    assert set(splits) == {(704, 352)}
+
+
 def test_too_few_rows_are_none(device):
     """4,096 rows keep their logits where a part of the rows fits, never fewer."""
     inputs = with_gradients(make("cpu", rows=4500, vocab=20, width=1))
@@ -1260,7 +1288,7 @@ def test_too_few_rows_are_none(device):
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("kept", (False, True), ids=("narrow rows", "wide rows"))
 def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, backend, kept):
-    wide = 192 if device.type == "cpu" else 368
+    wide = 192 if backend == "torch" else 368
     inputs = make(device, rows=5, width=wide if kept else wide - 1)
     learning = with_gradients(inputs)
     one = inputs | {"linear_bias": learning["linear_bias"]}
@@ -1271,7 +1299,11 @@ def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, 
             ops.linear_cross_entropy(**call, **options)
         return forward.calls[0][0]["kept_rows"] == 5
 
-    assert keeps(learning) is keeps(one) is kept
+    for expected in (5, 7):
+        assert keeps(learning, expected_targets=expected) is kept
+        assert keeps(one, expected_targets=expected) is kept
+    # The CPU counts the rows; a kernel that knows of no number keeps none, and skips the ignored.
+    assert keeps(learning) is keeps(learning, expected_targets=4) is (kept and backend == "torch")
     assert keeps(learning, logits_budget=1 << 20) and not keeps(learning, logits_budget=0)
     assert not keeps(inputs) and not keeps(inputs, logits_budget=1 << 20)
     with torch.no_grad():
@@ -1554,6 +1586,7 @@ ERRORS = (
         "`normalizer` got a tensor with reduction='sum'",
     ),
     (dict(logits_budget=-1), ValueError, "`logits_budget` got -1"),
+    (dict(expected_targets=-1), ValueError, "`expected_targets` got -1"),
 )
 ELSEWHERE = torch.zeros(33, dtype=torch.int64, device="meta")
 SAMPLE_ERRORS = (
