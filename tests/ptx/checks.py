@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -123,13 +124,12 @@ def replaced_token_loss(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:
 
 
 def linear_cross_entropy(
-    arch, dtype, shape, label_smoothing=0.0, seeds=(0, 1), schedule=None
+    arch, dtype, shape, label_smoothing=0.0, seeds=(0, 1), logits_budget=0
 ) -> list[str]:
     inputs = loss_inputs(dtype, *shape) | dict(label_smoothing=label_smoothing)
     wrt = ["input", "linear_weight", "linear_bias"]
-    return hold(
-        arch, ops.linear_cross_entropy, linear_cross_entropy_ref, inputs, wrt, seeds, schedule
-    )
+    function = functools.partial(ops.linear_cross_entropy, logits_budget=logits_budget)
+    return hold(arch, function, linear_cross_entropy_ref, inputs, wrt, seeds)
 
 
 def loss_inputs(dtype, rows, vocab, width) -> dict:

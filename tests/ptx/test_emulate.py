@@ -81,6 +81,14 @@ def test_linear_cross_entropy_with_smoothing(emulate, arch, dtype):
     emulate("linear_cross_entropy", arch=arch, dtype=dtype, shape=shape, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_kept_logits_of_the_vocabulary(emulate, arch, dtype):
+    """A row is of several warps: one must not write D over a logit that another has yet to read."""
+    call = dict(arch=arch, dtype=dtype, shape=(70, 1000, 272), label_smoothing=0.1)
+    launched = emulate("linear_cross_entropy", logits_budget=1 << 28, **call)
+    assert "_linear_cross_entropy_rows_kernel" in launched
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "float32")))
 def test_sampling(emulate, arch, dtype):
     emulate("sample", arch=arch, dtype=dtype, shape=(40, 150, 64))
