@@ -647,8 +647,6 @@ def _linear_cross_entropy_rows_kernel(
         picked = picked.to(tl.float32)
         if HAS_BIAS:
             picked += tl.load(bias_ptr + target, mask=met, other=0.0).to(tl.float32)
-        if WRITES:  # D in place of a logit that another warp has yet to pick
-            tl.debug_barrier()
         log_probability, m_i = _store_statistics(
             loss_ptr,
             log_probability_ptr,
