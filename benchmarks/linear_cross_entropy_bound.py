@@ -123,14 +123,16 @@ def recorded(shape: Shape, kept: bool) -> list[Launch | Product]:
     return steps
 
 
-def passes(launch: Launch, name: str, shape: Shape) -> float | None:
-    """Bytes of stored logits that a kernel without a product reads and writes from memory."""
+def passes(launch: Launch, name: str, shape: Shape) -> Span | None:
+    """The time of a kernel that only reads and writes stored logits.
+
+    What it reads again comes from the L2 at best, from memory at worst.
+    """
     logits = 2.0 * shape.rows * shape.vocab
     if name == "rows":
-        return logits * (launch.arguments["READS"] + launch.arguments["WRITES"])
-    if name == "bwd_bias":
-        return logits * launch.grid[0] * launch.arguments["BLOCK_V"] / shape.vocab
-    return None
+        reads, writes = launch.arguments["READS"], launch.arguments["WRITES"]
+        return Span(moved(logits * (1 + writes)).low, moved(logits * (reads + 2 * writes)).high)
+    return moved(logits) if name == "bwd_bias" else None
 
 
 def times(shape: Shape, kept: bool) -> dict[str, Span]:
@@ -144,10 +146,8 @@ def times(shape: Shape, kept: bool) -> dict[str, Span]:
         else:
             name = step.kernel.__name__
             name = name.removeprefix("_linear_cross_entropy_").removesuffix("_kernel")
-            size = passes(step, name, shape)
-            if size is not None:
-                time = moved(size)
-            else:
+            time = passes(step, name, shape)
+            if time is None:
                 key = name, step.arguments.get("NEED_BIAS")
                 if key not in reports:
                     reports[key] = compile_launch("linear_cross_entropy", shape.label, ARCH, step)

@@ -154,10 +154,11 @@ _CONFIGS = {
     (100, True, "wide dW"): (64, 128, 256, 8, 4),
     (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
 }
-# (BLOCK_N, BLOCK_V) of the two kernels that only read and write stored logits: 16 bytes a thread
-# and load. A row is 60 KB: read again, it comes from the L2.
-_ROWS_TILE = (1, 2048)
-_BIAS_TILE = (128, 64)
+# (BLOCK_N, BLOCK_V, num_warps) of the two kernels that only read and write stored logits: 16 bytes
+# a thread and load. Four rows an SM are 32 MB of BERT's vocabulary at once, which the L2 of an H100
+# holds until they are read again; more of them, or of 100,000 words, it would not.
+_ROWS_TILE = (1, 4096, 16)
+_BIAS_TILE = (128, 64, 4)
 # Programs that dX of wide rows should have: a few for each SM of a large device.
 _WANTED_PROGRAMS = 512
 
@@ -563,8 +564,8 @@ def _kept_logits(
 ):
     """A tile of stored products with their bias: -inf past V. [len(offs_n), BLOCK_V] fp32
 
-    The rows are padded to a multiple of 16 columns, V is not: a load that ends there would be made
-    of two bytes a time.
+    The rows are padded to whole cache lines, V is not: a load that ends there would be made of two
+    bytes a time.
     """
     offs_v = start_v + tl.arange(0, BLOCK_V)
     ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
@@ -624,6 +625,13 @@ def _linear_cross_entropy_rows_kernel(
     rows = tl.load(order_ptr + offs_n, mask=exists, other=0)
     target = tl.load(target_ptr + rows, mask=used, other=-1)
     if READS:
+        # Before the loop, whose sums over the block hold barriers: by the time that one warp writes
+        # D all others have read the logit of the target.
+        met = used & (target >= 0) & (target < V)
+        picked = tl.load(z_ptr + offs_n.to(tl.int64) * stride_zn + target, mask=met, other=0.0)
+        picked = picked.to(tl.float32)
+        if HAS_BIAS:
+            picked += tl.load(bias_ptr + target, mask=met, other=0.0).to(tl.float32)
         m_i = tl.full([BLOCK_N], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_N], tl.float32)
         total = tl.zeros([BLOCK_N], tl.float32)  # sum of z - m, of the columns seen
@@ -642,11 +650,6 @@ def _linear_cross_entropy_rows_kernel(
                 tl.store(tile_max_ptr + offs_t, m_ref, mask=used)
                 tl.store(tile_sum_ptr + offs_t, l_tile, mask=used)
                 offs_t += N
-        met = used & (target >= 0) & (target < V)
-        picked = tl.load(z_ptr + offs_n.to(tl.int64) * stride_zn + target, mask=met, other=0.0)
-        picked = picked.to(tl.float32)
-        if HAS_BIAS:
-            picked += tl.load(bias_ptr + target, mask=met, other=0.0).to(tl.float32)
         log_probability, m_i = _store_statistics(
             loss_ptr,
             log_probability_ptr,
@@ -689,7 +692,7 @@ def _linear_cross_entropy_rows_kernel(
                 spread[:, None],
                 SMOOTHED,
             )
-            d = tl.where((offs_v < V)[None, :], d, 0.0)
+            d = tl.where(used[:, None] & (offs_v < V)[None, :], d, 0.0)
             ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
             mask = exists[:, None] & (offs_v < stride_zn)[None, :]
             tl.store(ptrs, cast(d, z_ptr.dtype.element_ty, UPCAST), mask=mask)
@@ -1106,6 +1109,8 @@ def _linear_cross_entropy_bwd_weight_kernel(
     tl.static_assert(not (FROM_SCRATCH and NEED_BIAS))
     start_c, start_e = tl.program_id(0) * BLOCK_V, tl.program_id(1) * BLOCK_E
     count = tl.load(count_ptr).to(tl.int32)
+    if ACCUMULATES and count == 0:
+        return
     offs_c = start_c + tl.arange(0, BLOCK_V)
     offs_v = chunk_start + offs_c
     mask_v = offs_v < V
@@ -1194,7 +1199,8 @@ def _linear_cross_entropy_scale_rows_kernel(
     count = tl.load(count_ptr).to(tl.int32)
     rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
     scale = tl.load(scale_ptr)
-    share = tl.load(g_ptr + rows, mask=used, other=0.0) / tl.where(scale == 0.0, 1.0, scale)
+    share = tl.load(g_ptr + rows, mask=used, other=0.0)
+    share = tl.div_rn(share, tl.where(scale == 0.0, 1.0, scale))  # exactly 1 of equal numbers
     x = _load_tile(x_ptr, rows, used, stride_xn, tl.program_id(1) * BLOCK_E, E, BLOCK_E)
     x = x.to(tl.float32) * share[:, None]  # [BLOCK_N, BLOCK_E]
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -1297,9 +1303,14 @@ def _parts(
 
 
 def _operands(
-    input: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
-) -> dict[str, object]:
-    """The keywords that all product kernels share."""
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    parts: list[_Part],
+) -> dict[str, Any]:
+    """The keywords that all product kernels share; those of rows that keep nothing read W."""
+    if not all(part.kept for part in parts):
+        linear_weight = linear_weight.to(input.dtype)
     if linear_weight.stride(0) >= _MAX_STRIDE:
         linear_weight = linear_weight.contiguous()
     return dict(
@@ -1320,21 +1331,18 @@ def _split_columns(block_v: int) -> int:
     return triton.cdiv(_SPLIT_COLUMNS, block_v) * block_v
 
 
-def _weight_of_products(
-    weight: torch.Tensor, dtype: torch.dtype, kept: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W [V, E] in ``dtype``; the same with rows of 0 up to a multiple of 8, if any are ``kept``).
+def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """W in ``dtype``, with rows of 0 up to a multiple of 8.
 
     The vendor's kernels want every side of a matrix in whole vectors of 16 bytes.
     """
     vocab, width = weight.shape
-    if not kept or vocab % _VECTOR == 0:
-        weight = weight.to(dtype)
-        return weight, weight
+    if vocab % _VECTOR == 0:
+        return weight.to(dtype)
     padded = weight.new_empty(_whole_vectors(vocab), width, dtype=dtype)
     padded[:vocab] = weight
     padded[vocab:] = 0.0
-    return padded[:vocab], padded
+    return padded
 
 
 def _whole_vectors(columns: int) -> int:
@@ -1342,9 +1350,10 @@ def _whole_vectors(columns: int) -> int:
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[...] = a @ b`` by the vendor's library: a sum in fp32, rounded once to ``out``'s dtype.
+    """``out[...] = a @ b`` by the vendor's library, ``out`` in the dtype of ``a`` or fp32.
 
-    Products of fp32 are in TF32 where ``torch.backends.cuda.matmul`` allows it.
+    How it sums is what ``torch.backends.cuda.matmul`` allows, as in ``nn.Linear``: in fp32, of fp32
+    in TF32 if asked; parts of a sum that it splits may be added up in 16 bits.
     """
     if out.device.type == "meta":
         return
@@ -1353,6 +1362,8 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             result.copy_(some.float() @ b.float())
     elif out.dtype is a.dtype:
         torch.mm(a, b, out=out)
+    elif a.dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+        out.copy_(a @ b)  # whoever allows that gets no other sum from PyTorch
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
@@ -1384,9 +1395,8 @@ def linear_cross_entropy_fwd(
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
     [kept_rows, V padded] in the dtype of ``input``, or without elements.
     """
-    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0)
-    operands = _operands(input, weight, linear_bias)
     parts, _ = _parts(target, ignore_index, kept_rows)
+    operands = _operands(input, linear_weight, linear_bias, parts)
     statistics = dict(
         target_ptr=target,
         loss_ptr=loss,
@@ -1407,7 +1417,7 @@ def linear_cross_entropy_fwd(
         )
     for part in parts:
         if part.kept:
-            _forward_kept(part, padded, operands, statistics, draw, grad_logits)
+            _forward_kept(part, linear_weight, operands, statistics, draw, grad_logits)
         else:
             _forward_recomputed(part, operands, statistics, draw)
 
@@ -1422,8 +1432,9 @@ def _forward_kept(
 ) -> None:
     """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
     input, vocab = operands["x_ptr"], operands["V"]
+    weight = _padded(weight, input.dtype)
     _multiply(input.index_select(0, part.order), weight.t(), grad_logits[:, : weight.shape[0]])
-    block_n, block_v = _ROWS_TILE
+    block_n, block_v, num_warps = _ROWS_TILE
     tiles = triton.cdiv(vocab, block_v)
     tile_max, tile_sum = (
         None if draw is None else input.new_empty(tiles, part.rows, dtype=torch.float32)
@@ -1450,7 +1461,7 @@ def _forward_kept(
             SMOOTHED=statistics["label_smoothing"] > 0,
             TEMPERED=inverse_temperature != 1.0,
             UPCAST=operands["UPCAST"],
-            num_warps=4,
+            num_warps=num_warps,
             **what,
             **part.arguments(),
             **statistics,
@@ -1585,8 +1596,7 @@ def linear_cross_entropy_bwd(
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    weight, padded = _weight_of_products(linear_weight, input.dtype, kept_rows > 0 and need_input)
-    operands = _operands(input, weight, linear_bias)
+    operands = _operands(input, linear_weight, linear_bias, parts)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
         dw, db = dw.float(), db.float()
@@ -1598,7 +1608,7 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            _backward_kept(part, padded, operands, grads, grad_loss, scale, grad_logits)
+            _backward_kept(part, linear_weight, operands, grads, grad_loss, scale, grad_logits)
             continue
         _backward_recomputed(
             part,
@@ -1613,9 +1623,9 @@ def linear_cross_entropy_bwd(
             label_smoothing=label_smoothing,
             SMOOTHED=label_smoothing > 0,
         )
-    if dw is not grad_weight:
-        grad_weight.copy_(dw)
-        grad_bias.copy_(db)
+    for grad, total in ((grad_weight, dw), (grad_bias, db)):
+        if total is not grad:
+            grad.copy_(total)
 
 
 def _backward_kept(
@@ -1633,7 +1643,7 @@ def _backward_kept(
     d = grad_logits[:, : _whole_vectors(vocab)]
     if dx is not None:
         split_dx = input.new_empty(1, part.rows, width, dtype=torch.float32)
-        _multiply(d, weight, split_dx[0])
+        _multiply(d, _padded(weight, input.dtype), split_dx[0])
         _reduce_input(part, split_dx, grad_loss, dx)
     if dw is None and db is None:
         return
@@ -1657,7 +1667,9 @@ def _backward_kept(
         **part.arguments(),
     )
     if dw is not None:
-        product = dw.new_empty(d.shape[1], width, dtype=torch.float32)
+        product = dw
+        if dw.dtype is not torch.float32 or d.shape[1] > vocab:
+            product = dw.new_empty(d.shape[1], width, dtype=torch.float32)
         _multiply(d.t(), scaled, product)
         torch.mul(product[:vocab], scale, out=dw)
     if db is not None:
@@ -1677,7 +1689,8 @@ def _bias_gradient(
     accumulates: bool = False,
 ) -> None:
     """Launch db of the columns ``chunk_start`` … of the vocabulary, which ``dz`` holds."""
-    block_n, block_v = _BIAS_TILE
+    block_n, block_v, num_warps = _BIAS_TILE
+    assert dz.stride(0) % block_v == 0, "a tile would read past the last row"
     launch(
         _linear_cross_entropy_bwd_bias_kernel,
         (triton.cdiv(columns or vocab, block_v),),
@@ -1693,6 +1706,7 @@ def _bias_gradient(
         BLOCK_N=block_n,
         BLOCK_V=block_v,
         ACCUMULATES=accumulates,
+        num_warps=num_warps,
     )
 
 
@@ -1882,7 +1896,7 @@ def meta_case(
 
     ids = functools.partial(meta, rows, dtype=torch.int64)
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
-    columns = triton.cdiv(vocab, 256) * 256
+    columns = triton.cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
     same = dict(
         input=meta(rows, width, dtype=dtype),

@@ -309,18 +309,11 @@ def _vocabulary_pass(
         "a share in [0, 1]",
         "Usual values are 0.0 and 0.1.",
     )
-    for name, value, use in (
-        ("logits_budget", logits_budget, "bytes; 0 never keeps logits"),
-        ("expected_targets", expected_targets, "a number of rows"),
+    for name, value, unit, hint in (
+        ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
+        ("expected_targets", expected_targets, "rows", "None is for whoever does not know."),
     ):
-        check(
-            value is None or value >= 0,
-            where,
-            name,
-            value,
-            f"{use.partition(';')[0]}, 0 or more, or None",
-            "None decides by the width of the rows.",
-        )
+        check(value is None or value >= 0, where, name, value, f"{unit}, 0 or more, or None", hint)
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     _check(where, input, linear_weight, linear_bias, target)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
@@ -589,7 +582,8 @@ def _empty_outputs(call: _Forward, columns: int) -> tuple[torch.Tensor, ...]:
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
-    [kept_rows, columns], of the first rows that count; what is left over is never written.
+    [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
+    backend, and is never written on the other.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.

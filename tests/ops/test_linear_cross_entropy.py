@@ -194,8 +194,8 @@ def chunked(monkeypatch):
     monkeypatch.setattr(torch_module, "_CHUNK_COLUMNS", 16)
     monkeypatch.setattr(kernels(), "_SPLIT_COLUMNS", 128)
     monkeypatch.setattr(kernels(), "_SCRATCH_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(kernels(), "_ROWS_TILE", (4, 64))
-    monkeypatch.setattr(kernels(), "_BIAS_TILE", (16, 32))
+    monkeypatch.setattr(kernels(), "_ROWS_TILE", (4, 64, 4))
+    monkeypatch.setattr(kernels(), "_BIAS_TILE", (16, 32, 4))
 
 
 @pytest.fixture
@@ -1258,6 +1258,21 @@ def test_some_rows_and_only_the_gradients_that_are_needed(device, way, name, som
     assert torch.equal(asked.grad, whole[name])
 
 
+@pytest.mark.parametrize("expected", (0, 1, 12, 28, 40))
+@pytest.mark.parametrize("weight", ("fp32", "bf16"))
+@pytest.mark.parametrize("width", (32, 160))
+def test_more_or_fewer_targets_than_expected(device, expected, weight, width, chunked):
+    """28 of 40 rows count; a weight may be fp32, and a bias with it or not."""
+    inputs = ignore(make(device, rows=40, vocab=300, width=width, dtype=torch.bfloat16), 0.3)
+    inputs["linear_weight"] = inputs["linear_weight"].to(DTYPES[weight])
+    inputs |= {"reduction": "none", "expected_targets": expected}
+
+    def reference(expected_targets, **inputs):
+        return linear_cross_entropy_ref(**inputs)
+
+    check(Way("triton", ROOM), inputs, reference)
+
+
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):
     """Of 1,400 columns one chunk holds 704, in two splits; of the second the last is cut short."""
     splits = []
@@ -1293,21 +1308,25 @@ def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, 
     learning = with_gradients(inputs)
     one = inputs | {"linear_bias": learning["linear_bias"]}
 
-    def keeps(call: dict, **options) -> bool:
+    def keeps(call: dict, **options) -> int:
         skip_where_it_cannot_run(Way(backend, 0), device)
         with fastplm.use_backend(backend), Calls() as forward:
             ops.linear_cross_entropy(**call, **options)
-        return forward.calls[0][0]["kept_rows"] == 5
+        return forward.calls[0][0]["kept_rows"]
 
-    for expected in (5, 7):
-        assert keeps(learning, expected_targets=expected) is kept
-        assert keeps(one, expected_targets=expected) is kept
     # The CPU counts the rows; a kernel that knows of no number keeps none, and skips the ignored.
-    assert keeps(learning) is keeps(learning, expected_targets=4) is (kept and backend == "torch")
-    assert keeps(learning, logits_budget=1 << 20) and not keeps(learning, logits_budget=0)
-    assert not keeps(inputs) and not keeps(inputs, logits_budget=1 << 20)
+    for expected, some in ((7, 5), (5, 5), (3, 3), (0, 0), (None, 0)):
+        wanted = (5 if backend == "torch" else some) if kept else 0
+        assert keeps(learning, expected_targets=expected) == wanted
+        assert keeps(one, expected_targets=expected) == wanted
+    assert keeps(learning, logits_budget=1 << 20) == 5
+    assert keeps(learning, logits_budget=1 << 20, expected_targets=3) == (
+        5 if backend == "torch" else 3
+    )
+    assert keeps(learning, logits_budget=0, expected_targets=3) == 0
+    assert keeps(inputs) == keeps(inputs, logits_budget=1 << 20) == 0
     with torch.no_grad():
-        assert not keeps(learning, logits_budget=1 << 20)
+        assert keeps(learning, logits_budget=1 << 20) == 0
 
 
 def all_logits(input, linear_weight, target, linear_bias):
