@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import launch
+from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 
 # Elements of a program's tile: at 4 warps, two to eight 16-byte loads in flight per thread.
 # Not measured on a device yet.
@@ -33,7 +33,7 @@ _BLOCK_P = 512
 
 def _blocks(width: int) -> tuple[int, int]:
     """(rows or slots, columns) of a tile for rows of ``width`` elements."""
-    block_e = min(_MAX_BLOCK_E, max(16, triton.next_power_of_2(width)))
+    block_e = min(_MAX_BLOCK_E, max(16, next_power_of_2(width)))
     return _TILE // block_e, block_e
 
 
@@ -139,7 +139,7 @@ def gather_rows_fwd(input: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     block_p, block_e = _blocks(width)
     launch(
         _gather_rows_fwd_kernel,
-        (triton.cdiv(slots, block_p) * triton.cdiv(width, block_e),),
+        (cdiv(slots, block_p) * cdiv(width, block_e),),
         input.device,
         input_ptr=input,
         positions_ptr=positions,
@@ -164,7 +164,7 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     ends = torch.full((2, rows), -1, dtype=index, device=positions.device)
     launch(
         _gather_rows_ends_kernel,
-        (triton.cdiv(slots, _BLOCK_P),),
+        (cdiv(slots, _BLOCK_P),),
         grad_out.device,
         positions_ptr=positions,
         ends_ptr=ends,
@@ -176,7 +176,7 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     block_n, block_e = _blocks(width)
     launch(
         _gather_rows_bwd_kernel,
-        (triton.cdiv(rows, block_n) * triton.cdiv(width, block_e),),
+        (cdiv(rows, block_n) * cdiv(width, block_e),),
         grad_out.device,
         dout_ptr=grad_out,
         positions_ptr=positions,
