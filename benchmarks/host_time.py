@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -182,32 +183,34 @@ def launches_of(call: Call, driver: Driver) -> list[tuple[Any, ...]]:
     return launches
 
 
-def microseconds(call: Call, rounds: int) -> float:
-    """Of this process' time, for one call: the fastest round, as others disturb the rest."""
-    times = []
-    for _ in range(rounds):
-        started = time.process_time()
-        for _ in range(CALLS_A_ROUND):
-            call()
-        times.append((time.process_time() - started) / CALLS_A_ROUND * 1e6)
-    return min(times)
+def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Of one call: a low percentile, as whatever else the machine does disturbs the others."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):  # all take turns
+        for name, call in calls.items():
+            for _ in range(CALLS_A_ROUND):
+                started = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - started) * 1e6)
+    return {name: statistics.quantiles(found, n=20)[0] for name, found in times.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--only", default="", metavar="TEXT", help="calls with this in their name")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
     options = parser.parse_args()
     print(f"Triton {triton.__version__}, PyTorch {torch.__version__}")
     print(f"{'µs a call on the host, the device stubbed':<56} µs  launches")
     with stubbed() as driver:
-        for name, call in calls().items():
-            if options.only not in name:
-                continue
+        timed = {name: call for name, call in calls().items() if options.only in name}
+        for call in timed.values():
             call()
-            launches = len(launches_of(call, driver))
-            print(f"{name:<56} {microseconds(call, options.rounds):5.0f} {launches:4}", flush=True)
+        launches = {name: len(launches_of(call, driver)) for name, call in timed.items()}
+        times = microseconds(timed, options.rounds)
+        for name, call in timed.items():
+            print(f"{name:<56} {times[name]:5.0f} {launches[name]:4}")
             if options.profile:
                 _profile(call)
     return 0
