@@ -53,7 +53,8 @@ class Driver:
         self.launcher_cls = nvidia.CudaLauncher
         self.utils = SimpleNamespace(
             launch=self.launch,
-            load_binary=lambda name, *_: (name, hash(name), 0, 0, 1024),
+            # What stands for the loaded kernel tells machine code apart.
+            load_binary=lambda name, cubin, *_: (name, hash(cubin), 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
             build_signature_metadata=tuple,
         )

@@ -57,6 +57,11 @@ def record_launches(arch: int) -> Iterator[list[Launch]]:
         _Recorder.arch, _Recorder.launches = previous
 
 
+def is_recording() -> bool:
+    """Whether launches are recorded: by tools, which may change launch tables in between."""
+    return _Recorder.launches is not None
+
+
 class Fixed(dict[str, Any]):
     """Arguments that launches of one kernel share, all but pointers; not changed once it is made.
 

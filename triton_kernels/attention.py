@@ -60,6 +60,7 @@ from fastplm.triton_kernels._launch import (
     arch_of,
     cdiv,
     dot,
+    is_recording,
     launch,
     nearest_arch,
     next_power_of_2,
@@ -1901,10 +1902,7 @@ class _Shape:
         return self.grid(self.seqlen_k, config["BLOCK_K"]), fixed
 
 
-@functools.lru_cache(maxsize=1024)
-def _shape(arch: int, *sizes: Any) -> _Shape:
-    """``arch`` is that of the launch tables, which are read for a shape once."""
-    return _Shape(*sizes)
+_kept_shape = functools.lru_cache(maxsize=1024)(_Shape)
 
 
 def _shape_of(
@@ -1921,8 +1919,8 @@ def _shape_of(
     is_causal: bool,
     scale: float,
 ) -> _Shape:
-    return _shape(
-        arch_of(query.device),
+    make = _Shape if is_recording() else _kept_shape
+    return make(
         query.dtype,
         query.device,
         query.shape,
