@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -199,7 +199,7 @@ def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     return lambda arguments: tuple(arguments[name] for name in names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _found(kernel: Any, index: int, names: tuple[str, ...]) -> _Found | None:
     """None where launches are left to the JIT: the kernel is of no kind that we know."""
     if type(kernel) is not triton.JITFunction or not hasattr(libtriton, "native_specialize_impl"):

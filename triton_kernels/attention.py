@@ -69,6 +69,11 @@ from fastplm.triton_kernels._launch import (
 )
 from fastplm.triton_kernels._philox import philox
 
+# What a kernel of its own for a multiple of 16 would gain nothing by, and what changes from batch
+# to batch: numbers of sequences, rows and tokens. ``stride_sh`` is the number of rows: statistics
+# start anywhere in it, so that they are loaded one by one.
+_COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_sh")
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 # The stream of ``reference.philox.Stream.DROPOUT`` and its number of rounds.
@@ -311,9 +316,7 @@ def _store_output(
         tl.store(log2l_ptr + offs_q, tl.log2(l_i), mask=mask_q)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "tiles_q", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "tiles_q"])
 def _attention_row_fwd_kernel(
     # pointers
     q_ptr,
@@ -514,9 +517,7 @@ def _attend_range(
     return m_i, l_i, acc
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_fwd_kernel(
     # pointers
     q_ptr,
@@ -869,9 +870,7 @@ def _tile_bwd_head(
     _store_rows(dv_row, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows_q", "num_rows_k", "seqlen_q", "seqlen_k", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows_q", "num_rows_k"])
 def _attention_tile_bwd_kernel(
     # pointers
     q_ptr,
@@ -1139,9 +1138,7 @@ def _dq_range(
     return dq, far_left, far_right
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_bwd_dq_kernel(
     # pointers
     q_ptr,
@@ -1383,9 +1380,7 @@ def _dkdv_range(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_bwd_dkdv_kernel(
     # pointers
     q_ptr,
@@ -1537,9 +1532,7 @@ def _attention_stream_bwd_dkdv_kernel(
     _store_rows(dv_ptr, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "seqlen_q", "seqlen_k", "max_distance", "steps", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "max_distance", "steps"])
 def _attention_bwd_dbias_kernel(
     # pointers
     q_ptr,
@@ -2032,7 +2025,7 @@ def attention_fwd(
     )
     kernel, grid, fixed = shape.forward
     bias = _bias_rows(bias_weight, buckets) if kernel is _attention_stream_fwd_kernel else {}
-    m, log2l = stats.unbind()
+    m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
     launch(
         kernel,
         grid,
@@ -2083,7 +2076,8 @@ def attention_bwd(
         is_causal,
         scale,
     )
-    grad_query, grad_key, grad_value = (shape.empty_like(t) for t in (query, key, value))
+    grad_query, grad_key = shape.empty_like(query), shape.empty_like(key)
+    grad_value = shape.empty_like(value)
     grad_bias = query.new_empty(0)
     if bias_weight is not None and bias_grad:
         grad_bias = bias_weight.new_empty(bias_weight.shape)

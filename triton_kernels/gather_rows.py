@@ -37,7 +37,7 @@ def _blocks(width: int) -> tuple[int, int]:
     return _TILE // block_e, block_e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gather_rows_fwd_kernel(
     # pointers
     input_ptr,
@@ -69,7 +69,8 @@ def _gather_rows_fwd_kernel(
     tl.store(ptrs, x, mask=mask_p[:, None] & mask_e[None, :])
 
 
-@triton.jit
+# A multiple of 16 slots is loaded two at a time.
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_ends_kernel(
     # pointers
     positions_ptr,
@@ -90,7 +91,7 @@ def _gather_rows_ends_kernel(
     tl.atomic_max(ends_ptr + num_rows + row, slot, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gather_rows_bwd_kernel(
     # pointers
     dout_ptr,

@@ -21,6 +21,7 @@ not count is loaded as 0 and its slope is 0, so that even a NaN in it cannot rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class _Tile(NamedTuple):
     warps: int
 
 
+@lru_cache
 def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     """For rows of ``width`` elements that lie ``stride`` elements apart."""
     needed = cdiv(width * itemsize, _MAX_PARTS * _BYTES_PER_WARP)
@@ -65,6 +67,7 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     return _Tile(block_n, part, parts, warps)
 
 
+@lru_cache
 def _groups(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); one group at least, which finds no row."""
     blocks = max(1, cdiv(rows, _ROWS))
@@ -153,7 +156,8 @@ def _add_rows(dw, dz, h, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+# The ids of rows are loaded four at a time where ``num_rows`` is a multiple of 16.
+@triton.jit(do_not_specialize=["num_groups"])
 def _replaced_token_loss_fwd_kernel(
     # pointers
     h_ptr,

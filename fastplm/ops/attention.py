@@ -23,7 +23,7 @@ from fastplm._checks import (
 )
 from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op, autocast, is_eager, is_watched
-from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
+from fastplm.ops._common import checked_seed, kernels, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -387,9 +387,7 @@ def _check_ragged(call: _Call) -> None:
     check_shape(
         where, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "[B + 1], as `cu_seqlens_q`"
     )
-    check_same_device(
-        where, query=call.query, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-    )
+    check_same_device(where, query=call.query, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, cu_seqlens, longest in (
         ("q", cu_seqlens_q, call.max_seqlen_q),
         ("k", cu_seqlens_k, call.max_seqlen_k),
@@ -684,23 +682,15 @@ def _kernel_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return *call[:9], *places
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Imported when first called, as few machines have Triton."""
-    from fastplm.triton_kernels import attention
-
-    return attention
-
-
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _kernels().attention_fwd(*_kernel_arguments(arguments))
+    return kernels("attention").attention_fwd(*_kernel_arguments(arguments))
 
 
 def _triton_backward(
     grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shared = _kernel_arguments(arguments)
-    return _kernels().attention_bwd(grad_out, out, stats, bias_grad, *shared)
+    return kernels("attention").attention_bwd(grad_out, out, stats, bias_grad, *shared)
 
 
 # --- registration ---------------------------------------------------------------------------------
