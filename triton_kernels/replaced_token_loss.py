@@ -67,7 +67,6 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     return _Tile(block_n, part, parts, warps)
 
 
-@lru_cache
 def _groups(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); one group at least, which finds no row."""
     blocks = max(1, cdiv(rows, _ROWS))
