@@ -295,3 +295,13 @@ def test_batches_of_other_sizes_compile_no_kernel_again():
 def test_a_size_that_is_specialised_is_seen():
     for found in run(STEPS, "planted"):
         assert min(found.values()) > 1
+
+
+def test_plain_integers_are_those_of_triton():
+    import triton
+
+    from fastplm.triton_kernels._launch import cdiv, next_power_of_2
+
+    sizes = (*range(1, 130), 50265, 2**31 - 1, 2**31, 2**31 + 1)
+    assert [next_power_of_2(n) for n in sizes] == [triton.next_power_of_2(n) for n in sizes]
+    assert all(cdiv(a, b) == triton.cdiv(a, b) for a in (0, *sizes) for b in (1, 7, 128))
