@@ -4,7 +4,7 @@ The compile lane records the launches that a launcher makes on meta tensors and 
 those signatures for each architecture; nothing about a kernel's arguments is written down twice.
 
 On a GPU Triton's JIT compiles what is launched, and finds it again at each launch: that takes the
-host as long as a small kernel takes the device. ``_Found`` finds it in a third of the time, by
+host as long as a small kernel takes the device. ``_Found`` finds it in half the time, by
 Triton's own function for what a kernel is specialised on.
 """
 
