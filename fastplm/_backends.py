@@ -18,6 +18,7 @@ on the backend of its forward, even after ``use_backend`` was left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -227,7 +228,13 @@ def accepts_all(*arguments: Any, forced: bool) -> str | None:
 
 def needs_cpu(tensor: torch.Tensor) -> str | None:
     """Reason of a CPU implementation."""
-    return None if tensor.device.type == "cpu" else f"it runs on CPU tensors, not {tensor.device}"
+    return None if tensor.device.type == "cpu" else _not_cpu(tensor.device)
+
+
+@functools.cache
+def _not_cpu(device: torch.device) -> str:
+    """Made once: on a GPU every call asks."""
+    return f"it runs on CPU tensors, not {device}"
 
 
 def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:

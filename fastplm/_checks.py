@@ -120,23 +120,24 @@ def _check_alike(where: str, tensors: Mapping[str, torch.Tensor | None], *, dtyp
             continue
         if first is None:
             first_name, first = name, tensor
-        elif dtype and tensor.dtype != first.dtype:
+            first_dtype, first_device = first.dtype, first.device
+        elif dtype and tensor.dtype != first_dtype:
             raise ArgumentTypeError(
                 message(
                     where,
                     name,
                     tensor.dtype,
-                    f"{first.dtype}, the dtype of `{first_name}`",
+                    f"{first_dtype}, the dtype of `{first_name}`",
                     f"Convert one of the two, e.g. {name}.to({first_name}.dtype).",
                 )
             )
-        elif tensor.device != first.device:
+        elif tensor.device != first_device:
             raise ArgumentValueError(
                 message(
                     where,
                     name,
                     f"device {tensor.device}",
-                    f"{first.device}, the device of `{first_name}`",
+                    f"{first_device}, the device of `{first_name}`",
                     f"Move it with {name}.to({first_name}.device).",
                 )
             )

@@ -56,14 +56,23 @@ import triton.language as tl
 
 from fastplm.triton_kernels._launch import (
     INTERPRETED,
+    Fixed,
     arch_of,
+    cdiv,
     dot,
+    is_recording,
     launch,
     nearest_arch,
+    next_power_of_2,
     sm_count,
     upcast_dot,
 )
 from fastplm.triton_kernels._philox import philox
+
+# What a kernel of its own for a multiple of 16 would gain nothing by, and what changes from batch
+# to batch: numbers of sequences, rows and tokens. ``stride_sh`` is the number of rows: statistics
+# start anywhere in it, so that they are loaded one by one.
+_COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_sh")
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -307,9 +316,7 @@ def _store_output(
         tl.store(log2l_ptr + offs_q, tl.log2(l_i), mask=mask_q)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "tiles_q", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "tiles_q"])
 def _attention_row_fwd_kernel(
     # pointers
     q_ptr,
@@ -510,9 +517,7 @@ def _attend_range(
     return m_i, l_i, acc
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_fwd_kernel(
     # pointers
     q_ptr,
@@ -865,9 +870,7 @@ def _tile_bwd_head(
     _store_rows(dv_row, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows_q", "num_rows_k", "seqlen_q", "seqlen_k", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows_q", "num_rows_k"])
 def _attention_tile_bwd_kernel(
     # pointers
     q_ptr,
@@ -1135,9 +1138,7 @@ def _dq_range(
     return dq, far_left, far_right
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_bwd_dq_kernel(
     # pointers
     q_ptr,
@@ -1379,9 +1380,7 @@ def _dkdv_range(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "seqlen_q", "seqlen_k", "max_distance", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_rows", "max_distance"])
 def _attention_stream_bwd_dkdv_kernel(
     # pointers
     q_ptr,
@@ -1533,9 +1532,7 @@ def _attention_stream_bwd_dkdv_kernel(
     _store_rows(dv_ptr, dv, offs_k, exists, stride_dkt, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "seqlen_q", "seqlen_k", "max_distance", "steps", "threshold"]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "max_distance", "steps"])
 def _attention_bwd_dbias_kernel(
     # pointers
     q_ptr,
@@ -1719,7 +1716,7 @@ def _attention_bwd_dbias_sum_kernel(
 
 
 def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _row_limit(dtype: torch.dtype, head_dim: int) -> int:
@@ -1744,67 +1741,196 @@ def needs_statistics(
 
 
 class _Shape:
-    """Sizes of a call in either layout, and the keywords its tensors become."""
+    """Sizes of a call in either layout, and what its launches take of them.
+
+    Made once for all calls of the same sizes, strides and options: the layers of a model.
+    """
 
     def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cu_seqlens_q: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        query_shape: tuple[int, ...],
+        key_shape: tuple[int, ...],
+        strides: tuple[tuple[int, ...], ...],
+        mask_stride: int,
+        num_seqs: int | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         has_bias: bool,
-        has_dropout: bool,
+        dropout_threshold: int | None,
+        is_causal: bool,
+        scale: float,
     ) -> None:
-        self.ragged = cu_seqlens_q is not None
-        self.heads, self.head_dim = query.shape[1], query.shape[-1]
-        self.block_d = _block_d(self.head_dim)
-        self.batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+        self.dtype, self.device, self.has_bias = dtype, device, has_bias
         self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
-        self.rows_q = query.shape[0] if self.ragged else query.shape[0] * query.shape[2]
-        self.rows_k = key.shape[0] if self.ragged else key.shape[0] * key.shape[2]
-        self.dtype, self.device = query.dtype, query.device
-        self.streams = needs_statistics(
-            self.dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias
-        )
-        self.has_bias = has_bias
+        self.ragged = num_seqs is not None
+        if num_seqs is not None:
+            self.batch, (self.rows_q, self.heads, self.head_dim) = num_seqs, query_shape
+            self.rows_k = key_shape[0]
+        else:
+            self.batch, self.heads, length, self.head_dim = query_shape
+            self.rows_q, self.rows_k = self.batch * length, self.batch * key_shape[2]
+        self.block_d = _block_d(self.head_dim)
+        self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
         # What a streaming kernel carries besides the scores; its registers hang on it.
-        carried = ["bias"] * has_bias + ["dropout"] * has_dropout
-        self.kind = " ".join(carried) or "plain"
+        has_dropout = dropout_threshold is not None
+        self.kind = _STREAM_KINDS[2 * has_bias + has_dropout]
+        threshold, self.scale = dropout_threshold or 0, scale
+        self.shared = dict(
+            num_seqs=self.batch,
+            num_heads=self.heads,
+            seqlen_q=max_seqlen_q,
+            seqlen_k=max_seqlen_k,
+            scale_log2=scale * _LOG2E.value,
+            threshold=threshold,
+            keep_scale=256 / (256 - threshold) if threshold < 256 else 0.0,
+            **self.strides("q", strides[0]),
+            **self.strides("k", strides[1]),
+            **self.strides("v", strides[2]),
+            stride_mb=mask_stride,
+            HEAD_DIM=self.head_dim,
+            BLOCK_D=self.block_d,
+            IS_CAUSAL=is_causal,
+            UPCAST=upcast_dot(dtype),
+        )
 
     @property
     def is_empty(self) -> bool:
         """Whether no query has a key."""
         return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
-    def strides(self, letter: str, tensor: torch.Tensor) -> dict[str, int]:
+    def strides(self, letter: str, steps: tuple[int, ...]) -> dict[str, int]:
         """Keywords ``stride_<letter>b, …h, …t``."""
-        if self.ragged:
-            steps = (0, tensor.stride(1), tensor.stride(0))
-        else:
-            steps = tensor.stride()[:3]
+        steps = (0, steps[1], steps[0]) if self.ragged else steps[:3]
         return {f"stride_{letter}{axis}": step for axis, step in zip("bht", steps, strict=True)}
+
+    def strides_of_output(self, letter: str, rows: int) -> dict[str, int]:
+        """The same of what ``empty_like`` makes for a tensor of so many rows."""
+        width = self.heads * self.head_dim
+        if self.ragged:
+            return self.strides(letter, (width, self.head_dim, 1))
+        return self.strides(letter, (rows // max(self.batch, 1) * width, self.head_dim, width))
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output: [N, H, D], or [B, H, T, D] over the [B, T, H, D] memory of projections."""
         if self.ragged:
             return tensor.new_empty(tensor.shape)
         batch, heads, length, dim = tensor.shape
-        return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
+        return tensor.new_empty((batch, length, heads, dim)).transpose(1, 2)
 
     def empty_stats(self, query: torch.Tensor) -> torch.Tensor:
         """fp32 [2, H, rows of query]: m and log2(l); no rows where the backward needs neither."""
-        rows = self.rows_q if self.streams else 0
-        stats = query.new_empty(2, self.heads, rows, dtype=torch.float32)
+        if not self.streams:
+            return query.new_empty((2, self.heads, 0), dtype=torch.float32)
+        stats = query.new_empty((2, self.heads, self.rows_q), dtype=torch.float32)
         return stats.zero_() if self.ragged else stats  # spare rows are written by no kernel
 
     def grid(self, length: int, block: int) -> tuple[int]:
         """A program for every tile of every head."""
-        return (triton.cdiv(length, block) * self.batch * self.heads,)
+        return (cdiv(length, block) * self.batch * self.heads,)
+
+    @functools.cached_property
+    def forward(self) -> tuple[Any, tuple[int], Fixed]:
+        """Kernel, grid and arguments of the forward."""
+        kernel, config = _forward_config(self)
+        fixed = Fixed(
+            num_rows=self.rows_q,
+            stride_sh=self.rows_q if self.streams else 1,
+            HAS_STATS=self.streams,
+            **self.strides_of_output("o", self.rows_q),
+            **self.shared,
+            **config,
+        )
+        if kernel is _attention_stream_fwd_kernel:
+            fixed |= dict(scale=self.scale)
+        tiles = config.get("tiles_q", 1)
+        return kernel, self.grid(self.seqlen_q, config["BLOCK_Q"] * tiles), fixed
+
+    @functools.cached_property
+    def tile_backward(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the backward of a head in one tile."""
+        config = _config("tile_bwd", self, _tile_kind(self))
+        programs = self.batch * self.heads
+        if config["PERSISTENT"]:
+            programs = min(programs, sm_count(self.device))
+        fixed = Fixed(
+            num_rows_q=self.rows_q,
+            num_rows_k=self.rows_k,
+            scale=self.scale,
+            **self.strides_of_output("dq", self.rows_q),
+            **self.strides_of_output("dk", self.rows_k),
+            **self.shared,
+            **config,
+        )
+        return (programs,), fixed
+
+    @functools.cached_property
+    def stream_dq(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the streaming backward of the queries."""
+        config = _config("stream_dq", self, self.kind)
+        fixed = Fixed(
+            num_rows=self.rows_q,
+            scale=self.scale,
+            stride_sh=self.rows_q,
+            **self.strides_of_output("o", self.rows_q),
+            **self.strides_of_output("dq", self.rows_q),
+            **self.shared,
+            **config,
+        )
+        return self.grid(self.seqlen_q, config["BLOCK_Q"]), fixed
+
+    @functools.cached_property
+    def stream_dkdv(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the streaming backward of keys and values."""
+        config = _config("stream_dkdv", self, self.kind)
+        fixed = Fixed(
+            num_rows=self.rows_k,
+            scale=self.scale,
+            stride_sh=self.rows_q,
+            **self.strides_of_output("dk", self.rows_k),
+            **self.shared,
+            **config,
+        )
+        return self.grid(self.seqlen_k, config["BLOCK_K"]), fixed
 
 
-def _inputs(
-    shape: _Shape,
+_kept_shape = functools.lru_cache(maxsize=1024)(_Shape)
+
+
+def _shape_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    bias_weight: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    dropout_threshold: int,
+    is_causal: bool,
+    scale: float,
+) -> _Shape:
+    make = _Shape if is_recording() else _kept_shape
+    return make(
+        query.dtype,
+        query.device,
+        query.shape,
+        key.shape,
+        (query.stride(), key.stride(), value.stride()),
+        0 if key_mask is None or cu_seqlens_q is not None else key_mask.stride(0),
+        None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        max_seqlen_q,
+        max_seqlen_k,
+        bias_weight is not None,
+        None if seed is None else dropout_threshold,
+        is_causal,
+        scale,
+    )
+
+
+def _pointers(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -1813,12 +1939,8 @@ def _inputs(
     cu_seqlens_k: torch.Tensor | None,
     seed: torch.Tensor | None,
     sample_index: torch.Tensor | None,
-    dropout_threshold: int,
-    is_causal: bool,
-    scale: float,
-) -> dict[str, Any]:
-    """The keywords that all kernels share."""
-    mask_stride = 0 if key_mask is None or shape.ragged else key_mask.stride(0)
+) -> dict[str, torch.Tensor | None]:
+    """Those that all kernels share."""
     return dict(
         q_ptr=query,
         k_ptr=key,
@@ -1827,22 +1949,7 @@ def _inputs(
         cu_q_ptr=cu_seqlens_q,
         cu_k_ptr=cu_seqlens_k,
         seed_ptr=seed,
-        sample_ptr=sample_index if seed is not None else None,
-        num_seqs=shape.batch,
-        num_heads=shape.heads,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        scale_log2=scale * _LOG2E.value,
-        threshold=dropout_threshold,
-        keep_scale=256 / (256 - dropout_threshold) if dropout_threshold < 256 else 0.0,
-        **shape.strides("q", query),
-        **shape.strides("k", key),
-        **shape.strides("v", value),
-        stride_mb=mask_stride,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_D=shape.block_d,
-        IS_CAUSAL=is_causal,
-        UPCAST=upcast_dot(shape.dtype),
+        sample_ptr=None if seed is None else sample_index,
     )
 
 
@@ -1854,7 +1961,7 @@ def _bias_rows(bias_weight: torch.Tensor | None, buckets: torch.Tensor | None) -
     rows = bias_weight.new_empty(heads, width, dtype=torch.float32)
     launch(
         _bias_rows_kernel,
-        (heads, triton.cdiv(width, 256)),
+        (heads, cdiv(width, 256)),
         bias_weight.device,
         weight_ptr=bias_weight,
         buckets_ptr=buckets,
@@ -1896,48 +2003,40 @@ def attention_fwd(
     Returns:
         The output in the shape of ``query``, and the row statistics fp32 [2, H, rows or 0].
     """
-    shape = _Shape(
+    shape = _shape_of(
         query,
         key,
+        value,
+        key_mask,
         cu_seqlens_q,
         max_seqlen_q,
         max_seqlen_k,
-        has_bias=bias_weight is not None,
-        has_dropout=seed is not None,
+        bias_weight,
+        seed,
+        dropout_threshold,
+        is_causal,
+        scale,
     )
     out, stats = shape.empty_like(query), shape.empty_stats(query)
     if shape.is_empty:
         return out.zero_(), stats.zero_()
-    arguments = dict(
-        out_ptr=out,
-        m_ptr=stats[0],
-        log2l_ptr=stats[1],
-        num_rows=shape.rows_q,
-        stride_sh=stats.stride(1),
-        HAS_STATS=shape.streams,
-        **shape.strides("o", out),
-        **_inputs(
-            shape,
-            query,
-            key,
-            value,
-            key_mask,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seed,
-            sample_index,
-            dropout_threshold,
-            is_causal,
-            scale,
-        ),
+    pointers = _pointers(
+        query, key, value, key_mask, cu_seqlens_q, cu_seqlens_k, seed, sample_index
     )
-    kernel, config = _forward_config(shape)
-    if kernel is _attention_stream_fwd_kernel:
-        arguments |= _bias_rows(bias_weight, buckets) | dict(scale=scale)
-        grid = shape.grid(max_seqlen_q, config["BLOCK_Q"])
-    else:
-        grid = shape.grid(max_seqlen_q, config["BLOCK_Q"] * config["tiles_q"])
-    launch(kernel, grid, shape.device, **arguments, **config)
+    kernel, grid, fixed = shape.forward
+    bias = _bias_rows(bias_weight, buckets) if kernel is _attention_stream_fwd_kernel else {}
+    m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
+    launch(
+        kernel,
+        grid,
+        shape.device,
+        fixed=fixed,
+        out_ptr=out,
+        m_ptr=m,
+        log2l_ptr=log2l,
+        **pointers,
+        **bias,
+    )
     return out, stats
 
 
@@ -1963,73 +2062,51 @@ def attention_bwd(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the backward: gradients of query, key, value and, with ``bias_grad``, bias_weight."""
-    shape = _Shape(
+    shape = _shape_of(
         query,
         key,
+        value,
+        key_mask,
         cu_seqlens_q,
         max_seqlen_q,
         max_seqlen_k,
-        has_bias=bias_weight is not None,
-        has_dropout=seed is not None,
+        bias_weight,
+        seed,
+        dropout_threshold,
+        is_causal,
+        scale,
     )
-    grad_query, grad_key, grad_value = (shape.empty_like(t) for t in (query, key, value))
+    grad_query, grad_key = shape.empty_like(query), shape.empty_like(key)
+    grad_value = shape.empty_like(value)
     grad_bias = query.new_empty(0)
     if bias_weight is not None and bias_grad:
         grad_bias = bias_weight.new_empty(bias_weight.shape)
     if shape.is_empty:
         grads = (grad_query, grad_key, grad_value, grad_bias)
         return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
-    shared = dict(
+    shared: dict[str, Any] = dict(
         do_ptr=grad_out,
-        **shape.strides("do", grad_out),
-        **_inputs(
-            shape,
-            query,
-            key,
-            value,
-            key_mask,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seed,
-            sample_index,
-            dropout_threshold,
-            is_causal,
-            scale,
-        ),
+        **shape.strides("do", grad_out.stride()),
+        **_pointers(query, key, value, key_mask, cu_seqlens_q, cu_seqlens_k, seed, sample_index),
     )
     if not shape.streams:
-        config = _config("tile_bwd", shape, _tile_kind(shape))
-        programs = shape.batch * shape.heads
-        if config["PERSISTENT"]:
-            programs = min(programs, sm_count(shape.device))
+        grid, fixed = shape.tile_backward
         launch(
             _attention_tile_bwd_kernel,
-            (programs,),
+            grid,
             shape.device,
+            fixed=fixed,
             dq_ptr=grad_query,
             dk_ptr=grad_key,
             dv_ptr=grad_value,
-            num_rows_q=shape.rows_q,
-            num_rows_k=shape.rows_k,
-            scale=scale,
-            **shape.strides("dq", grad_query),
-            **shape.strides("dk", grad_key),
             **shared,
-            **config,
         )
         return grad_query, grad_key, grad_value, grad_bias
 
-    delta = torch.empty_like(stats[0])
-    shared |= dict(
-        m_ptr=stats[0],
-        log2l_ptr=stats[1],
-        delta_ptr=delta,
-        stride_sh=stats.stride(1),
-        scale=scale,
-        **_bias_rows(bias_weight, buckets),
-    )
-    config = _config("stream_dq", shape, shape.kind)
-    grid = shape.grid(max_seqlen_q, config["BLOCK_Q"])
+    m, log2l = stats.unbind()
+    shared |= dict(m_ptr=m, log2l_ptr=log2l, delta_ptr=torch.empty_like(m))
+    shared |= _bias_rows(bias_weight, buckets)
+    grid, fixed = shape.stream_dq
     far = None
     if bias_weight is not None and bias_grad:
         far = query.new_empty(shape.heads, grid[0] // shape.heads, 2, dtype=torch.float32)
@@ -2037,26 +2114,21 @@ def attention_bwd(
         _attention_stream_bwd_dq_kernel,
         grid,
         shape.device,
+        fixed=fixed,
         out_ptr=out,
         dq_ptr=grad_query,
         far_ptr=far,
-        num_rows=shape.rows_q,
-        **shape.strides("o", out),
-        **shape.strides("dq", grad_query),
         **shared,
-        **config,
     )
-    config = _config("stream_dkdv", shape, shape.kind)
+    grid, fixed = shape.stream_dkdv
     launch(
         _attention_stream_bwd_dkdv_kernel,
-        shape.grid(max_seqlen_k, config["BLOCK_K"]),
+        grid,
         shape.device,
+        fixed=fixed,
         dk_ptr=grad_key,
         dv_ptr=grad_value,
-        num_rows=shape.rows_k,
-        **shape.strides("dk", grad_key),
         **shared,
-        **config,
     )
     if far is not None and buckets is not None:
         _launch_bias_gradient(shape, shared, far, buckets, grad_bias)
@@ -2079,10 +2151,10 @@ def _launch_bias_gradient(
 ) -> None:
     config = _config("dbias", shape, shape.kind)
     block_k, num_buckets = config["BLOCK_K"], grad_bias.shape[0]
-    kinds = (2 * triton.cdiv(shared["max_distance"], block_k) + 1) * (block_k // config["BLOCK_Q"])
-    tiles = shape.batch * (triton.cdiv(shape.seqlen_q, block_k) + 1)
+    kinds = (2 * cdiv(shared["max_distance"], block_k) + 1) * (block_k // config["BLOCK_Q"])
+    tiles = shape.batch * (cdiv(shape.seqlen_q, block_k) + 1)
     most = max(1, _BIAS_PROGRAMS // (kinds * shape.heads))
-    parts = min(triton.cdiv(tiles, _BIAS_TILES), most)
+    parts = min(cdiv(tiles, _BIAS_TILES), most)
     near = far.new_empty(shape.heads, parts, kinds, num_buckets)
     launch(
         _attention_bwd_dbias_kernel,
@@ -2091,7 +2163,10 @@ def _launch_bias_gradient(
         buckets_ptr=buckets,
         near_ptr=near,
         num_buckets=num_buckets,
-        steps=triton.cdiv(tiles, parts),
+        steps=cdiv(tiles, parts),
+        scale=shape.scale,
+        stride_sh=shape.rows_q,
+        **shape.shared,
         **shared,
         **config,
     )
@@ -2109,7 +2184,7 @@ def _launch_bias_gradient(
         num_far=far.shape[1],
         max_distance=shared["max_distance"],
         BLOCK_N=64,
-        BUCKETS=triton.next_power_of_2(num_buckets),
+        BUCKETS=next_power_of_2(num_buckets),
         num_warps=4,
         num_stages=1,
     )
@@ -2251,7 +2326,7 @@ _ROW_TILES = 2
 
 def _length_class(seqlen: int) -> int:
     """The tile that holds a whole row: 64, 128 or 256."""
-    return max(64, triton.next_power_of_2(seqlen))
+    return max(64, next_power_of_2(seqlen))
 
 
 def _tile_kind(shape: _Shape) -> str | int:

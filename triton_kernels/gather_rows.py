@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import launch
+from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 
 # Elements of a program's tile: at 4 warps, two to eight 16-byte loads in flight per thread.
 # Not measured on a device yet.
@@ -33,11 +33,11 @@ _BLOCK_P = 512
 
 def _blocks(width: int) -> tuple[int, int]:
     """(rows or slots, columns) of a tile for rows of ``width`` elements."""
-    block_e = min(_MAX_BLOCK_E, max(16, triton.next_power_of_2(width)))
+    block_e = min(_MAX_BLOCK_E, max(16, next_power_of_2(width)))
     return _TILE // block_e, block_e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gather_rows_fwd_kernel(
     # pointers
     input_ptr,
@@ -69,7 +69,8 @@ def _gather_rows_fwd_kernel(
     tl.store(ptrs, x, mask=mask_p[:, None] & mask_e[None, :])
 
 
-@triton.jit
+# A multiple of 16 slots is loaded two at a time.
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_ends_kernel(
     # pointers
     positions_ptr,
@@ -90,7 +91,7 @@ def _gather_rows_ends_kernel(
     tl.atomic_max(ends_ptr + num_rows + row, slot, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gather_rows_bwd_kernel(
     # pointers
     dout_ptr,
@@ -139,7 +140,7 @@ def gather_rows_fwd(input: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     block_p, block_e = _blocks(width)
     launch(
         _gather_rows_fwd_kernel,
-        (triton.cdiv(slots, block_p) * triton.cdiv(width, block_e),),
+        (cdiv(slots, block_p) * cdiv(width, block_e),),
         input.device,
         input_ptr=input,
         positions_ptr=positions,
@@ -164,7 +165,7 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     ends = torch.full((2, rows), -1, dtype=index, device=positions.device)
     launch(
         _gather_rows_ends_kernel,
-        (triton.cdiv(slots, _BLOCK_P),),
+        (cdiv(slots, _BLOCK_P),),
         grad_out.device,
         positions_ptr=positions,
         ends_ptr=ends,
@@ -176,7 +177,7 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     block_n, block_e = _blocks(width)
     launch(
         _gather_rows_bwd_kernel,
-        (triton.cdiv(rows, block_n) * triton.cdiv(width, block_e),),
+        (cdiv(rows, block_n) * cdiv(width, block_e),),
         grad_out.device,
         dout_ptr=grad_out,
         positions_ptr=positions,

@@ -21,13 +21,14 @@ not count is loaded as 0 and its slope is 0, so that even a NaN in it cannot rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import launch
+from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 
 # As few warps as can hold a row, one up to 2 KB: what is done once a row (its logit's last sums,
 # sigmoid, loss) is done by every warp along it. A row is up to four parts that need not be a power
@@ -51,12 +52,13 @@ class _Tile(NamedTuple):
     warps: int
 
 
+@lru_cache
 def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     """For rows of ``width`` elements that lie ``stride`` elements apart."""
-    needed = triton.cdiv(width * itemsize, _MAX_PARTS * _BYTES_PER_WARP)
-    warps = min(_MAX_WARPS, triton.next_power_of_2(needed))
-    part = min(warps * _BYTES_PER_WARP // itemsize, max(16, triton.next_power_of_2(width)))
-    parts = min(_MAX_PARTS, triton.cdiv(width, part))
+    needed = cdiv(width * itemsize, _MAX_PARTS * _BYTES_PER_WARP)
+    warps = min(_MAX_WARPS, next_power_of_2(needed))
+    part = min(warps * _BYTES_PER_WARP // itemsize, max(16, next_power_of_2(width)))
+    parts = min(_MAX_PARTS, cdiv(width, part))
     block_n = (8, 4, 4, 2)[parts - 1]
     if warps >= 4:
         block_n //= 2  # a whole tile of such rows spills on sm_90
@@ -67,9 +69,9 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
 
 def _groups(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); one group at least, which finds no row."""
-    blocks = max(1, triton.cdiv(rows, _ROWS))
-    blocks_per_group = triton.cdiv(blocks, _MAX_GROUPS)
-    return triton.cdiv(blocks, blocks_per_group), blocks_per_group * _ROWS
+    blocks = max(1, cdiv(rows, _ROWS))
+    blocks_per_group = cdiv(blocks, _MAX_GROUPS)
+    return cdiv(blocks, blocks_per_group), blocks_per_group * _ROWS
 
 
 def sums_weight_gradient(input: torch.Tensor) -> bool:
@@ -153,7 +155,8 @@ def _add_rows(dw, dz, h, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+# The ids of rows are loaded four at a time where ``num_rows`` is a multiple of 16.
+@triton.jit(do_not_specialize=["num_groups"])
 def _replaced_token_loss_fwd_kernel(
     # pointers
     h_ptr,
@@ -523,7 +526,7 @@ def replaced_token_loss_bwd(
     launch(
         _replaced_token_loss_bwd_kernel,
         # Without rows to go through, one group scales the sums.
-        (triton.cdiv(width, tile.part * tile.parts), groups if by_rows else 1),
+        (cdiv(width, tile.part * tile.parts), groups if by_rows else 1),
         slope.device,
         dloss_ptr=grad_loss,
         denominator_ptr=slope if denominator is None else denominator,
@@ -586,7 +589,7 @@ def _sum(
     few = groups <= 128
     launch(
         _replaced_token_loss_sum_kernel,
-        (triton.cdiv(width, 16) + 1,),
+        (cdiv(width, 16) + 1,),
         partial.device,
         partial_ptr=partial,
         partial_dw_ptr=partial_weight,

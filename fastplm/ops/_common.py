@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +18,15 @@ from fastplm._checks import check, check_choice, check_dtype, check_same_device,
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if its last stride is not 1: the one layout that kernels ask for."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@functools.cache
+def kernels(op: str) -> ModuleType:
+    """``triton_kernels/<op>.py``, imported when a kernel is first called: Triton need not be there.
+
+    An import statement that finds its module still takes a microsecond.
+    """
+    return importlib.import_module(f"fastplm.triton_kernels.{op}")
 
 
 def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:

@@ -23,7 +23,7 @@ from fastplm._checks import (
 )
 from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op, autocast, is_eager, is_watched
-from fastplm.ops._common import checked_seed, last_dim_contiguous, rejects_of_csrc
+from fastplm.ops._common import checked_seed, kernels, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
@@ -87,6 +87,8 @@ class _Call(NamedTuple):
         )
 
 
+#: The place of the one argument beside query, key and value that gets a gradient.
+_BIAS = _Call._fields.index("bias_weight")
 # Which arguments a backend wants with a last stride of 1.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
@@ -293,7 +295,7 @@ def attention_varlen(
 
 def _run(call: _Call) -> torch.Tensor:
     backend = OP.resolve(*call)
-    if call.ragged and backend not in ("cpp", "torch"):  # which look themselves
+    if call.ragged and call.query.is_cpu and backend not in ("cpp", "torch"):  # they look, too
         _check_lengths(call)
     if backend == "torch" and requested("attention") == "auto" and _is_plain(call):
         return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
@@ -385,12 +387,12 @@ def _check_ragged(call: _Call) -> None:
     check_shape(
         where, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "[B + 1], as `cu_seqlens_q`"
     )
+    check_same_device(where, query=call.query, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, cu_seqlens, longest in (
         ("q", cu_seqlens_q, call.max_seqlen_q),
         ("k", cu_seqlens_k, call.max_seqlen_k),
     ):
         check_dtype(where, f"cu_seqlens_{name}", cu_seqlens, (torch.int32,))
-        check_same_device(where, query=call.query, **{f"cu_seqlens_{name}": cu_seqlens})
         check(
             longest >= 0,
             where,
@@ -644,16 +646,15 @@ def _torch_backward(
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
-def _triton_rejects(*arguments: Any, forced: bool) -> str | None:
-    call = _Call(*arguments)
-    if call.query.dtype is torch.float64:
+def _triton_rejects(query: torch.Tensor, *others: Any, forced: bool) -> str | None:
+    if query.dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
-    most = _MAX_HEAD_DIM[call.query.dtype.itemsize]
-    if call.query.shape[-1] > most:
-        return f"head dim {call.query.shape[-1]} is over {most}"
-    if call.scale <= 0.0:
-        return f"scale {call.scale}: the kernels take a positive one"
-    return needs_triton(call.query, forced)
+    most, scale = _MAX_HEAD_DIM[query.dtype.itemsize], others[-1]
+    if query.shape[-1] > most:
+        return f"head dim {query.shape[-1]} is over {most}"
+    if scale <= 0.0:
+        return f"scale {scale}: the kernels take a positive one"
+    return needs_triton(query, forced)
 
 
 @functools.lru_cache
@@ -673,26 +674,23 @@ def _buckets_of(call: _Call) -> torch.Tensor:
     )
 
 
-def _kernel_arguments(call: _Call) -> dict[str, Any]:
-    arguments = call._asdict()
-    del arguments["bias_bidirectional"], arguments["bias_max_distance"]
-    arguments["buckets"] = None if call.bias_weight is None else _buckets_of(call)
-    arguments["dropout_threshold"] = dropout_threshold(arguments.pop("dropout_p"))
-    return arguments
+def _kernel_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    call = _Call(*arguments)
+    buckets = None if call.bias_weight is None else _buckets_of(call)
+    threshold = dropout_threshold(call.dropout_p)
+    places = (buckets, call.seed, call.sample_index, threshold, call.is_causal, call.scale)
+    return *call[:9], *places
 
 
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from fastplm.triton_kernels.attention import attention_fwd
-
-    return attention_fwd(**_kernel_arguments(_Call(*arguments)))
+    return kernels("attention").attention_fwd(*_kernel_arguments(arguments))
 
 
 def _triton_backward(
     grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, bias_grad: bool, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from fastplm.triton_kernels.attention import attention_bwd
-
-    return attention_bwd(grad_out, out, stats, bias_grad, **_kernel_arguments(_Call(*arguments)))
+    shared = _kernel_arguments(arguments)
+    return kernels("attention").attention_bwd(grad_out, out, stats, bias_grad, *shared)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -747,14 +745,13 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_out, _grad_stats):
     *rows, weight, seed, sample_index, out, stats = ctx.saved_tensors
     inputs = (*rows, *ctx.lengths, weight, *ctx.buckets, seed, sample_index, *ctx.settings)
-    bias = _Call._fields.index("bias_weight")
-    bias_grad = ctx.needs_input_grad[bias]
+    bias_grad = ctx.needs_input_grad[_BIAS]
     grad_out = last_dim_contiguous(grad_out)
     out = grad_out if out is None else out
     grads = OP.call_backward(grad_out, out, stats, bias_grad, *inputs)
     result: list[Any] = [None] * len(inputs)
     result[:3] = grads[:3]
-    result[bias] = grads[3] if bias_grad else None
+    result[_BIAS] = grads[3] if bias_grad else None
     return tuple(result)
 
 

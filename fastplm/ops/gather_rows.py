@@ -17,7 +17,7 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op
-from fastplm.ops._common import rejects_of_csrc
+from fastplm.ops._common import kernels, rejects_of_csrc
 from fastplm.reference.gather_rows import gather_rows_ref
 
 
@@ -159,16 +159,12 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _triton_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    from fastplm.triton_kernels.gather_rows import gather_rows_fwd
-
     _check_range(input, positions)
-    return gather_rows_fwd(input, positions)
+    return kernels("gather_rows").gather_rows_fwd(input, positions)
 
 
 def _triton_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    from fastplm.triton_kernels.gather_rows import gather_rows_bwd
-
-    return gather_rows_bwd(grad_out, positions, rows)
+    return kernels("gather_rows").gather_rows_bwd(grad_out, positions, rows)
 
 
 # --- registration ---------------------------------------------------------------------------------

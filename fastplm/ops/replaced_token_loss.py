@@ -25,7 +25,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import check_reduction, last_dim_contiguous, rejects_of_csrc
+from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 
@@ -350,15 +350,11 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    from fastplm.triton_kernels.replaced_token_loss import replaced_token_loss_fwd
-
-    return replaced_token_loss_fwd(*arguments)
+    return kernels("replaced_token_loss").replaced_token_loss_fwd(*arguments)
 
 
 def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from fastplm.triton_kernels.replaced_token_loss import replaced_token_loss_bwd
-
-    return replaced_token_loss_bwd(*arguments)
+    return kernels("replaced_token_loss").replaced_token_loss_bwd(*arguments)
 
 
 def _sums_weight(input: torch.Tensor, backend: str) -> bool:

@@ -131,6 +131,9 @@ CUTS = {
         leaves=("out/rows/cpu/linear_cross_entropy.csv",),
         slow=True,
     ),
+    "python benchmarks/host_time.py": Cut(
+        "--rounds 2", says=r"gather_rows, forward +\d", slow=True
+    ),
     "python benchmarks/memory.py": Cut("--sizes 1024", leaves=("out/rows/cpu/loss_memory.csv",)),
     "python benchmarks/overhead.py": Cut(
         "--rounds 2", says=r"gather_rows, backward +\d", judges=True

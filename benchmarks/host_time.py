@@ -1,0 +1,231 @@
+"""Host time of a call on the GPU path, without a GPU: ``python benchmarks/host_time.py``.
+
+Small batches are bound by what the host does before the device hears of a kernel. This runs that
+work for real and leaves the device out: the public function of an op, checks, choice of the
+backend, autograd, the launcher, and of Triton the binding of arguments, their specialisation, the
+look-up of the compiled kernel and the Python side of its launcher. Kernels are compiled to machine
+code for sm_90 when they are first met, which is not timed.
+
+Stubbed are
+
+- the tensors: they lie in host memory and say that they lie on ``cuda:0``. What allocates or fills
+  a tensor does so on the host, so sizes are small;
+- the questions to PyTorch's CUDA runtime, for the current device and stream;
+- Triton's driver: loading a binary, and the C function that ends a launch (``utils.launch``; of
+  Triton 3.6 the ``launch`` of the module it compiles for each signature).
+
+The figures leave out that C function (it parses the arguments and calls ``cuLaunchKernelEx``), the
+caching allocator, what a launch of PyTorch's own kernels costs, and every wait. Compare them with
+each other, on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+
+from fastplm import ops
+
+CALLS_A_ROUND = 100
+DEVICE = torch.device("cuda", 0)
+
+Call = Callable[[], Any]
+
+
+class Driver:
+    """Triton's driver of a device that is not there; ``launches`` has what would be launched."""
+
+    def __init__(self, arch: int = 90) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+        self.launches: list[tuple[Any, ...]] | None = None
+        self.launcher_cls = nvidia.CudaLauncher
+        self.utils = SimpleNamespace(
+            launch=self.launch,
+            # What stands for the loaded kernel tells machine code apart.
+            load_binary=lambda name, cubin, *_: (name, hash(cubin), 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
+            build_signature_metadata=tuple,
+        )
+
+    def launch(self, *arguments: Any) -> None:
+        if self.launches is not None:
+            self.launches.append(arguments)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+@contextlib.contextmanager
+def stubbed(arch: int = 90) -> Iterator[Driver]:
+    """Let every tensor say that it lies on a GPU, and let nothing be launched there."""
+    driver = Driver(arch)
+    module = SimpleNamespace(launch=driver.launch)
+    runtime = dict(
+        _cuda_getDevice=lambda: 0,
+        _cuda_getCurrentRawStream=lambda device: 7,
+        _cuda_exchangeDevice=lambda device: 0,
+        _cuda_maybeExchangeDevice=lambda device: 0,
+    )
+    with contextlib.ExitStack() as stack:
+        for name, function in runtime.items():
+            stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
+        cuda = dict(
+            _exchange_device=runtime["_cuda_exchangeDevice"],
+            _maybe_exchange_device=runtime["_cuda_maybeExchangeDevice"],
+            _lazy_init=lambda: None,
+            get_device_capability=lambda device=None: divmod(arch, 10),
+            get_device_properties=lambda device=None: SimpleNamespace(multi_processor_count=132),
+        )
+        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
+        where = dict(
+            device=property(lambda tensor: DEVICE),
+            is_cuda=property(lambda tensor: True),
+            is_cpu=property(lambda tensor: False),
+        )
+        stack.enter_context(mock.patch.multiple(torch.Tensor, create=True, **where))
+        for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
+            stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
+        compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
+        # What the C part of the driver sets when it is loaded: how an argument is passed.
+        compiled |= dict(PyKernelArg=SimpleNamespace, ARG_CONSTEXPR=0, ARG_KERNEL=1, ARG_TUPLE=2)
+        stack.enter_context(mock.patch.multiple(nvidia, create=True, **compiled))
+        stack.callback(triton.runtime.driver.__dict__.update, dict(triton.runtime.driver.__dict__))
+        triton.runtime.driver.set_active(driver)
+        yield driver
+
+
+def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return factory(*arguments, **options)
+
+    return make
+
+
+def calls() -> dict[str, Call]:
+    """What is timed, by name: small batches of a BERT of 64 columns a head."""
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    def both(forward: Call, *leaves: torch.Tensor) -> Call:
+        ones = torch.ones_like(forward())
+        return lambda: torch.autograd.grad(forward(), leaves, ones)
+
+    def only(forward: Call) -> Call:
+        return torch.no_grad()(forward)
+
+    seed, starts = torch.tensor(1), torch.tensor([0, 100, 180], dtype=torch.int32)
+    seen = torch.ones(2, 128, dtype=torch.bool)
+    dense = draw(2, 128, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind()
+    packed = [draw(192, 2, 64) for _ in range(3)]
+    rows, table, vocab_bias = draw(192, 64), draw(1024, 64), draw(1024)
+    positions = torch.arange(0, 160, 4)
+    target = torch.randint(1024, (40,))
+    chosen, weight, bias = draw(40, 64), draw(64), draw(1)
+    ids = torch.randint(1024, (192,))
+    mask = torch.ones(192, dtype=torch.bool)
+
+    def attention() -> torch.Tensor:
+        return ops.attention(*dense, key_mask=seen)
+
+    def ragged() -> torch.Tensor:
+        return ops.attention_varlen(*packed, starts, starts, 128, 128, dropout_p=0.1, seed=seed)
+
+    def ragged_long() -> torch.Tensor:
+        return ops.attention_varlen(*packed, starts, starts, 512, 512, dropout_p=0.1, seed=seed)
+
+    def gather() -> torch.Tensor:
+        return ops.gather_rows(rows, positions)
+
+    def detection() -> torch.Tensor:
+        return ops.replaced_token_loss(rows, weight, (ids, ids), bias=bias, mask=mask)
+
+    def loss() -> torch.Tensor:
+        return ops.linear_cross_entropy(chosen, table, target, linear_bias=vocab_bias)
+
+    vocabulary = (chosen, table, vocab_bias)
+    return {
+        "attention, forward": only(attention),
+        "attention ragged, forward with dropout": only(ragged),
+        "attention ragged, forward + backward with dropout": both(ragged, *packed),
+        "attention ragged T=512, forward + backward with dropout": both(ragged_long, *packed),
+        "gather_rows, forward": only(gather),
+        "gather_rows, forward + backward": both(gather, rows),
+        "replaced_token_loss, forward": only(detection),
+        "replaced_token_loss, forward + backward": both(detection, rows, weight, bias),
+        "linear_cross_entropy, forward": only(loss),
+        "linear_cross_entropy, forward + backward": both(loss, *vocabulary),
+    }
+
+
+def launches_of(call: Call, driver: Driver) -> list[tuple[Any, ...]]:
+    """What one call would launch."""
+    driver.launches = []
+    call()
+    launches, driver.launches = driver.launches, None
+    return launches
+
+
+def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Of one call: a low percentile, as whatever else the machine does disturbs the others."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):  # all take turns
+        for name, call in calls.items():
+            for _ in range(CALLS_A_ROUND):
+                started = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - started) * 1e6)
+    return {name: statistics.quantiles(found, n=20)[0] for name, found in times.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--only", default="", metavar="TEXT", help="calls with this in their name")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
+    options = parser.parse_args()
+    print(f"Triton {triton.__version__}, PyTorch {torch.__version__}")
+    print(f"{'µs a call on the host, the device stubbed':<56} µs  launches")
+    with stubbed() as driver:
+        timed = {name: call for name, call in calls().items() if options.only in name}
+        for call in timed.values():
+            call()
+        launches = {name: len(launches_of(call, driver)) for name, call in timed.items()}
+        times = microseconds(timed, options.rounds)
+        for name, call in timed.items():
+            print(f"{name:<56} {times[name]:5.0f} {launches[name]:4}")
+            if options.profile:
+                _profile(call)
+    return 0
+
+
+def _profile(call: Call) -> None:
+    import cProfile
+    import pstats
+
+    with cProfile.Profile() as profile:
+        for _ in range(10 * CALLS_A_ROUND):
+            call()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
