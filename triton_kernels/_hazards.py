@@ -42,7 +42,7 @@ _TENSOR = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?([a-z]+)(\d+)")
 _LOOPS = ("scf.for", "scf.while")
 
 
-@dataclass
+@dataclass(eq=False)
 class Op:
     """One operation: ``text`` is what stands behind its name, ``loc`` where it comes from."""
 
@@ -300,9 +300,8 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "arith.trunci": int,
     "arith.index_cast": int,
 }
-#: Operations of the GPU dialects on registers alone, or on scratch of their own that is theirs
-#: from start to end; and what only says where a lifetime ends, or that threads wait.
-_INERT = {"ttg.convert_layout", "ttg.barrier", "gpu.barrier", "ttg.local_barrier"}
+#: Operations of the GPU dialects on registers, or on scratch of their own from start to end.
+_INERT = {"ttg.convert_layout"}
 _GPU_DIALECTS = ("ttg", "ttng", "gpu", "nvgpu", "nvvm", "nvws", "gluon", "tti", "llvm")
 _CONTROL = ("scf.for", "scf.while", "scf.if", "cf.br", "cf.cond_br")
 _ENDS = ("scf.yield", "scf.condition", "tt.return")
@@ -337,7 +336,9 @@ class Simulation:
         self._landed: dict[View, Copy] = {}
         self._commits: dict[View, list[Matmul | None]] = {}  # of a barrier, the last matmul before
         self._passed: dict[View, int] = {}  # phases of a barrier known to be over
+        self._read_since: list[tuple[View, Op]] = []  # the last barrier, and over in this thread
         self.found: dict[str, None] = {}  # in order
+        self.ordered: dict[tuple[int, int], tuple[Op, Op]] = {}  # a barrier must keep these apart
         self.trips: dict[int, int] = {}
         self.distances: Distances = {}
 
@@ -538,7 +539,10 @@ class Simulation:
                 )
 
     def _load_local(self, op: Op) -> None:
-        self._read(self._view(op.operands[0]), op)
+        view = self._view(op.operands[0])
+        self._read(view, op)
+        if view:
+            self._read_since.append((view, op))
 
     def _store_local(self, op: Op) -> None:
         self._store_to(self._view(op.operands[1]), op)
@@ -596,6 +600,9 @@ class Simulation:
     def _copy(self, op: Op) -> None:
         view = self._view(op.operands[1])
         self._write(view, op)
+        for read, by in self._read_since:
+            if view and read.overlaps(view):
+                self.ordered[id(by), id(op)] = by, op
         if view:
             iteration = self._iteration.get(id(op.loop)) if op.loop else None
             copy = self._landed[view] = Copy(view, op, iteration)
@@ -608,6 +615,10 @@ class Simulation:
     def _wait(self, op: Op) -> None:
         kept = op.number("num")
         self._groups = self._groups[-kept:] if kept else []
+        self._barrier(op)  # which Triton places behind it
+
+    def _barrier(self, op: Op) -> None:
+        self._read_since.clear()
 
     # Matmuls of sm_90
 
@@ -624,6 +635,9 @@ class Simulation:
 
     def _warp_group_dot_wait(self, op: Op) -> None:
         kept = op.number("pendings")
+        # Other warps may still be at it.
+        for matmul in self._matmuls[:-kept] if kept else self._matmuls:
+            self._read_since += [(view, matmul.op) for view in matmul.reads]
         self._matmuls = self._matmuls[-kept:] if kept else []
         for result, name in zip(op.results, op.operands, strict=True):
             self._env[result] = self._env.get(name)
@@ -739,6 +753,9 @@ _HANDLERS: dict[str, Callable[[Simulation, Op], None]] = {
     "ttg.async_copy_global_to_local": Simulation._copy,
     "ttg.async_commit_group": Simulation._commit,
     "ttg.async_wait": Simulation._wait,
+    "ttg.barrier": Simulation._barrier,
+    "ttg.local_barrier": Simulation._barrier,
+    "gpu.barrier": Simulation._barrier,
     "ttng.fence_async_shared": Simulation._fence,
     "ttng.warp_group_dot": Simulation._warp_group_dot,
     "ttng.warp_group_dot_wait": Simulation._warp_group_dot_wait,
@@ -774,22 +791,31 @@ def _unknown(op: Op) -> bool:
     return foreign or "memdesc" in op.text or "tt.descriptor_" in op.name
 
 
-def races(module: Module) -> tuple[list[str], Distances]:
-    """(every hazard found, how many iterations before its use each copy of a loop is issued)."""
-    found: dict[str, None] = {}
+@dataclass
+class Followed:
+    """What simulations of a kernel saw."""
+
+    wrong: dict[str, None] = field(default_factory=dict)  # in order
+    ahead: Distances = field(default_factory=dict)
+    ordered: dict[tuple[int, int], tuple[Op, Op]] = field(default_factory=dict)
+
+
+def races(module: Module) -> Followed:
+    """Every hazard of a kernel, and what follows from how its loops run."""
+    seen = Followed()
     trips: dict[int, int] = {}
-    distances: Distances = {}
     pipelined = [op for op in module.ops if op.name in _LOOPS and _pipelined(module, op)]
-    found.update((f"not modelled: {op.name}", None) for op in module.ops if _unknown(op))
+    seen.wrong.update((f"not modelled: {op.name}", None) for op in module.ops if _unknown(op))
 
     def run(world: int, stretched: Op | None = None) -> None:
         simulation = Simulation(module, world, stretched)
         simulation.run()
-        found.update(simulation.found)
+        seen.wrong.update(simulation.found)
+        seen.ordered.update(simulation.ordered)
         for loop, count in simulation.trips.items():
             trips[loop] = max(trips.get(loop, 0), count)
         for key, values in simulation.distances.items():
-            distances.setdefault(key, set()).update(values)
+            seen.ahead.setdefault(key, set()).update(values)
 
     def short(loop: Op) -> bool:
         return trips.get(id(loop), 0) < _TRIPS and not _fixed(module, loop)
@@ -805,8 +831,8 @@ def races(module: Module) -> tuple[list[str], Distances]:
                 break
         else:
             place = module.place(loop.loc)
-            found[f"not modelled: a loop that never ran {_TRIPS} times ({place})"] = None
-    return list(found), distances
+            seen.wrong[f"not modelled: a loop that never ran {_TRIPS} times ({place})"] = None
+    return seen
 
 
 _ASYNCHRONOUS = (
@@ -835,8 +861,14 @@ _PLACE = re.compile(r"\s*\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\
 _CALLER = re.compile(r"@\[ ([^\s:]+:\d+:\d+)")
 _LABEL = re.compile(r"(\$\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
-_ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
+_GLOBAL = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x([0-9a-f]+)")
+_ORDERS = {
+    "barrier": "bar.sync",
+    "wgmma.wait": "wgmma.wait_group",
+    "shared": "ld.shared",
+    "shared ": "ldmatrix",
+}
 _KINDS = {
     "tt.load": "ld",
     "tt.store": "st",
@@ -844,16 +876,19 @@ _KINDS = {
 }
 
 
+Place = tuple[str, str]  # of an instruction, and of the call that it was inlined at
+
+
 class Access(NamedTuple):
-    """An access to global memory: its bytes for one thread; where it stands, and the caller."""
+    """An instruction on memory, or one that orders them; its bytes for one thread."""
 
     kind: str
     width: int
-    place: tuple[str, str]
+    place: Place
 
 
-def loop_accesses(ptx: str) -> list[Access]:
-    """The accesses to global memory that stand in a loop."""
+def loop_accesses(ptx: str) -> list[list[Access]]:
+    """Of each loop that has no other in it, the instructions on memory and the barriers."""
     lines = ptx.splitlines()
     labels, files = {}, {}
     for number, line in enumerate(lines):
@@ -861,26 +896,80 @@ def loop_accesses(ptx: str) -> list[Access]:
             labels[label[1]] = number
         elif file := _FILE.match(line):
             files[file[1]] = file[2]
-    inside = [False] * len(lines)
-    for number, line in enumerate(lines):
-        target = labels.get(branch[1], number) if (branch := _BRANCH.search(line)) else number
-        inside[target:number] = [True] * (number - target)
-    found, place = [], ("", "")
-    for within, line in zip(inside, lines, strict=True):
+    places, place = [], ("", "")
+    for line in lines:
         if at := _PLACE.match(line):
             caller = _CALLER.search(line)
             inlined = f"{files.get(at[4], at[4])}:{at[5]}:{at[6]}" if at[4] else ""
             place = f"{files.get(at[1], at[1])}:{at[2]}:{at[3]}", caller[1] if caller else inlined
-        elif within and (access := _ACCESS.search(line)):
-            width = int(access[2] or 1) * int(access[3]) // 8
-            found.append(Access(access[1], width, place))
-        elif within and (copy := _COPY.search(line)):
-            found.append(Access("cp.async", int(copy[1], 16), place))
-    return found
+        places.append(place)
+    loops: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        if (branch := _BRANCH.search(line)) and labels.get(branch[1], number) < number:
+            loops[labels[branch[1]]] = number
+    inner = (
+        range(start, end)
+        for start, end in loops.items()
+        if not any(start < other and last <= end for other, last in loops.items())
+    )
+    return [[a for i in loop if (a := _access(lines[i], places[i]))] for loop in inner]
+
+
+def _access(line: str, place: Place) -> Access | None:
+    if found := _GLOBAL.search(line):
+        return Access(found[1], int(found[2] or 1) * int(found[3]) // 8, place)
+    if found := _COPY.search(line):
+        return Access("cp.async", int(found[1], 16), place)
+    for kind, pattern in _ORDERS.items():
+        if pattern in line:
+            return Access(kind.strip(), 0, place)
+    return None
+
+
+def _where(module: Module, op: Op) -> Place:
+    """As PTX has it."""
+    place, *callers = module.place(op.loc).split(" @[ ")
+    return place, callers[0].rstrip(" ]") if callers else ""
+
+
+def _instructions(module: Module, op: Op, kind: str, loop: list[Access]) -> list[int]:
+    """Where in a loop's machine code an operation is; operations of one place come in order."""
+    place = _where(module, op)
+    found = [i for i, access in enumerate(loop) if (access.kind, access.place) == (kind, place)]
+    alike = [
+        other
+        for other in module.ops
+        if (other.name, other.loop) == (op.name, op.loop) and _where(module, other) == place
+    ]
+    each = len(found) // len(alike)
+    if each * len(alike) != len(found):
+        return found
+    start = next(i for i, other in enumerate(alike) if other is op) * each
+    return found[start : start + each]
+
+
+def unordered(module: Module, seen: Followed, loops: list[list[Access]]) -> list[str]:
+    """Copies over a buffer that other warps may still read: no barrier came in between."""
+    found = {}
+    for reader, copy in seen.ordered.values():
+        for loop in loops if copy.loop and reader.loop is copy.loop else ():
+            if reader.name == "ttng.warp_group_dot":  # over where a thread has waited for it
+                reads = [i for i, access in enumerate(loop) if access.kind == "wgmma.wait"]
+            else:
+                reads = _instructions(module, reader, "shared", loop)
+            for i in _instructions(module, copy, "cp.async", loop):
+                for j in (*range(i - 1, -1, -1), *range(len(loop) - 1, i, -1)):
+                    if loop[j].kind == "barrier":
+                        break
+                    if j in reads:
+                        at = module.place(copy.loc).split(" @[")[0].rsplit(":", 1)[0]
+                        found[f"race: a copy ({at}) with no barrier since {reader.name}"] = None
+                        break
+    return list(found)
 
 
 def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
-    """Accesses in loops that could be wider.
+    """Accesses in innermost loops that could be wider.
 
     A tile that has 16 bytes for each thread is moved by 16 bytes; one that has not may still take
     a thread many accesses of a byte or two, where its layout repeats it for many threads.
@@ -890,10 +979,9 @@ def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
         tile = _TENSOR.search(op.text)
         if op.loop is None or op.name not in _KINDS or tile is None:
             continue
-        place, *callers = module.place(op.loc).split(" @[ ")
-        key = place, callers[0].rstrip(" ]") if callers else ""
         kind = _KINDS[op.name]
-        widths = [access.width for access in accesses if access[::2] == (kind, key)]
+        key = kind, _where(module, op)
+        widths = [access.width for access in accesses if (access.kind, access.place) == key]
         share = math.prod(map(int, tile[1].split("x")[:-1])) * int(tile[3]) // 8 / threads
         if widths and min(widths) < (16 if share >= 16 else 4 if len(widths) >= 8 else 0):
             pointer = module.pointer(op.operands[0])
@@ -974,16 +1062,17 @@ def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
     the widths of their accesses, and how many iterations ahead they copy.
     """
     module = Module(ttgir)
-    wrong, ahead = races(module)
-    accesses = loop_accesses(ptx)
+    seen = races(module)
+    loops = loop_accesses(ptx)
+    accesses = [access for loop in loops for access in loop if access.width]
     threads = 32 * int(re.search(r'"ttg\.num-warps" = (\d+)', ttgir)[1])
     findings = narrow(module, accesses, threads)
     if stages > 1:
-        findings += unpipelined(module) + shallow(module, ahead, stages)
+        findings += unpipelined(module) + shallow(module, seen.ahead, stages)
     counts = Counter((access.kind, access.width) for access in accesses)
     return {
-        "races": wrong,
+        "races": [*seen.wrong, *unordered(module, seen, loops)],
         "findings": findings,
         "widths": [f"{kind} {width}: {count}" for (kind, width), count in sorted(counts.items())],
-        "ahead": sorted(f"{name}: {sorted(each)}" for (_, name), each in ahead.items()),
+        "ahead": sorted(f"{name}: {sorted(each)}" for (_, name), each in seen.ahead.items()),
     }
