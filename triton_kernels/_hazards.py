@@ -25,6 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class Op:
     parent: Op | None = None
     loop: Op | None = None  # the innermost around it
 
-    @property
+    @cached_property
     def operands(self) -> list[str]:
         return _VALUE.findall(self.text.split(" : ")[0])
 
@@ -120,7 +121,8 @@ class Module:
         made = (op for op in self.ops if op.name.startswith(("ttng.warp_group_dot", "scf.")))
         carried = (name for op in self.ops if op.name == "scf.for" for name, _ in iter_args(op))
         self._accumulators = {name for op in made for name in op.results}.union(carried)
-        (self.function,) = (op for op in self.ops if op.name == "tt.func")
+        functions = (op for op in self.ops if op.name == "tt.func")
+        (self.function,) = (op for op in functions if " public " in f" {op.text}")
         header = re.findall(rf"({_NAME}): ([^{{,]*)", self.function.text)
         self.arguments = {name: kind.strip().split(" loc(")[0] for name, kind in header}
 
@@ -376,6 +378,8 @@ class Simulation:
         while True:
             for op in self.module.steps(block):
                 if op.name in _ENDS:
+                    if op.name == "scf.condition":
+                        self._number(op.operands[0])
                     return op.name, [self._env.get(name) for name in op.operands]
                 if op.name in ("cf.br", "cf.cond_br"):
                     block = self._jump(op, labels)
@@ -578,9 +582,8 @@ class Simulation:
                     self._report(op, f"reads {self._of(view)} with no fence since {self._at(at)}")
         landed = self._landed.get(view)
         if landed and op.loop and landed.op.loop is op.loop and landed.iteration is not None:
-            key = id(op.loop), self.module.pointer(landed.op.operands[0])
             ahead = self._iteration[id(op.loop)] - landed.iteration
-            self.distances.setdefault(key, set()).add(ahead)
+            self.distances.setdefault((id(op.loop), landed.op.operands[0]), set()).add(ahead)
 
     def _write(self, view: View | None, op: Op) -> None:
         if view is None:
@@ -814,13 +817,14 @@ def races(module: Module) -> Followed:
         seen.ordered.update(simulation.ordered)
         for loop, count in simulation.trips.items():
             trips[loop] = max(trips.get(loop, 0), count)
-        for key, values in simulation.distances.items():
+        for (loop, pointer), values in simulation.distances.items():
+            key = loop, module.pointer(pointer)
             seen.ahead.setdefault(key, set()).update(values)
 
     def short(loop: Op) -> bool:
         return trips.get(id(loop), 0) < _TRIPS and not _fixed(module, loop)
 
-    for world in range(_WORLDS if pipelined else 0):
+    for world in range(_WORLDS if any(op.name in _ASYNCHRONOUS for op in module.ops) else 0):
         run(world)
         if world >= _LEAST_WORLDS and not any(map(short, pipelined)):
             break
@@ -896,9 +900,12 @@ def loop_accesses(ptx: str) -> list[list[Access]]:
             labels[label[1]] = number
         elif file := _FILE.match(line):
             files[file[1]] = file[2]
-    places, place = [], ("", "")
-    for line in lines:
-        if at := _PLACE.match(line):
+    places, place, inline = [], ("", ""), False
+    for before, line in zip(["", *lines], lines, strict=False):
+        inline = "// begin inline asm" in line or (inline and "// end inline asm" not in line)
+        # LLVM counts the lines of inline assembly on from its first.
+        counted = inline and "// begin inline asm" not in before
+        if not counted and (at := _PLACE.match(line)):
             caller = _CALLER.search(line)
             inlined = f"{files.get(at[4], at[4])}:{at[5]}:{at[6]}" if at[4] else ""
             place = f"{files.get(at[1], at[1])}:{at[2]}:{at[3]}", caller[1] if caller else inlined
