@@ -10,9 +10,14 @@ with many trip counts. A hazard is an access that nothing orders after one that 
 - registers stored to shared memory, then read by a matmul with no proxy fence between;
 - a buffer given back while in flight, an index past its buffers, a wait that can never end.
 
-Not modelled here: what Triton does after this IR, which is to place thread barriers between
-ordinary accesses and to give allocations addresses (so two that share one are taken as apart); a
-slice of a buffer counts as all of it. An operation on shared memory that is not known is reported.
+Behind this IR Triton places thread barriers between ordinary accesses. ``unordered`` looks in the
+PTX for those that a copy needs, so that no other warp still reads what it overwrites: as far as
+source places tell instructions apart, and in innermost loops.
+
+Not modelled: the addresses of allocations (two that share one are taken as apart); on sm_100 the
+order of threads' own accesses to tensor memory, barriers of several arrivals, TMA, clusters and
+warp specialisation. A slice of a buffer counts as all of it, a masked copy as made. An operation
+of the GPU dialects that is not known is reported, never passed over.
 
 Upstream has no pass that proves this: its concurrency sanitizer instruments a kernel to be run.
 """

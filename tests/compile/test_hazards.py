@@ -255,16 +255,20 @@ def test_a_change_that_breaks_the_order_is_seen(planted, name):
     assert any(re.match(said, line) for line in found), found
 
 
-def test_a_copy_needs_a_barrier_after_the_reads_of_other_warps(planted):
-    kernel = planted["plain", 90]
+@pytest.mark.parametrize(
+    "case, arch, reader",
+    [("plain", 90, "ttng.warp_group_dot"), ("same load, 2 stages", 80, "ttg.local_load")],
+)
+def test_a_copy_needs_a_barrier_after_the_reads_of_other_warps(planted, case, arch, reader):
+    kernel = planted[case, arch]
     assert not kernel.hazards()["races"]
     found = []
     for barrier in re.finditer(r"bar\.sync", kernel.ptx):
         without = kernel.ptx[: barrier.start()] + "nop" + kernel.ptx[barrier.end() :]
         found += kernel.hazards(ptx=without)["races"]
-    # Others stand elsewhere: what counts is the one behind the wait for the matmul.
+    # Others stand elsewhere: what counts is the one between the reads and the copy.
     assert found
-    assert all(re.fullmatch(r"race: a copy .* since ttng.warp_group_dot", line) for line in found)
+    assert all(re.fullmatch(rf"race: a copy .* since {reader}", line) for line in found)
 
 
 def unaligned(*pointers: str) -> set[str]:
