@@ -65,10 +65,7 @@ class Op:
         return _VALUE.findall(self.text.split(" : ")[0])
 
     def number(self, attribute: str) -> int:
-        found = re.search(rf"\b{attribute} = (-?\d+)", self.text)
-        if not found:
-            raise ValueError(f"{self.name} has no {attribute}: {self.text}")
-        return int(found[1])
+        return int(_found(rf"\b{attribute} = (-?\d+)", self.text)[1])
 
     def result_type(self) -> str:
         return self.text.rsplit("->", 1)[-1].rsplit(" : ", 1)[-1]
@@ -164,7 +161,7 @@ class Module:
         return _BASE.sub(lambda m: renamed.get(m[0], m[0]), text) if renamed else text
 
     def _op(self, code: str, loc: str, stack: list[Op], loops: list[Any]) -> Op:
-        results, name, text = _OP.match(code).groups()
+        results, name, text = _found(_OP, code).groups()
         op = Op(name, [], self._current(text), loc, parent=stack[-1], loop=loops[-1])
         for result in (results or "").split(", ") if results else ():
             result, _, count = result.partition(":")
@@ -216,9 +213,21 @@ class Module:
         return value.removeprefix("%")
 
 
+def _header(op: Op) -> re.Match[str]:
+    """(counter, start, stop, step, what is carried) of a loop."""
+    return _found(_FOR, op.text.strip())
+
+
+def _found(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"not as Triton prints it: {text}")
+    return match
+
+
 def iter_args(op: Op) -> list[tuple[str, str]]:
     """(argument, what it starts as) of everything that a loop carries."""
-    carried = _FOR.match(op.text.strip())[5]
+    carried = _header(op)[5]
     pairs = (pair.split(" = ") for pair in (carried or "").split(", ") if carried)
     return [(argument, start) for argument, start in pairs]
 
@@ -328,7 +337,7 @@ class Simulation:
 
     def __init__(self, module: Module, world: int, stretched: Op | None = None) -> None:
         self.module = module
-        bounds = _FOR.match(stretched.text.strip()).groups()[1:4] if stretched else ()
+        bounds = _header(stretched).groups()[1:4] if stretched else ()
         self._bounds = tuple(map(module.base, bounds))
         self._random = random.Random(world)
         self._scale = _SCALES[world % len(_SCALES)]
@@ -366,9 +375,10 @@ class Simulation:
 
     def _number(self, name: str) -> int:
         value = self._env.get(name)
-        if not isinstance(value, int):
-            value = self._env[name] = self._draw()
-        return value
+        if isinstance(value, int):
+            return value
+        drawn = self._env[name] = Drawn(self._random.randint(0, self._scale))
+        return drawn
 
     def _view(self, name: str) -> View | None:
         value = self._env.get(name.split("[")[0])
@@ -409,7 +419,7 @@ class Simulation:
             raise _Abandoned
 
     def _for(self, op: Op) -> None:
-        counter, start, stop, step, _ = _FOR.match(op.text.strip()).groups()
+        counter, start, stop, step, _ = _header(op).groups()
         carried = iter_args(op)
         values = [self._env.get(name) for _, name in carried]
         first, end, by = map(self._number, (start, stop, step))
@@ -506,7 +516,7 @@ class Simulation:
             self._env[op.results[0]] = self._draw()
             return
         pointer, offset = place
-        unit = self._memory.setdefault(pointer, self._draw())
+        unit = self._memory.setdefault(pointer, Drawn(self._random.randint(0, self._scale)))
         self._env[op.results[0]] = Drawn(unit * (1 + offset % 16))
 
     def _program(self, op: Op) -> None:
@@ -528,7 +538,7 @@ class Simulation:
             self.found[f"not modelled: a buffer that nothing computes ({self._at(op)})"] = None
             self._env[op.results[0]] = parent
             return
-        count = int(re.search(r"memdesc<(\d+)x", op.text)[1])
+        count = int(_found(r"memdesc<(\d+)x", op.text)[1])
         if not 0 <= index < count:
             self._report(op, f"takes buffer {index} of {count}")
         self._env[op.results[0]] = View(parent.alloc, (*parent.index, index))
@@ -857,7 +867,7 @@ def _pipelined(module: Module, loop: Op) -> bool:
 
 def _fixed(module: Module, loop: Op) -> bool:
     """Whether a loop runs as often as it says itself."""
-    bounds = _FOR.match(loop.text.strip()).groups()[1:4] if loop.name == "scf.for" else ()
+    bounds = _header(loop).groups()[1:4] if loop.name == "scf.for" else ()
     makers = [module.made_by.get(bound) for bound in bounds]
     return bool(bounds) and all(op is not None and op.name == "arith.constant" for op in makers)
 
@@ -962,7 +972,7 @@ def _instructions(module: Module, op: Op, kind: str, loop: list[Access]) -> list
 
 def unordered(module: Module, seen: Followed, loops: list[list[Access]]) -> list[str]:
     """Copies over a buffer that other warps may still read: no barrier came in between."""
-    found = {}
+    found: dict[str, None] = {}
     for reader, copy in seen.ordered.values():
         for loop in loops if copy.loop and reader.loop is copy.loop else ():
             if reader.name == "ttng.warp_group_dot":  # over where a thread has waited for it
@@ -986,7 +996,7 @@ def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
     A tile that has 16 bytes for each thread is moved by 16 bytes; one that has not may still take
     a thread many accesses of a byte or two, where its layout repeats it for many threads.
     """
-    found = {}
+    found: dict[str, None] = {}
     for op in module.ops:
         tile = _TENSOR.search(op.text)
         if op.loop is None or op.name not in _KINDS or tile is None:
@@ -1007,7 +1017,7 @@ def unpipelined(module: Module) -> list[str]:
     for op in module.ops:
         for name in op.operands:
             users.setdefault(name, []).append(op)
-    found = {}
+    found: dict[str, None] = {}
     for load in module.ops:
         if load.name != "tt.load" or load.loop is None:
             continue
@@ -1048,7 +1058,7 @@ def _handed_on(op: Op, name: str) -> list[str]:
 
 def shallow(module: Module, ahead: Distances, stages: int) -> list[str]:
     """Copies that are issued later than the stages allow, and loops that let none be in flight."""
-    found = {}
+    found: dict[str, None] = {}
     for loop in (op for op in module.ops if op.name in _LOOPS):
         late: dict[int, set[str]] = {}
         for (place, pointer), distances in ahead.items():
@@ -1077,7 +1087,7 @@ def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
     seen = races(module)
     loops = loop_accesses(ptx)
     accesses = [access for loop in loops for access in loop if access.width]
-    threads = 32 * int(re.search(r'"ttg\.num-warps" = (\d+)', ttgir)[1])
+    threads = 32 * int(_found(r'"ttg\.num-warps" = (\d+)', ttgir)[1])
     findings = narrow(module, accesses, threads)
     if stages > 1:
         findings += unpipelined(module) + shallow(module, seen.ahead, stages)
