@@ -3,6 +3,7 @@ has no race; what costs it time is listed, each with a reason."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -362,10 +363,22 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
 }
 
 
+def races(reports: list[Report]) -> list[tuple[str, str, int, str]]:
+    """Of all launches of a case, several of which may be of one kernel."""
+    return [(r.kernel, r.case, r.arch, race) for r in reports for race in r.hazards["races"]]
+
+
+def test_no_race_is_overlooked(planted):
+    """Where another launch of the same case has none."""
+    clean, bad = planted["plain", 90].report, planted["same load", 90].report
+    clean = dataclasses.replace(clean, case=bad.case)
+    found = races([bad])
+    assert found and races([bad, clean]) == races([clean, bad]) == found
+
+
 def test_what_ships_has_no_race(reports):
     """In the cases of the compile lane; those of `-m slow` are looked at there."""
-    races = {(r.kernel, r.case, r.arch): r.hazards["races"] for r in reports}
-    assert not {where: found for where, found in races.items() if found}
+    assert not races(reports)
 
 
 def test_what_costs_time_is_known(reports):
@@ -379,14 +392,23 @@ def test_what_costs_time_is_known(reports):
     assert found == known
 
 
+#: Kernels that spill registers where no stride is known to be a multiple of 16, and where. A head
+#: of 64 in 12 has one; an embedding of 100 has not.
+UNEVEN_SPILLS: dict[str, tuple[int, ...]] = {}
+
+
 @pytest.mark.slow
-def test_sizes_that_16_does_not_divide_bring_no_race_and_no_spill(run_reports, reports, capsys):
-    even = {(r.kernel, r.case, r.arch): set(r.hazards["findings"]) for r in reports}
+def test_sizes_that_16_does_not_divide_bring_no_race_and_no_other_spill(run_reports, capsys):
     uneven = run_reports("-m", "fastplm.triton_kernels._compile", "--json", "--uneven")
+    costs = {(r.kernel, r.arch, finding) for r in uneven for finding in r.hazards["findings"]}
     with capsys.disabled():
+        print()
+        for kernel, arch, finding in sorted(costs):
+            print(f"{kernel} sm_{arch}, no size a multiple of 16: {finding}")
+    assert not races(uneven)
+    if triton.__version__ == TRITON:
+        spills: dict[str, set[int]] = {}
         for r in uneven:
-            for finding in set(r.hazards["findings"]) - even[r.kernel, r.case, r.arch]:
-                print(f"\n{r.kernel} [{r.case}] sm_{r.arch}, sizes not of 16: {finding}", end="")
-    wrong = {(r.kernel, r.case, r.arch): r.hazards["races"] for r in uneven}
-    assert not {where: found for where, found in wrong.items() if found}
-    assert not [(r.kernel, r.case, r.arch) for r in uneven if r.spills]
+            if r.spills:
+                spills.setdefault(r.kernel, set()).add(r.arch)
+        assert {kernel: tuple(sorted(archs)) for kernel, archs in spills.items()} == UNEVEN_SPILLS
