@@ -355,6 +355,7 @@ class Simulation:
         self._read_since: list[tuple[View, Op]] = []  # the last barrier, and over in this thread
         self.found: dict[str, None] = {}  # in order
         self.ordered: dict[tuple[int, int], tuple[Op, Op]] = {}  # a barrier must keep these apart
+        self.reached: set[int] = set()  # of what is asynchronous
         self.trips: dict[int, int] = {}
         self.distances: Distances = {}
 
@@ -386,8 +387,8 @@ class Simulation:
 
     # Control flow
 
-    def _region(self, blocks: list[Block]) -> tuple[str, list[Any]]:
-        """(the operation that ended the region, what it hands on)."""
+    def _region(self, blocks: list[Block]) -> list[Any]:
+        """What the region hands on."""
         labels = {block.label: block for block in blocks}
         block = blocks[0]
         while True:
@@ -395,13 +396,13 @@ class Simulation:
                 if op.name in _ENDS:
                     if op.name == "scf.condition":
                         self._number(op.operands[0])
-                    return op.name, [self._env.get(name) for name in op.operands]
+                    return [self._env.get(name) for name in op.operands]
                 if op.name in ("cf.br", "cf.cond_br"):
                     block = self._jump(op, labels)
                     break
                 self._step(op)
             else:
-                return "", []
+                return []
 
     def _jump(self, op: Op, labels: dict[str, Block]) -> Block:
         targets = re.findall(r"(\^\w+)(?:\(([^)]*)\))?", op.text)
@@ -428,7 +429,7 @@ class Simulation:
             self._iteration[id(op)] = i
             self._env[counter] = first + i * by
             self._env.update(zip((name for name, _ in carried), values, strict=True))
-            values = self._region(op.regions[0])[1]
+            values = self._region(op.regions[0])
             self.trips[id(op)] = max(self.trips.get(id(op), 0), i + 1)
         self._iteration.pop(id(op), None)
         if trips > _MOST_TRIPS:
@@ -441,24 +442,26 @@ class Simulation:
         for i in range(_MOST_TRIPS):
             self._iteration[id(op)] = i
             self._env.update(zip((name for name, _ in pairs), values, strict=True))
-            handed = self._region(op.regions[0])[1]
+            handed = self._region(op.regions[0])
             if not handed[0]:
                 self._iteration.pop(id(op), None)
                 self._env.update(zip(op.results, handed[1:], strict=True))
                 return
             body = op.regions[1]
             self._env.update(zip(body[0].arguments, handed[1:], strict=True))
-            values = self._region(body)[1]
+            values = self._region(body)
             self.trips[id(op)] = max(self.trips.get(id(op), 0), i + 1)
         raise _Abandoned
 
     def _if(self, op: Op) -> None:
         taken = op.regions[:1] if self._number(op.operands[0]) else op.regions[1:]
         for region in taken:
-            self._env.update(zip(op.results, self._region(region)[1], strict=False))
+            self._env.update(zip(op.results, self._region(region), strict=False))
 
     def _step(self, op: Op) -> None:
         self._tick()
+        if op.name in _ASYNCHRONOUS:
+            self.reached.add(id(op))
         handler = _HANDLERS.get(op.name)
         if handler not in _TAKES_RESULTS:
             for name in op.operands:
@@ -822,6 +825,7 @@ def races(module: Module) -> Followed:
     """Every hazard of a kernel, and what follows from how its loops run."""
     seen = Followed()
     trips: dict[int, int] = {}
+    missing = {id(op): op for op in module.ops if op.name in _ASYNCHRONOUS}
     pipelined = [op for op in module.ops if op.name in _LOOPS and _pipelined(module, op)]
     seen.wrong.update((f"not modelled: {op.name}", None) for op in module.ops if _unknown(op))
 
@@ -830,6 +834,8 @@ def races(module: Module) -> Followed:
         simulation.run()
         seen.wrong.update(simulation.found)
         seen.ordered.update(simulation.ordered)
+        for reached in simulation.reached:
+            missing.pop(reached, None)
         for loop, count in simulation.trips.items():
             trips[loop] = max(trips.get(loop, 0), count)
         for (loop, pointer), values in simulation.distances.items():
@@ -839,9 +845,9 @@ def races(module: Module) -> Followed:
     def short(loop: Op) -> bool:
         return trips.get(id(loop), 0) < _TRIPS and not _fixed(module, loop)
 
-    for world in range(_WORLDS if any(op.name in _ASYNCHRONOUS for op in module.ops) else 0):
+    for world in range(_WORLDS if missing else 0):
         run(world)
-        if world >= _LEAST_WORLDS and not any(map(short, pipelined)):
+        if world >= _LEAST_WORLDS and not missing and not any(map(short, pipelined)):
             break
     for loop in filter(short, pipelined):
         for world in range(_WORLDS if loop.name == "scf.for" else 0):
@@ -851,6 +857,8 @@ def races(module: Module) -> Followed:
         else:
             place = module.place(loop.loc)
             seen.wrong[f"not modelled: a loop that never ran {_TRIPS} times ({place})"] = None
+    places = (f"{op.name} ({module.place(op.loc)})" for op in missing.values())
+    seen.wrong.update((f"not modelled: never reached {place}", None) for place in places)
     return seen
 
 
