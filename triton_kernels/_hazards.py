@@ -1091,8 +1091,12 @@ def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
 
     the widths of their accesses, and how many iterations ahead they copy.
     """
-    module = Module(ttgir)
-    seen = races(module)
+    try:
+        module = Module(ttgir)
+        seen = races(module)
+    except (ValueError, LookupError) as error:  # of a Triton that prints another IR
+        wrong = [f"not modelled: {type(error).__name__}: {error}"]
+        return {"races": wrong, "findings": [], "widths": [], "ahead": []}
     loops = loop_accesses(ptx)
     accesses = [access for loop in loops for access in loop if access.width]
     threads = 32 * int(_found(r'"ttg\.num-warps" = (\d+)', ttgir)[1])

@@ -244,6 +244,10 @@ CHANGES = {
         ("plain", 90, everywhere(r"(scf\.for .* to) %rows", r"\1 %c0_i32")),
         "not modelled: never reached ttng.warp_group_dot",
     ),
+    "an attribute of the future": (
+        ("plain", 80, everywhere(r"num = (\d+)", r"count = \1")),
+        "not modelled: ValueError: not as Triton prints it",
+    ),
     "a view of the future": (
         ("plain", 90, everywhere(r"ttg\.memdesc_trans", "ttx.view")),
         "not modelled: ttx.view",
