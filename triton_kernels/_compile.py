@@ -7,6 +7,7 @@ disassembler come with the Triton wheel.
 
     python -m fastplm.triton_kernels._compile [--all] [--arch 90] [name …]     prints the table
     python -m fastplm.triton_kernels._compile --markdown docs/kernels.md       writes the page
+    python -m fastplm.triton_kernels._compile --findings [--uneven]            what costs time
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels import _hazards, _sass
 from fastplm.triton_kernels._launch import Launch, record_launches
 
 ARCHS = (80, 90, 100)
@@ -78,6 +79,7 @@ class Report:
     flops: int  # of the matmuls of an iteration
     moved: int  # bytes that an iteration loads and stores
     overflows: list[str]
+    hazards: dict[str, list[str]]  # of _hazards: "races", "findings" and what they follow from
 
     def bound(self) -> tuple[str, float]:
         """The unit that an iteration of the inner loop keeps busy longest, and its cycles."""
@@ -104,6 +106,7 @@ class Report:
         if self.arch == 90 and self.dots and self.half and not self.hgmma:
             found.append("a 16-bit matmul without HGMMA")
         found += (f"32-bit offset arithmetic: {place}" for place in self.overflows)
+        found += self.hazards["races"]
         return found
 
 
@@ -114,8 +117,11 @@ def kernel_modules() -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def compile_op(op: str, arch: int, all_cases: bool = False) -> list[Report]:
-    """Compile the cases of one kernel file (those labelled "slow: …" only with ``all_cases``)."""
+def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False) -> list[Report]:
+    """Compile the cases of one kernel file (those labelled "slow: …" only with ``all_cases``).
+
+    ``uneven``: as if no size or stride were a multiple of 16.
+    """
     module = importlib.import_module(f"fastplm.triton_kernels.{op}")
     reports, seen = [], set()
     for label, case in module.compile_cases():
@@ -124,14 +130,14 @@ def compile_op(op: str, arch: int, all_cases: bool = False) -> list[Report]:
         with record_launches(arch) as launches:
             case()
         for launch in launches:
-            source, options, key = _source(launch)
+            source, options, key = _source(launch, uneven)
             if key not in seen:
                 seen.add(key)
                 reports.append(_compile(op, label, arch, launch, source, options))
     return reports
 
 
-def _source(launch: Launch) -> tuple[ASTSource, dict[str, int], str]:
+def _source(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str, int], str]:
     """The launch as the JIT would specialise it, its compile options, and a key for both."""
     kernel, given = launch.kernel, dict(launch.arguments)
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
@@ -144,7 +150,7 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, int], str]:
             constants[index,] = value
             continue
         signature[parameter.name] = _type(value)
-        if isinstance(value, torch.Tensor) or (plain and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (plain and value % 16 == 0 and not uneven):
             attributes[index,] = [["tt.divisibility", 16]]
     if given:
         raise TypeError(f"{kernel.__name__} has no arguments {sorted(given)}")
@@ -203,6 +209,7 @@ def _compile(
         flops=flops,
         moved=moved,
         overflows=offset_overflows(compiled.asm["ttir"]),
+        hazards=_hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages),
     )
 
 
@@ -382,10 +389,14 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def compile_all(
-    ops: Iterable[str], archs: Iterable[int], all_cases: bool = False, workers: int | None = None
+    ops: Iterable[str],
+    archs: Iterable[int],
+    all_cases: bool = False,
+    workers: int | None = None,
+    uneven: bool = False,
 ) -> Iterator[Report]:
     """Compile many ops for many architectures, a process per core."""
-    jobs = [(op, arch, all_cases) for op in ops for arch in archs]
+    jobs = [(op, arch, all_cases, uneven) for op in ops for arch in archs]
     with concurrent.futures.ProcessPoolExecutor(workers or os.cpu_count()) as pool:
         for reports in pool.map(compile_op, *zip(*jobs, strict=True)):
             yield from reports
@@ -472,14 +483,21 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", metavar="name", help="kernel files; default all")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS)
     parser.add_argument("--all", action="store_true", help="the slow cases too")
+    parser.add_argument("--uneven", action="store_true", help="no size a multiple of 16")
+    parser.add_argument("--findings", action="store_true", help="what costs time, not the table")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the page there")
     options = parser.parse_args()
-    reports = list(compile_all(options.ops or kernel_modules(), options.arch or ARCHS, options.all))
+    ops, archs = options.ops or kernel_modules(), options.arch or ARCHS
+    reports = list(compile_all(ops, archs, options.all, uneven=options.uneven))
     if options.markdown:
         options.markdown.write_text(page(reports), encoding="utf-8")
     elif options.json:
         print("\n".join(json.dumps(asdict(report)) for report in reports))
+    elif options.findings:
+        for r in reports:
+            for finding in r.hazards["findings"]:
+                print(f"{r.kernel} [{r.case}] sm_{r.arch}: {finding}")
     else:
         print(table(reports))
     bad = [(report, problem) for report in reports for problem in report.problems()]
