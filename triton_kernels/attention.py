@@ -124,8 +124,10 @@ def _zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size):
     if cu_ptr is not None:
         end = tl.full((), 0, tl.int64) + num_rows
         end = end * row_size
-        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size + tl.program_id(0) * BLOCK
-        for start in range(begin, end, tl.num_programs(0) * BLOCK):
+        # With many short sequences even the number of elements of all programs is past 2^31.
+        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size
+        begin += tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(begin, end, tl.num_programs(0).to(tl.int64) * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             tl.store(ptr + offs, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offs < end)
 

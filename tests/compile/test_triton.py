@@ -71,9 +71,25 @@ def _wide_kernel(x_ptr, out_ptr, stride, size, split, BLOCK: tl.constexpr):
     tl.store(out_ptr + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), 0.0)
 
 
-def _run(kernel, dtype=torch.float32, **arguments):
-    x = torch.empty(1 << 14, dtype=dtype, device="meta")
-    launch(kernel, (1,), x.device, x_ptr=x, out_ptr=x.float(), **arguments)
+@triton.jit
+def _elements_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK  # elements
+    step = tl.num_programs(0) * BLOCK  # elements
+    for start in range(first.to(tl.int64), size, step):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _rows_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) // 2 * BLOCK + tl.arange(0, BLOCK)
+    offs = rows.to(tl.int64) * width + tl.program_id(0) % 2
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+def _run(kernel, dtype=torch.float32, shape=(1, 1 << 14), grid=(1,), **arguments):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    launch(kernel, grid, x.device, x_ptr=x, out_ptr=x.float(), **arguments)
 
 
 def compile_cases():
@@ -85,6 +101,10 @@ def compile_cases():
     yield "narrow", lambda: _run(_narrow_kernel, stride=7, BLOCK=64)
     yield "carried", lambda: _run(_carried_kernel, stride=7, steps=8, BLOCK=64)
     yield "wide", lambda: _run(_wide_kernel, stride=7, size=999, split=70, BLOCK=64)
+    matrix = dict(shape=(4096, 48), BLOCK=64)
+    size = 4096 * 48
+    yield "elements", lambda: _run(_elements_kernel, grid=(size // 64,), size=size, **matrix)
+    yield "rows", lambda: _run(_rows_kernel, grid=(2 * 4096 // 64,), width=48, **matrix)
 """
 SCRIPT = """
 import dataclasses, json, sys
@@ -168,10 +188,11 @@ def test_a_kernel_without_a_loop_is_counted_whole(planted, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_narrow_offsets_are_reported_where_they_are_multiplied(planted, arch):
     lines = PLANTED.splitlines()
-    for case in ("narrow", "carried"):
-        line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
-        assert planted[case, arch].problems() == [f"32-bit offset arithmetic: planted.py:{line}"]
-    for case in ("wide", "matmul"):
+    for case in ("narrow", "carried", "elements"):
+        places = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
+        said = [f"32-bit offset arithmetic: planted.py:{line}" for line in places]
+        assert said and planted[case, arch].problems() == said
+    for case in ("wide", "matmul", "rows"):
         assert not planted[case, arch].problems()
 
 
