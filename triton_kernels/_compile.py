@@ -36,9 +36,10 @@ from triton.compiler import ASTSource
 from fastplm.triton_kernels import _sass
 from fastplm.triton_kernels._launch import Launch, record_launches
 
+#: What launch configurations are made for, and what the page shows.
 ARCHS = (80, 90, 100)
-#: Bytes of shared memory one block may take: 1 KB of an SM's is the system's own.
-SHARED_LIMIT = {arch: size - 1024 for arch, size in _sass.SHARED_PER_SM.items()}
+#: What runs with them too, in less shared memory.
+SMALLER_ARCHS = (86, 89, 120)
 _TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -99,8 +100,9 @@ class Report:
         found = []
         if self.spills:
             found.append(f"{self.spills} local-memory instructions (register spills)")
-        if self.shared > SHARED_LIMIT[self.arch]:
-            found.append(f"{self.shared} bytes of shared memory over {SHARED_LIMIT[self.arch]}")
+        limit = _sass.shared_limit(self.arch)
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory over {limit}")
         if self.arch == 90 and self.dots and self.half and not self.hgmma:
             found.append("a 16-bit matmul without HGMMA")
         found += (f"32-bit offset arithmetic: {place}" for place in self.overflows)
@@ -572,7 +574,7 @@ def page(reports: Iterable[Report]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="name", help="kernel files; default all")
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHS)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS + SMALLER_ARCHS)
     parser.add_argument("--all", action="store_true", help="the slow cases too")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the page there")
