@@ -762,12 +762,14 @@ def _tile_bwd_step(
 @triton.jit
 def _tile_bwd_head(
     row,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
     q_ptr,
     k_ptr,
     v_ptr,
     mask_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
     seed_ptr,
     sample_ptr,
     do_ptr,
@@ -775,8 +777,6 @@ def _tile_bwd_head(
     dk_ptr,
     dv_ptr,
     num_heads,
-    seqlen_q,
-    seqlen_k,
     scale,
     scale_log2,
     threshold,
@@ -809,8 +809,6 @@ def _tile_bwd_head(
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
     b, h = row // num_heads, row % num_heads
-    first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
-    first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
     q_row = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
     k_row = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
     v_row = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
@@ -931,17 +929,21 @@ def _attention_tile_bwd_kernel(
     _zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
     _zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
     first = tl.program_id(0).to(tl.int64)
+    first_q, length_q = _bounds(cu_q_ptr, first // num_heads, seqlen_q)
+    first_k, length_k = _bounds(cu_k_ptr, first // num_heads, seqlen_k)
     if PERSISTENT:
         total = (first * 0 + num_seqs) * num_heads
         for row in tl.range(first, total, tl.num_programs(0)):  # flat (sequence, head)
             _tile_bwd_head(
                 row,
+                first_q,
+                length_q,
+                first_k,
+                length_k,
                 q_ptr,
                 k_ptr,
                 v_ptr,
                 mask_ptr,
-                cu_q_ptr,
-                cu_k_ptr,
                 seed_ptr,
                 sample_ptr,
                 do_ptr,
@@ -949,8 +951,6 @@ def _attention_tile_bwd_kernel(
                 dk_ptr,
                 dv_ptr,
                 num_heads,
-                seqlen_q,
-                seqlen_k,
                 scale,
                 scale_log2,
                 threshold,
@@ -981,15 +981,21 @@ def _attention_tile_bwd_kernel(
                 IS_CAUSAL,
                 UPCAST,
             )
+            # Carried from head to head: loads whose addresses were loaded are not fetched ahead.
+            b = tl.minimum(row + tl.num_programs(0), total - 1) // num_heads
+            first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
+            first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
     else:
         _tile_bwd_head(
             first,
+            first_q,
+            length_q,
+            first_k,
+            length_k,
             q_ptr,
             k_ptr,
             v_ptr,
             mask_ptr,
-            cu_q_ptr,
-            cu_k_ptr,
             seed_ptr,
             sample_ptr,
             do_ptr,
@@ -997,8 +1003,6 @@ def _attention_tile_bwd_kernel(
             dk_ptr,
             dv_ptr,
             num_heads,
-            seqlen_q,
-            seqlen_k,
             scale,
             scale_log2,
             threshold,
