@@ -557,11 +557,11 @@ def page(reports: Iterable[Report]) -> str:
         where = (r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, r.registers)
         over = f"{cycles / roof:.2f}" if roof else "-"
         rows.append((*where, *memory, *counts, f"{unit} {cycles:.0f}", *work, over))
-    rates = ", ".join(f"{rate} (sm_{arch})" for arch, rate in _sass.TENSOR_FLOPS.items())
+    rates = ", ".join(f"{_sass.TENSOR_FLOPS[arch]} (sm_{arch})" for arch in ARCHS)
     rates = f"`tensor`: {rates} 16-bit FLOPs a clock; `MUFU`: 16 results a clock."
     shares = (
-        f"{device.bytes_per_cycle:.1f} (sm_{arch}, {device.name})"
-        for arch, device in _sass.DEVICES.items()
+        f"{_sass.DEVICES[arch].bytes_per_cycle:.1f} (sm_{arch}, {_sass.DEVICES[arch].name})"
+        for arch in ARCHS
     )
     devices = f"That is {', '.join(shares)} bytes a clock."
     sections = [_PAGE.format(triton=triton.__version__, rates=rates, devices=devices)]

@@ -923,7 +923,8 @@ def _attention_tile_bwd_kernel(
     UPCAST: tl.constexpr,
 ):
     # A program owns a head, or takes every so-many-th one if PERSISTENT: where an SM has room for
-    # one program alone, the loads of the next head have to run under the arithmetic of this one.
+    # one program alone, keys and values of the next head are fetched under the arithmetic of this
+    # one (with three stages on sm_90).
     row_size = num_heads * HEAD_DIM
     _zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size)
     _zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
@@ -2127,6 +2128,12 @@ def _launch_bias_gradient(
 # configurations that spill no register under Triton 3.7.1 in any variant of the kernel. (Under
 # 3.6.0 the fp32 forward with a bias does, and nothing else of the compile lane's short list.)
 # docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
+#
+# sm_90 issues the copies of a later tile after the products of this one, and waits for all but the
+# n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in its machine code): with 2 nothing is on
+# its way while it computes, with 3 one tile is. Where 3 would leave an SM room for one block
+# instead of two, it stays at 2: then the blocks fill each other's waits.
+# 86 has what sm_80 does not fit, for 99 KB of shared memory a block (``_launch.table_arch``).
 
 _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")

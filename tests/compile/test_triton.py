@@ -5,12 +5,20 @@ Runs in a process of its own, because this one may have switched Triton's interp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import ARCHS, Report, kernel_modules, page, table
+from fastplm.triton_kernels._compile import (
+    ARCHS,
+    SMALLER_ARCHS,
+    Report,
+    kernel_modules,
+    page,
+    table,
+)
 
 pytestmark = pytest.mark.compile
 
@@ -146,9 +154,30 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
     assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)
 
 
+def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
+    """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
+    options = ("--json", "--arch", "120", "attention", "gather_rows")
+    found = run_reports("-m", "fastplm.triton_kernels._compile", *options)
+    assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
+    assert_shippable(found)
+
+
 @pytest.mark.slow
-def test_the_long_list_of_configurations(run_reports):
-    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", "--json", "--all"))
+@pytest.mark.parametrize("arch", ARCHS + SMALLER_ARCHS)
+def test_the_long_list_of_configurations(run_reports, arch):
+    options = ("--json", "--all", "--arch", str(arch))
+    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", *options))
+
+
+@pytest.mark.parametrize(
+    ("arch", "limit"),  # the CUDA programming guide's maximum for a block
+    ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)),
+)
+def test_the_gate_knows_the_shared_memory_of_each_card(planted, arch, limit):
+    full = replace(planted["exp", 80], arch=arch, shared=limit * 1024)
+    assert not full.problems()
+    (problem,) = replace(full, shared=full.shared + 1).problems()
+    assert f"of shared memory over {limit * 1024}" in problem
 
 
 def test_the_page_has_a_row_for_every_report(planted):
@@ -253,6 +282,10 @@ def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
         (90, 32, 16, 0, 0, 2),  # 2,048 threads
         (90, 1, 16, 0, 0, 32),
         (100, 4, 32, 0, 256, 2),
+        (86, 1, 16, 0, 0, 16),
+        (89, 1, 16, 0, 0, 24),
+        (120, 4, 32, 0, 0, 12),  # 1,536 threads
+        (120, 4, 32, 50 * 1024, 0, 1),
     ],
 )
 def test_blocks_per_sm(arch, warps, registers, shared, columns, blocks):
