@@ -2129,10 +2129,11 @@ def _launch_bias_gradient(
 # 3.6.0 the fp32 forward with a bias does, and nothing else of the compile lane's short list.)
 # docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
 #
-# sm_90 issues the copies of a later tile after the products of this one, and waits for all but the
-# n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in its machine code): with 2 nothing is on
-# its way while it computes, with 3 one tile is. Where 3 would leave an SM room for one block
-# instead of two, it stays at 2: then the blocks fill each other's waits.
+# A loop issues the copies of a later tile after the products of this one, and waits for all but the
+# n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in the machine code of every architecture):
+# with 2 nothing is on its way while it computes, with 3 one tile is. Where 3 would leave an SM room
+# for one block instead of two, it stays at 2: then the blocks fill each other's waits. sm_100 has
+# many blocks of 2 still.
 # 86 has what sm_80 does not fit, for 99 KB of shared memory a block (``_launch.table_arch``).
 
 _LENGTHS = (64, 128, 256)
@@ -2166,7 +2167,8 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, True, 128): ((64, 64, 4, 1, 0),),
     },
     "stream_fwd": {
-        (80, True, 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        (80, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+        (86, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
         (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
         (100, True, 64): ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
@@ -2179,7 +2181,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((32, 64, 8, 1), (32, 64, 8, 1), (16, 32, 8, 1)),
     },
     "decode": {
-        (80, True, 64): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
+        (80, True, 64): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3)),
         (90, True, 64): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3)),
         (100, True, 64): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
         (80, True, 128): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
