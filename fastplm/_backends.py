@@ -21,6 +21,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -237,6 +238,30 @@ def _not_cpu(device: torch.device) -> str:
     return f"it runs on CPU tensors, not {device}"
 
 
+def needs_nvidia(device: torch.device) -> str | None:
+    """Reason of a kernel for CUDA devices: an NVIDIA GPU from sm_80 on."""
+    index = device.index or 0
+    if torch.compiler.is_compiling():  # which reads properties of a device, but fills no cache
+        return _why_not_nvidia(index)
+    if index not in _WHY_NOT_NVIDIA:
+        _WHY_NOT_NVIDIA[index] = _why_not_nvidia(index)
+    return _WHY_NOT_NVIDIA[index]
+
+
+_WHY_NOT_NVIDIA: dict[int, str | None] = {}
+
+
+def _why_not_nvidia(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "ROCm: the kernels are made for NVIDIA GPUs"
+    if not torch.cuda.is_available():  # a fake tensor of a device that is elsewhere
+        return None
+    device = torch.cuda.get_device_properties(index)
+    if device.major < 8:
+        return f"cuda:{index} is sm_{device.major}{device.minor}: the kernels need sm_80 or later"
+    return None
+
+
 def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     """Reason of a Triton implementation: CUDA tensors, or the interpreter when forced."""
     if tensor.device.type not in ("cuda", "cpu"):
@@ -246,9 +271,21 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
             return "CPU tensors: Triton's interpreter is for tests and runs only when forced"
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "CPU tensors: set TRITON_INTERPRET=1 before Python starts to interpret kernels"
-    if not triton_installed():
-        return "triton is not installed (pip install triton)"
-    return None
+    reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
+    if reason is None and not triton_installed():
+        reason = "triton is not installed (pip install triton)"
+    if reason is not None and not (forced or torch.compiler.is_compiling()):
+        _warn_of_eager(reason)
+    return reason
+
+
+@functools.cache  # once for each reason
+def _warn_of_eager(reason: str) -> None:
+    warnings.warn(
+        f"fastplm's kernels do not run on these CUDA tensors: {reason}. The eager reference runs "
+        "instead, slower and in more memory; use_backend('eager') asks for it without this warning",
+        stacklevel=2,
+    )
 
 
 # Looked up once: torch 2.11 cannot trace the question.

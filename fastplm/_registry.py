@@ -94,6 +94,7 @@ class Op:
         middle of a training step, when the caches have forgotten it, as long as the work itself.
         """
         if is_watched(arguments):
+            _refuse_dtensors(self.name, arguments)
             return self._operator(*arguments)
         if (
             self._formula is not None
@@ -155,6 +156,18 @@ class Op:
         _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
         return getattr(torch.ops.fastplm, operator).default
+
+
+def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
+    """PyTorch says of such a call that there is no sharding rule, and not what to do."""
+    if torch.compiler.is_compiling():
+        return
+    if any(type(value).__module__.startswith("torch.distributed.tensor") for value in arguments):
+        raise UnsupportedError(
+            f"{op}: got a DTensor, and its operator has no sharding rule. Call it on local tensors "
+            "(tensor.to_local()), or wrap the function that calls it in "
+            "torch.distributed.tensor.experimental.local_map."
+        )
 
 
 def is_watched(arguments: tuple[Any, ...]) -> bool:

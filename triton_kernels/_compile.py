@@ -37,9 +37,10 @@ from triton.compiler import ASTSource
 from fastplm.triton_kernels import _hazards, _sass
 from fastplm.triton_kernels._launch import Launch, record_launches
 
+#: What launch configurations are made for, and what the page shows.
 ARCHS = (80, 90, 100)
-#: Bytes of shared memory one block may take: 1 KB of an SM's is the system's own.
-SHARED_LIMIT = {arch: size - 1024 for arch, size in _sass.SHARED_PER_SM.items()}
+#: What runs with them too, in less shared memory.
+SMALLER_ARCHS = (86, 89, 120)
 _TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -101,8 +102,9 @@ class Report:
         found = []
         if self.spills:
             found.append(f"{self.spills} local-memory instructions (register spills)")
-        if self.shared > SHARED_LIMIT[self.arch]:
-            found.append(f"{self.shared} bytes of shared memory over {SHARED_LIMIT[self.arch]}")
+        limit = _sass.shared_limit(self.arch)
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory over {limit}")
         if self.arch == 90 and self.dots and self.half and not self.hgmma:
             found.append("a 16-bit matmul without HGMMA")
         found += (f"32-bit offset arithmetic: {place}" for place in self.overflows)
@@ -208,7 +210,7 @@ def _compile(
         cycles=cycles,
         flops=flops,
         moved=moved,
-        overflows=offset_overflows(compiled.asm["ttir"]),
+        overflows=offset_overflows(compiled.asm["ttir"], launch),
         hazards=_hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages),
     )
 
@@ -265,20 +267,43 @@ class _Value:
     """Where a value of the Triton IR comes from."""
 
     made_by: str
-    sources: list[int]
-    product: str | None = None  # the place where two 32-bit run-time values are multiplied
+    sources: list[int]  # the operands that decide how large it is
+    operands: list[int]
+    number: int = 0  # of a constant; the last place of a range; the limit of a program's number
+    place: str | None = None  # of a 32-bit product
+    factor: int = 0  # of that product, if it is a constant
 
 
-def offset_overflows(ttir: str) -> list[str]:
+def offset_overflows(ttir: str, launch: Launch) -> list[str]:
     """The places ("file.py:line") of 32-bit products that become pointer offsets.
 
-    A product with a compile-time constant (``tile * BLOCK``) counts positions within a row of less
-    than 2^31 elements; one of two run-time values (``row * stride``) runs past 2^31 in a large
-    tensor, also where it is widened only afterwards. A bound ends the search: a minimum is as small
-    as its smaller side, a loop counter as the loop's end. A place inside a tile (``arange *
-    stride``) is no such product: launchers see to it that rows lie less than 2^23 elements apart.
+    A product of two run-time values (``row * stride``) runs past 2^31 in a large tensor, also where
+    it is widened only afterwards. A bound ends the search: a minimum is as small as its smaller
+    side, a loop counter as the loop's end. A place inside a tile (``arange * stride``) is no such
+    product: launchers see to it that rows lie less than 2^23 elements apart.
+
+    A program's number, or how many there are, times a constant (``tile * BLOCK``) is harmless if it
+    is a row or a column, which are fewer than 2^31. What it is, the launch shows, whose grid and
+    sizes are known: it stays within the longest dimension of the matrices that were passed, or a
+    tile beyond, where a count of elements does not. A bound does not help here, as what has wrapped
+    around is negative.
     """
-    values, offsets = _read_ttir(ttir)
+    values, offsets, arguments = _read_ttir(ttir, launch.grid)
+    signature = _source(launch)[0].signature
+    names = (name for name, kind in signature.items() if kind != "constexpr")
+    given = (launch.arguments[name] for name in names)
+    sizes = {
+        argument: value
+        for argument, value in zip(arguments, given, strict=True)
+        if isinstance(value, int)
+    }
+    matrices = (v for v in launch.arguments.values() if isinstance(v, torch.Tensor) and v.dim() > 1)
+    longest = max((max(matrix.shape) for matrix in matrices), default=0)
+    by_program = _products_of_programs(values, offsets, sizes, longest)
+    return sorted(_products_at_run_time(values, offsets) | by_program)
+
+
+def _products_at_run_time(values: dict[int, _Value], offsets: list[int]) -> frozenset[str]:
     found: dict[int, frozenset[str]] = {}
 
     def products(value: int) -> frozenset[str]:
@@ -289,24 +314,95 @@ def offset_overflows(ttir: str) -> list[str]:
             inherited = frozenset().union(*sources)
             if origin.made_by in ("arith.minsi", "arith.minui") and not all(sources):
                 inherited = frozenset()
-            found[value] = inherited | ({origin.product} if origin.product else frozenset())
+            if origin.place and not origin.factor:
+                inherited |= {origin.place}
+            found[value] = inherited
         return found.get(value, frozenset())
 
-    return sorted(frozenset().union(*map(products, offsets)))
+    return frozenset().union(*map(products, offsets))
 
 
-def _read_ttir(ttir: str) -> tuple[dict[int, _Value], list[int]]:
-    """(what every value is made from, the offsets of all pointer additions)."""
+def _products_of_programs(
+    values: dict[int, _Value], offsets: list[int], sizes: dict[int, int], longest: int
+) -> frozenset[str]:
+    known: dict[int, tuple[int, bool]] = {}
+
+    def limit(value: int) -> tuple[int, bool]:
+        """(what it is at most in this launch, whether the number of a program is in it).
+
+        What is read from memory counts as 0: it is no number of a program.
+        """
+        if value in known:
+            return known[value]
+        known[value] = sizes.get(value, 0), False  # also where a loop carries it into itself
+        if value not in values or values[value].made_by == "tt.load":
+            return known[value]
+        origin = values[value]
+        operands = [limit(operand) for operand in origin.operands]
+        most = [size for size, _ in operands]
+        size = max(most, default=0)
+        operation = origin.made_by.removeprefix("arith.")
+        if origin.number:
+            size = origin.number
+        elif operation == "addi":
+            size = max(sum(most), 0)
+        elif operation == "subi":
+            size = most[0]
+        elif operation == "muli":
+            size = abs(most[0] * most[1])
+        elif operation in ("divsi", "divui"):
+            size = most[0] // max(most[1], 1)
+        elif operation in ("remsi", "remui") and most[1] > 0:
+            size = min(most[0], most[1] - 1)
+        elif operation in ("minsi", "minui"):
+            size = min((bound for bound in most if bound), default=0)
+        elif operation == "select":
+            size = max(most[1:])
+        is_program = origin.made_by.startswith("tt.get_")
+        known[value] = size, is_program or any(of_program for _, of_program in operands)
+        return known[value]
+
+    found, seen, open_ = set(), set(), list(offsets)
+    while open_:
+        value = open_.pop()
+        if value in seen or value not in values:
+            continue
+        seen.add(value)
+        origin = values[value]
+        open_ += origin.operands if origin.made_by == "counter" else origin.sources
+        size, of_program = limit(value)
+        if origin.place and origin.factor and of_program and size >= longest + abs(origin.factor):
+            found.add(origin.place)
+    return frozenset(found)
+
+
+def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], list[int], list[int]]:
+    """(what every value is made from, the offsets of all pointer additions, the arguments)."""
     context = ir.context()
     ir.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
         file.write(ttir)
         file.flush()
         module = ir.parse_mlir_module(file.name, context)
+    # Triton 3.6 does not tell attributes of an operation; they stand in the text in the same order.
+    constants = iter(re.findall(r"arith\.constant (?:dense<)?([^\s>]+)", ttir))
+    programs = iter(re.findall(r"tt\.get_(program_id|num_programs) ([xyz])", ttir))
     values: dict[int, _Value] = {}
     offsets: list[int] = []
+    arguments: list[int] = []
     blocks: dict[int, list[Any]] = {}  # the blocks of a region
     ends: dict[int, list[int]] = {}  # what the last operation of a block hands on
+
+    def number(name: str, kind: str) -> int:
+        if name == "arith.constant":
+            text = next(constants)
+            return int(text) if re.fullmatch(r"-?\d+", text) else 0
+        if name == "tt.make_range":
+            return int(re.search(r"<(\d+)x", kind)[1]) - 1
+        if name in ("tt.get_program_id", "tt.get_num_programs"):
+            what, axis = next(programs)
+            return (*grid, 1, 1)["xyz".index(axis)] - (what == "program_id")
+        return 0
 
     def visit(operation: Any) -> None:
         name = operation.get_name()
@@ -325,13 +421,15 @@ def _read_ttir(ttir: str) -> tuple[dict[int, _Value], list[int]]:
         ]
         if name == "tt.addptr":
             offsets.append(operands[1])
+        if name == "tt.func":
+            arguments.extend(_arguments(inside[0]))
         if name == "scf.for":
-            _, end, _, *carried = operands
-            counter, *arguments = _arguments(inside[0])
-            values[counter] = _Value("counter", [end])
-            rounds = zip(carried, ends[inside[0].id()], strict=True)
-            for argument, result, sources in zip(arguments, results, rounds, strict=True):
-                values[argument] = values[result.id()] = _Value(name, list(sources))
+            counter, *carried = _arguments(inside[0])
+            values[counter] = _Value("counter", operands[1:2], operands[:3])
+            rounds = zip(operands[3:], ends[inside[0].id()], strict=True)
+            for argument, result, sources in zip(carried, results, rounds, strict=True):
+                made = _Value(name, list(sources), list(sources))
+                values[argument] = values[result.id()] = made
             return
         sources = operands
         if name == "scf.if":
@@ -344,25 +442,31 @@ def _read_ttir(ttir: str) -> tuple[dict[int, _Value], list[int]]:
             sources = []
         if name.startswith("scf."):
             sources = sources + [value for inner in inside for value in ends[inner.id()]]
+            operands = sources
             for inner in inside:
-                values.update((value, _Value(name, sources)) for value in _arguments(inner))
+                values.update(
+                    (value, _Value(name, sources, sources)) for value in _arguments(inner)
+                )
         for result in results:
-            made = values[result.id()] = _Value(name, sources)
-            narrow = re.search(r"(^|x)i(8|16|32)>?$", str(result.get_type()))
-            if name == "arith.muli" and narrow:
+            kind = str(result.get_type())
+            made = values[result.id()] = _Value(name, sources, operands, number(name, kind))
+            if name == "arith.muli" and re.search(r"(^|x)i(8|16|32)>?$", kind):
                 origins = [_origin(values, operand) for operand in operands]
-                if not {"arith.constant", "tt.make_range"} & set(origins):
-                    made.product = _place(result)
+                if all(origin is None or origin.made_by != "tt.make_range" for origin in origins):
+                    made.place = _place(result)
+                    made.factor = next(
+                        (o.number for o in origins if o and o.made_by == "arith.constant"), 0
+                    )
 
     module.walk(visit)
-    return values, offsets
+    return values, offsets, arguments
 
 
-def _origin(values: dict[int, _Value], value: int) -> str | None:
-    """The operation that made a value, whatever its shape became since; None for an argument."""
+def _origin(values: dict[int, _Value], value: int) -> _Value | None:
+    """What a value was made from, whatever its shape became since; None for an argument."""
     while value in values and values[value].made_by in _SHAPING:
         (value,) = values[value].sources
-    return values[value].made_by if value in values else None
+    return values.get(value)
 
 
 def _arguments(block: Any) -> list[int]:
@@ -464,11 +568,11 @@ def page(reports: Iterable[Report]) -> str:
         where = (r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, r.registers)
         over = f"{cycles / roof:.2f}" if roof else "-"
         rows.append((*where, *memory, *counts, f"{unit} {cycles:.0f}", *work, over))
-    rates = ", ".join(f"{rate} (sm_{arch})" for arch, rate in _sass.TENSOR_FLOPS.items())
+    rates = ", ".join(f"{_sass.TENSOR_FLOPS[arch]} (sm_{arch})" for arch in ARCHS)
     rates = f"`tensor`: {rates} 16-bit FLOPs a clock; `MUFU`: 16 results a clock."
     shares = (
-        f"{device.bytes_per_cycle:.1f} (sm_{arch}, {device.name})"
-        for arch, device in _sass.DEVICES.items()
+        f"{_sass.DEVICES[arch].bytes_per_cycle:.1f} (sm_{arch}, {_sass.DEVICES[arch].name})"
+        for arch in ARCHS
     )
     devices = f"That is {', '.join(shares)} bytes a clock."
     sections = [_PAGE.format(triton=triton.__version__, rates=rates, devices=devices)]
@@ -481,7 +585,7 @@ def page(reports: Iterable[Report]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="name", help="kernel files; default all")
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHS)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS + SMALLER_ARCHS)
     parser.add_argument("--all", action="store_true", help="the slow cases too")
     parser.add_argument("--uneven", action="store_true", help="no size a multiple of 16")
     parser.add_argument("--findings", action="store_true", help="what costs time, not the table")

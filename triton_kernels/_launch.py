@@ -27,6 +27,8 @@ from triton._C import libtriton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from fastplm.triton_kernels import _sass
+
 #: Whether the kernels of this process are interpreted: fixed when they are decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -221,10 +223,25 @@ def next_power_of_2(n: int) -> int:
 
 
 def arch_of(device: torch.device) -> int:
-    """80 for sm_80 …; the architecture that launch configurations are looked up for."""
+    """The architecture that launch configurations are looked up for (see ``table_arch``)."""
     if _Recorder.arch is not None:
-        return _Recorder.arch
-    return _capability(device.index or 0) if device.type == "cuda" else 80
+        return table_arch(_Recorder.arch, _sass.shared_limit(_Recorder.arch))
+    return _table_arch(device.index or 0) if device.type == "cuda" else 80
+
+
+def table_arch(arch: int, shared: int) -> int:
+    """Whose launch configurations sm_<arch> takes, where a block may have that much shared memory.
+
+    86 stands for sm_80's instructions with 99 KB. That is what sm_120 has, too: neither wgmma nor
+    the tensor memory of sm_100, whose numbers its own is above.
+    """
+    usable = [86]
+    usable += [
+        known
+        for known in (80, 90, 100)
+        if known <= (arch if arch < 120 else 80) and _sass.shared_limit(known) <= shared
+    ]
+    return usable[-1]
 
 
 def sm_count(device: torch.device) -> int:
@@ -235,9 +252,9 @@ def sm_count(device: torch.device) -> int:
 
 
 @lru_cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+def _table_arch(index: int) -> int:
+    device = torch.cuda.get_device_properties(index)
+    return table_arch(10 * device.major + device.minor, device.shared_memory_per_block_optin)
 
 
 @lru_cache

@@ -34,17 +34,33 @@ class Device(NamedTuple):
         return self.bytes_per_s / self.sms / self.clock
 
 
-#: The data sheets of A100 80GB and B200, whose clock follows from its dense bf16 FLOPs; of the H200
-#: a clock of 1.755 GHz, and what a copy on the device reads and writes.
+#: The data sheets of A100 80GB, A40, L40S, RTX PRO 6000 Blackwell, and B200, whose clock follows
+#: from its dense bf16 FLOPs; of the H200 a clock of 1.755 GHz, and what a copy on the device reads
+#: and writes.
 DEVICES = {
     80: Device("A100", 108, 1.41e9, 2.039e12),
+    86: Device("A40", 84, 1.74e9, 0.696e12),
+    89: Device("L40S", 142, 2.52e9, 0.864e12),
     90: Device("H200", 132, 1.755e9, 4.3e12),
     100: Device("B200", 148, 1.855e9, 8.0e12),
+    120: Device("RTX PRO 6000", 188, 2.617e9, 1.792e12),
 }
-TENSOR_FLOPS = {80: 2048, 90: 4096, 100: 8192}
+#: GeForce cards with sm_86 to sm_120 have half of these where the sum is fp32.
+TENSOR_FLOPS = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 #: Of the fp32 lanes: 64, then 128, a product and a sum each.
-FP32_FLOPS = {80: 128, 90: 256, 100: 256}
-SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+FP32_FLOPS = {80: 128, 86: 256, 89: 256, 90: 256, 100: 256, 120: 256}
+SHARED_PER_SM = {
+    arch: 1024 * size
+    for arch, size in {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}.items()
+}
+#: (blocks, warps) that an SM holds at most.
+_RESIDENT = {80: (32, 64), 86: (16, 48), 89: (24, 48), 90: (32, 64), 100: (32, 64), 120: (24, 48)}
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory one block may opt in to: 1 KB of an SM's is the system's own."""
+    return SHARED_PER_SM[arch] - 1024
+
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
 _TENSOR = re.compile(r"(UTC)?[A-Z]*MMA$")
@@ -236,9 +252,10 @@ def blocks_per_sm(
     block costs 1 KB of shared memory more than it asks for; tensor memory (sm_100) has 512 columns.
     """
     per_warp = -(-registers * 32 // 256) * 256
+    blocks, resident = _RESIDENT[arch]
     limits = [
-        32,
-        64 // warps,
+        blocks,
+        resident // warps,
         4 * (16384 // per_warp) // warps,
         SHARED_PER_SM[arch] // (shared + 1024),
     ]

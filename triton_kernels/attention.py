@@ -133,8 +133,10 @@ def _zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size):
     if cu_ptr is not None:
         end = tl.full((), 0, tl.int64) + num_rows
         end = end * row_size
-        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size + tl.program_id(0) * BLOCK
-        for start in range(begin, end, tl.num_programs(0) * BLOCK):
+        # With many short sequences even the number of elements of all programs is past 2^31.
+        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size
+        begin += tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(begin, end, tl.num_programs(0).to(tl.int64) * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             tl.store(ptr + offs, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offs < end)
 
@@ -765,12 +767,14 @@ def _tile_bwd_step(
 @triton.jit
 def _tile_bwd_head(
     row,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
     q_ptr,
     k_ptr,
     v_ptr,
     mask_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
     seed_ptr,
     sample_ptr,
     do_ptr,
@@ -778,8 +782,6 @@ def _tile_bwd_head(
     dk_ptr,
     dv_ptr,
     num_heads,
-    seqlen_q,
-    seqlen_k,
     scale,
     scale_log2,
     threshold,
@@ -812,8 +814,6 @@ def _tile_bwd_head(
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
     b, h = row // num_heads, row % num_heads
-    first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
-    first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
     q_row = _head(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qt)
     k_row = _head(k_ptr, b, h, first_k, stride_kb, stride_kh, stride_kt)
     v_row = _head(v_ptr, b, h, first_k, stride_vb, stride_vh, stride_vt)
@@ -831,8 +831,8 @@ def _tile_bwd_head(
     v = _load_rows(v_row, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    # Unrolled rather than a loop: the first step has no dK and dV to carry, nor the last.
-    for start_q in tl.static_range(0, BLOCK_K, BLOCK_Q):
+    # Not unrolled: steps that are scheduled together take more registers than there are (sm_120).
+    for start_q in range(0, BLOCK_K, BLOCK_Q):
         dk, dv = _tile_bwd_step(
             dk,
             dv,
@@ -926,23 +926,28 @@ def _attention_tile_bwd_kernel(
     UPCAST: tl.constexpr,
 ):
     # A program owns a head, or takes every so-many-th one if PERSISTENT: where an SM has room for
-    # one program alone, the loads of the next head have to run under the arithmetic of this one.
+    # one program alone, keys and values of the next head are fetched under the arithmetic of this
+    # one (with three stages on sm_90).
     row_size = num_heads * HEAD_DIM
     _zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size)
     _zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
     _zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
     first = tl.program_id(0).to(tl.int64)
+    first_q, length_q = _bounds(cu_q_ptr, first // num_heads, seqlen_q)
+    first_k, length_k = _bounds(cu_k_ptr, first // num_heads, seqlen_k)
     if PERSISTENT:
         total = (first * 0 + num_seqs) * num_heads
         for row in tl.range(first, total, tl.num_programs(0)):  # flat (sequence, head)
             _tile_bwd_head(
                 row,
+                first_q,
+                length_q,
+                first_k,
+                length_k,
                 q_ptr,
                 k_ptr,
                 v_ptr,
                 mask_ptr,
-                cu_q_ptr,
-                cu_k_ptr,
                 seed_ptr,
                 sample_ptr,
                 do_ptr,
@@ -950,8 +955,6 @@ def _attention_tile_bwd_kernel(
                 dk_ptr,
                 dv_ptr,
                 num_heads,
-                seqlen_q,
-                seqlen_k,
                 scale,
                 scale_log2,
                 threshold,
@@ -982,15 +985,21 @@ def _attention_tile_bwd_kernel(
                 IS_CAUSAL,
                 UPCAST,
             )
+            # Carried from head to head: loads whose addresses were loaded are not fetched ahead.
+            b = tl.minimum(row + tl.num_programs(0), total - 1) // num_heads
+            first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
+            first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
     else:
         _tile_bwd_head(
             first,
+            first_q,
+            length_q,
+            first_k,
+            length_k,
             q_ptr,
             k_ptr,
             v_ptr,
             mask_ptr,
-            cu_q_ptr,
-            cu_k_ptr,
             seed_ptr,
             sample_ptr,
             do_ptr,
@@ -998,8 +1007,6 @@ def _attention_tile_bwd_kernel(
             dk_ptr,
             dv_ptr,
             num_heads,
-            seqlen_q,
-            seqlen_k,
             scale,
             scale_log2,
             threshold,
@@ -2196,6 +2203,13 @@ def _launch_bias_gradient(
 # configurations that spill no register under Triton 3.7.1 in any variant of the kernel. (Under
 # 3.6.0 the fp32 forward with a bias does, and nothing else of the compile lane's short list.)
 # docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
+#
+# A loop issues the copies of a later tile after the products of this one, and waits for all but the
+# n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in the machine code of every architecture):
+# with 2 nothing is on its way while it computes, with 3 one tile is. Where 3 would leave an SM room
+# for one block instead of two, it stays at 2: then the blocks fill each other's waits. sm_100 has
+# many blocks of 2 still.
+# 86 has what sm_80 does not fit, for 99 KB of shared memory a block (``_launch.table_arch``).
 
 _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")
@@ -2215,24 +2229,25 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
     "tile_bwd": {
         (80, True, 16): ((64, 64, 4, 1, 0), (128, 128, 8, 1, 0)),
-        (90, True, 16): ((64, 64, 4, 1, 0), (128, 128, 8, 2, 1), (128, 128, 8, 1, 0)),
+        (90, True, 16): ((64, 64, 4, 1, 0), (128, 128, 8, 3, 1), (128, 128, 8, 1, 0)),
         (100, True, 16): ((64, 64, 4, 1, 0), (128, 128, 8, 1, 0), (128, 128, 8, 1, 0)),
         (80, True, 32): ((64, 64, 4, 1, 0), (16, 128, 8, 1, 0)),
-        (90, True, 32): ((64, 64, 4, 1, 0), (128, 128, 8, 2, 1), (128, 128, 8, 1, 0)),
+        (90, True, 32): ((64, 64, 4, 1, 0), (128, 128, 8, 3, 1), (128, 128, 8, 1, 0)),
         (100, True, 32): ((64, 64, 4, 1, 0), (128, 128, 8, 1, 0), (128, 128, 8, 1, 0)),
         (80, True, 64): ((64, 64, 4, 1, 0), (32, 128, 8, 1, 0), (32, 128, 8, 1, 0)),
-        (90, True, 64): ((64, 64, 4, 1, 0), (128, 128, 8, 2, 1), (128, 128, 8, 1, 0)),
+        (90, True, 64): ((64, 64, 4, 1, 0), (128, 128, 8, 3, 1), (128, 128, 8, 1, 0)),
         (100, True, 64): ((64, 64, 4, 1, 0), (128, 128, 8, 1, 0), (128, 128, 8, 1, 0)),
         (80, True, 128): ((64, 64, 8, 1, 0),),
         (90, True, 128): ((64, 64, 8, 1, 0),),
         (100, True, 128): ((64, 64, 4, 1, 0),),
     },
     "stream_fwd": {
-        (80, True, 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
-        (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        (80, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+        (86, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
         (100, True, 64): ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
-        (90, True, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        (90, True, 128): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
         (100, True, 128): ((128, 64, 8, 2), (64, 64, 8, 1), (64, 64, 8, 1)),
         (80, True, 256): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         (90, True, 256): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
@@ -2241,11 +2256,11 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 128): ((32, 64, 8, 1), (32, 64, 8, 1), (16, 32, 8, 1)),
     },
     "decode": {
-        (80, True, 64): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
-        (90, True, 64): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
+        (80, True, 64): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3)),
+        (90, True, 64): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3)),
         (100, True, 64): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
         (80, True, 128): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
-        (90, True, 128): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
+        (90, True, 128): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3)),
         (100, True, 128): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
         (80, True, 256): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 8, 1)),
         (90, True, 256): ((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 8, 1)),
@@ -2255,12 +2270,13 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
     "stream_dq": {
         (80, True, 64): ((32, 64, 4, 1), (64, 64, 4, 2), (32, 64, 8, 1)),
-        (90, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+        (90, True, 64): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
         (100, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
-        (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 1)),
+        (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 3)),
         (100, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
         (80, True, 256): ((32, 64, 8, 1),),
+        (86, True, 256): ((16, 64, 8, 1),),
         (90, True, 256): ((32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1)),
         (100, True, 256): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         (80, False, 64): ((16, 64, 8, 1), (16, 64, 8, 1), (16, 64, 8, 1)),
@@ -2275,20 +2291,21 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         ),
         (90, True, 64): (
             (64, 64, 4, 1, 1),
-            (64, 64, 4, 1, 0),
-            (32, 64, 4, 1, 1),
-            (32, 64, 4, 2, 1),
+            (64, 64, 4, 3, 0),
+            (32, 64, 4, 3, 1),
+            (32, 64, 4, 3, 1),
         ),
         (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
         (80, True, 128): ((32, 64, 4, 1, 1), (64, 64, 8, 1, 0), (32, 64, 8, 1, 1)),
         (90, True, 128): (
-            (32, 64, 8, 1, 1),
+            (32, 64, 8, 3, 1),
             (128, 64, 8, 1, 0),
-            (16, 64, 8, 1, 1),
-            (16, 64, 8, 1, 0),
+            (16, 64, 8, 3, 1),
+            (16, 64, 8, 3, 0),
         ),
         (100, True, 128): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
         (80, True, 256): ((32, 64, 8, 1, 1), (16, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+        (86, True, 256): ((16, 64, 8, 1, 0),),
         (90, True, 256): (
             (32, 64, 8, 1, 0),
             (32, 64, 8, 1, 0),

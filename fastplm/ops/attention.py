@@ -5,7 +5,6 @@ Both are one op with two layouts: a ragged call carries ``cu_seqlens``, a dense 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -657,11 +656,35 @@ def _triton_rejects(query: torch.Tensor, *others: Any, forced: bool) -> str | No
     return needs_triton(query, forced)
 
 
-@functools.lru_cache
+_BUCKET_TABLES: dict[tuple[int, bool, int, torch.device], torch.Tensor] = {}
+
+
 def _bucket_table(
     num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
 ) -> torch.Tensor:
-    return t5_buckets(num_buckets, bidirectional, max_distance).to(device)
+    """``t5_buckets`` on a device, made once.
+
+    But for a table made inside the capture of a CUDA graph: it holds nothing until a replay.
+    """
+    settings = num_buckets, bidirectional, max_distance, device
+    table = _BUCKET_TABLES.get(settings)
+    if table is None:
+        table = _filled(t5_buckets(num_buckets, bidirectional, max_distance), device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _BUCKET_TABLES[settings] = table
+    return table
+
+
+def _filled(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few runs of equal values on a device, without a copy, which no CUDA graph can capture."""
+    if device.type == "cpu":
+        return values
+    result = torch.empty(values.shape, dtype=values.dtype, device=device)
+    runs, lengths = values.unique_consecutive(return_counts=True)
+    parts = result.split(lengths.tolist())
+    for part, value in zip(parts, runs.tolist(), strict=True):
+        part.fill_(value)
+    return result
 
 
 def _buckets_of(call: _Call) -> torch.Tensor:

@@ -5,12 +5,20 @@ Runs in a process of its own, because this one may have switched Triton's interp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import ARCHS, Report, kernel_modules, page, table
+from fastplm.triton_kernels._compile import (
+    ARCHS,
+    SMALLER_ARCHS,
+    Report,
+    kernel_modules,
+    page,
+    table,
+)
 
 pytestmark = pytest.mark.compile
 
@@ -71,9 +79,25 @@ def _wide_kernel(x_ptr, out_ptr, stride, size, split, BLOCK: tl.constexpr):
     tl.store(out_ptr + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), 0.0)
 
 
-def _run(kernel, dtype=torch.float32, **arguments):
-    x = torch.empty(1 << 14, dtype=dtype, device="meta")
-    launch(kernel, (1,), x.device, x_ptr=x, out_ptr=x.float(), **arguments)
+@triton.jit
+def _elements_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK  # elements
+    step = tl.num_programs(0) * BLOCK  # elements
+    for start in range(first.to(tl.int64), size, step):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _rows_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) // 2 * BLOCK + tl.arange(0, BLOCK)
+    offs = rows.to(tl.int64) * width + tl.program_id(0) % 2
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+def _run(kernel, dtype=torch.float32, shape=(1, 1 << 14), grid=(1,), **arguments):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    launch(kernel, grid, x.device, x_ptr=x, out_ptr=x.float(), **arguments)
 
 
 def compile_cases():
@@ -85,6 +109,10 @@ def compile_cases():
     yield "narrow", lambda: _run(_narrow_kernel, stride=7, BLOCK=64)
     yield "carried", lambda: _run(_carried_kernel, stride=7, steps=8, BLOCK=64)
     yield "wide", lambda: _run(_wide_kernel, stride=7, size=999, split=70, BLOCK=64)
+    matrix = dict(shape=(4096, 48), BLOCK=64)
+    size = 4096 * 48
+    yield "elements", lambda: _run(_elements_kernel, grid=(size // 64,), size=size, **matrix)
+    yield "rows", lambda: _run(_rows_kernel, grid=(2 * 4096 // 64,), width=48, **matrix)
 """
 SCRIPT = """
 import dataclasses, json, sys
@@ -126,9 +154,30 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
     assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)
 
 
+def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
+    """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
+    options = ("--json", "--arch", "120", "attention", "gather_rows")
+    found = run_reports("-m", "fastplm.triton_kernels._compile", *options)
+    assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
+    assert_shippable(found)
+
+
 @pytest.mark.slow
-def test_the_long_list_of_configurations(run_reports):
-    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", "--json", "--all"))
+@pytest.mark.parametrize("arch", ARCHS + SMALLER_ARCHS)
+def test_the_long_list_of_configurations(run_reports, arch):
+    options = ("--json", "--all", "--arch", str(arch))
+    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", *options))
+
+
+@pytest.mark.parametrize(
+    ("arch", "limit"),  # the CUDA programming guide's maximum for a block
+    ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)),
+)
+def test_the_gate_knows_the_shared_memory_of_each_card(planted, arch, limit):
+    full = replace(planted["exp", 80], arch=arch, shared=limit * 1024)
+    assert not full.problems()
+    (problem,) = replace(full, shared=full.shared + 1).problems()
+    assert f"of shared memory over {limit * 1024}" in problem
 
 
 def test_the_page_has_a_row_for_every_report(planted):
@@ -168,10 +217,11 @@ def test_a_kernel_without_a_loop_is_counted_whole(planted, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_narrow_offsets_are_reported_where_they_are_multiplied(planted, arch):
     lines = PLANTED.splitlines()
-    for case in ("narrow", "carried"):
-        line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
-        assert planted[case, arch].problems() == [f"32-bit offset arithmetic: planted.py:{line}"]
-    for case in ("wide", "matmul"):
+    for case in ("narrow", "carried", "elements"):
+        places = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
+        said = [f"32-bit offset arithmetic: planted.py:{line}" for line in places]
+        assert said and planted[case, arch].problems() == said
+    for case in ("wide", "matmul", "rows"):
         assert not planted[case, arch].problems()
 
 
@@ -232,6 +282,10 @@ def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
         (90, 32, 16, 0, 0, 2),  # 2,048 threads
         (90, 1, 16, 0, 0, 32),
         (100, 4, 32, 0, 256, 2),
+        (86, 1, 16, 0, 0, 16),
+        (89, 1, 16, 0, 0, 24),
+        (120, 4, 32, 0, 0, 12),  # 1,536 threads
+        (120, 4, 32, 50 * 1024, 0, 1),
     ],
 )
 def test_blocks_per_sm(arch, warps, registers, shared, columns, blocks):

@@ -1,0 +1,169 @@
+"""What the library says of devices and tensors that its kernels do not run on."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastplm
+from fastplm import _backends, ops
+from fastplm._checks import BackendError, UnsupportedError
+from fastplm._registry import OPS
+from fastplm.ops.attention import _bucket_table, _filled
+from fastplm.reference.attention import t5_buckets
+from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels._launch import table_arch
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def looks_up(monkeypatch):
+    """Devices of a capability, asked as if never before; returns the devices that are asked for."""
+    asked = []
+
+    def pretend(major, minor, hip=None):
+        def properties(index):
+            asked.append(index)
+            return SimpleNamespace(major=major, minor=minor)
+
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {})
+        return asked
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "hip", "reason"),
+    (
+        (7, 5, None, "cuda:0 is sm_75: the kernels need sm_80 or later"),
+        (8, 0, None, None),
+        (12, 0, None, None),
+        (9, 4, "6.4", "ROCm: the kernels are made for NVIDIA GPUs"),
+    ),
+)
+def test_an_old_gpu_and_rocm_are_refused(looks_up, major, minor, hip, reason):
+    asked = looks_up(major, minor, hip)
+    there = SimpleNamespace(device=GPU)
+    assert _backends.needs_nvidia(GPU) == _backends.needs_nvidia(GPU) == reason
+    assert asked == ([] if hip else [0])  # once for a device
+    assert _backends.needs_triton(there, forced=True) == reason
+    if "cuda" in OPS["mask_tokens"].backends:
+        said = OPS["mask_tokens"].backends["cuda"].rejects(there, forced=True)
+        assert said == reason if reason else "sm_" not in (said or "")
+
+
+def test_auto_goes_on_where_a_forced_backend_raises(monkeypatch):
+    monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: "too old"})
+    _backends._warn_of_eager.cache_clear()
+    with FakeTensorMode():
+        call = torch.empty(8, 16, device=GPU), torch.empty(4, dtype=torch.int64, device=GPU)
+    with _backends.record_decisions() as decisions:
+        with pytest.warns(UserWarning, match="too old"):
+            assert OPS["gather_rows"].resolve(*call) == "eager"
+    assert "not triton: too old" in str(decisions[0])
+    with fastplm.use_backend("triton"), pytest.raises(BackendError, match="too old"):
+        OPS["gather_rows"].resolve(*call)
+
+
+def test_missing_triton_warns_once_and_names_the_fix(monkeypatch):
+    monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: None})
+    monkeypatch.setattr(_backends, "_HAS_TRITON", False)
+    _backends._warn_of_eager.cache_clear()
+    there = SimpleNamespace(device=GPU)
+    with pytest.warns(UserWarning, match="pip install triton"):
+        assert _backends.needs_triton(there, forced=False) is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _backends.needs_triton(there, forced=False)
+        _backends._warn_of_eager.cache_clear()
+        _backends.needs_triton(there, forced=True)  # which raises its own error
+        cpu = SimpleNamespace(device=torch.device("cpu"))
+        _backends.needs_triton(cpu, forced=False)
+
+
+def test_a_dtensor_is_refused_with_the_way_out(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = tensor.init_device_mesh("cpu", (1,))
+        query = tensor.distribute_tensor(torch.randn(2, 2, 8, 16), mesh, [tensor.Shard(0)])
+        ids = tensor.distribute_tensor(torch.zeros(8, dtype=torch.int64), mesh, [tensor.Shard(0)])
+        for call in (
+            lambda: ops.attention(query, query, query, is_causal=True),
+            lambda: ops.gather_rows(query[0, 0], ids),
+        ):
+            with pytest.raises(UnsupportedError, match=r"to_local\(\).*local_map"):
+                call()
+        local = query.to_local()
+        assert ops.attention(local, local, local, is_causal=True).shape == query.shape
+    finally:
+        distributed.destroy_process_group()
+
+
+class Names(TorchDispatchMode):
+    """Which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
+            self.seen.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", ((32, True, 128), (32, False, 128), (4, True, 2), (8, 1, 300)))
+def test_the_bucket_table_is_filled_where_it_is_used(settings, monkeypatch):
+    values = t5_buckets(*settings)
+    # The way of a GPU, on a device that has values and on one where nothing could be copied from.
+    here = SimpleNamespace(type="not cpu")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
+    assert torch.equal(_filled(values, here), values)
+    monkeypatch.undo()
+    with Names() as names:
+        assert _filled(values, torch.device("meta")).shape == values.shape
+    assert names.seen and names.seen <= {"split_with_sizes", "fill_"}
+
+
+def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
+    kept, capturing = {}, True
+    monkeypatch.setitem(_bucket_table.__globals__, "_BUCKET_TABLES", kept)
+    monkeypatch.setitem(_bucket_table.__globals__, "_filled", lambda values, device: values.clone())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    first = _bucket_table(32, True, 128, GPU)
+    assert _bucket_table(32, True, 128, GPU) is not first and not kept
+    capturing = False
+    table = _bucket_table(32, True, 128, GPU)
+    capturing = True
+    assert _bucket_table(32, True, 128, GPU) is table
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared", "expected"),
+    (
+        (80, None, 80),
+        (86, None, 86),
+        (87, _sass.shared_limit(80), 80),  # of sm_86's kind, with the memory of sm_80
+        (89, None, 86),
+        (90, None, 90),
+        (100, None, 100),
+        (103, _sass.shared_limit(100), 100),
+        (120, None, 86),  # newer than sm_100, with neither its instructions nor its memory
+        (121, _sass.shared_limit(120), 86),
+    ),
+)
+def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
+    assert table_arch(arch, shared or _sass.shared_limit(arch)) == expected
