@@ -52,10 +52,13 @@ import triton.language as tl
 from fastplm.triton_kernels._launch import (
     arch_of,
     cast,
+    cdiv,
     dot,
+    is_recording,
     launch,
     max_with_index,
     nearest_arch,
+    next_power_of_2,
     upcast_dot,
 )
 from fastplm.triton_kernels._philox import philox
@@ -163,12 +166,19 @@ _BIAS_TILE = (128, 64, 4)
 _WANTED_PROGRAMS = 512
 
 
-def _config(which: str, device: torch.device, input: torch.Tensor) -> dict[str, int]:
+def _config(which: str, input: torch.Tensor) -> dict[str, int]:
     half, width = input.dtype.itemsize == 2, input.shape[1]
     if which in ("forward", "dX", "dW"):
-        which = f"{which} {max(16, triton.next_power_of_2(width))}"
+        which = f"{which} {max(16, next_power_of_2(width))}"
+    # Tools change the table between recordings.
+    look_up = _look_up.__wrapped__ if is_recording() else _look_up
+    return look_up(which, half, arch_of(input.device))
+
+
+@functools.lru_cache
+def _look_up(which: str, half: bool, arch: int) -> dict[str, int]:
     known = tuple(arch for arch, h, name in _CONFIGS if (h, name) == (half, which))
-    config = _CONFIGS[nearest_arch(arch_of(device), known), half, which]
+    config = _CONFIGS[nearest_arch(arch, known), half, which]
     names = ("BLOCK_N", "BLOCK_V", "BLOCK_E", "num_warps", "num_stages")
     return dict(zip(names, config, strict=True))
 
@@ -178,7 +188,7 @@ def _forward_config(more: bool, input: torch.Tensor) -> dict[str, int]:
     which = "forward"
     if _is_wide(input.shape[1]):
         which = "wide forward with more" if more else "wide forward"
-    return _config(which, input.device, input)
+    return _config(which, input)
 
 
 def _is_wide(width: int) -> bool:
@@ -1328,7 +1338,7 @@ def _operands(
 
 
 def _split_columns(block_v: int) -> int:
-    return triton.cdiv(_SPLIT_COLUMNS, block_v) * block_v
+    return cdiv(_SPLIT_COLUMNS, block_v) * block_v
 
 
 def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -1435,7 +1445,7 @@ def _forward_kept(
     weight = _padded(weight, input.dtype)
     _multiply(input.index_select(0, part.order), weight.t(), grad_logits[:, : weight.shape[0]])
     block_n, block_v, num_warps = _ROWS_TILE
-    tiles = triton.cdiv(vocab, block_v)
+    tiles = cdiv(vocab, block_v)
     tile_max, tile_sum = (
         None if draw is None else input.new_empty(tiles, part.rows, dtype=torch.float32)
         for _ in range(2)
@@ -1445,7 +1455,7 @@ def _forward_kept(
     def walk(**what: bool) -> None:
         launch(
             _linear_cross_entropy_rows_kernel,
-            (triton.cdiv(part.rows, block_n),),
+            (cdiv(part.rows, block_n),),
             input.device,
             bias_ptr=operands["bias_ptr"],
             tile_max_ptr=tile_max,
@@ -1489,7 +1499,7 @@ def _forward_recomputed(
     )
     config = _forward_config(with_argmax or smoothed, input)
     columns = _split_columns(config["BLOCK_V"])
-    splits, tiles = triton.cdiv(vocab, columns), triton.cdiv(vocab, config["BLOCK_V"])
+    splits, tiles = cdiv(vocab, columns), cdiv(vocab, config["BLOCK_V"])
 
     def partial(count: int, needed: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return input.new_empty(count, rows, dtype=dtype) if needed else None
@@ -1505,7 +1515,7 @@ def _forward_recomputed(
     )
     launch(
         _linear_cross_entropy_fwd_kernel,
-        (triton.cdiv(rows, config["BLOCK_N"]), splits),
+        (cdiv(rows, config["BLOCK_N"]), splits),
         input.device,
         target_ptr=statistics["target_ptr"],
         tile_max_ptr=tile_max,
@@ -1521,7 +1531,7 @@ def _forward_recomputed(
     )
     launch(
         _linear_cross_entropy_combine_kernel,
-        (triton.cdiv(rows, 128),),
+        (cdiv(rows, 128),),
         input.device,
         N=rows,
         V=vocab,
@@ -1545,7 +1555,7 @@ def _sample(
     logits: torch.Tensor | None,
 ) -> None:
     """Launch the draw of one token a row, by the sums of tiles of ``block_v`` columns."""
-    tiles = triton.cdiv(operands["V"], block_v)
+    tiles = cdiv(operands["V"], block_v)
     launch(
         _linear_cross_entropy_sample_kernel,
         (part.rows,),
@@ -1556,9 +1566,9 @@ def _sample(
         N=part.rows,
         num_tiles=tiles,
         stride_zn=0 if logits is None else logits.stride(0),
-        BLOCK_T=triton.next_power_of_2(tiles),
+        BLOCK_T=next_power_of_2(tiles),
         BLOCK_V=block_v,
-        BLOCK_E=min(64, triton.next_power_of_2(operands["E"])),
+        BLOCK_E=min(64, next_power_of_2(operands["E"])),
         num_warps=4,
         **part.arguments(),
         **draw,
@@ -1651,7 +1661,7 @@ def _backward_kept(
     scaled = input.new_empty(part.rows, width)
     launch(
         _linear_cross_entropy_scale_rows_kernel,
-        (triton.cdiv(part.rows, 32), triton.cdiv(width, 64)),
+        (cdiv(part.rows, 32), cdiv(width, 64)),
         input.device,
         x_ptr=input,
         g_ptr=grad_loss,
@@ -1693,7 +1703,7 @@ def _bias_gradient(
     assert dz.stride(0) % block_v == 0, "a tile would read past the last row"
     launch(
         _linear_cross_entropy_bwd_bias_kernel,
-        (triton.cdiv(columns or vocab, block_v),),
+        (cdiv(columns or vocab, block_v),),
         dz.device,
         dz_ptr=dz,
         count_ptr=part.count,
@@ -1717,7 +1727,7 @@ def _reduce_input(
     splits, rows, width = split_dx.shape
     launch(
         _linear_cross_entropy_reduce_input_kernel,
-        (triton.cdiv(rows, 32), triton.cdiv(width, 64)),
+        (cdiv(rows, 32), cdiv(width, 64)),
         dx.device,
         split_dx_ptr=split_dx,
         g_ptr=g,
@@ -1747,17 +1757,17 @@ def _backward_recomputed(
     # All products read a stored dZ. A second part is the rare case, and gets no kernel of its own.
     wide = _is_wide(width) or accumulates
     prefix = "wide " if wide else ""
-    config_x, config_w = (_config(prefix + which, device, input) for which in ("dX", "dW"))
+    config_x, config_w = (_config(prefix + which, input) for which in ("dX", "dW"))
     if accumulates:
-        config_w = _config("wide dW with more", device, input)
-    config_z = _config("wide dZ", device, input) if wide else {}
+        config_w = _config("wide dW with more", input)
+    config_z = _config("wide dZ", input) if wide else {}
     scratch, chunk_columns = input, vocab  # the scratch is never read
     split_columns = _split_columns(config_x["BLOCK_V"])
     if wide:
         chunk_columns = _chunk_columns(rows, vocab, config_x, config_w, config_z)
         scratch = input.new_empty(rows, chunk_columns)
         split_columns = _wide_split_columns(rows, width, chunk_columns, config_x)
-    splits = triton.cdiv(min(chunk_columns, vocab), split_columns)
+    splits = cdiv(min(chunk_columns, vocab), split_columns)
     shared = dict(**scalars, dz_ptr=scratch, stride_dzn=scratch.stride(0))
     if dx_ptr is not None:
         split_dx = input.new_empty(splits, rows, width, dtype=torch.float32)
@@ -1766,7 +1776,7 @@ def _backward_recomputed(
         if wide:
             launch(
                 _linear_cross_entropy_bwd_logits_kernel,
-                (triton.cdiv(rows, config_z["BLOCK_N"]), triton.cdiv(columns, config_z["BLOCK_V"])),
+                (cdiv(rows, config_z["BLOCK_N"]), cdiv(columns, config_z["BLOCK_V"])),
                 device,
                 chunk_start=chunk_start,
                 **shared,
@@ -1778,8 +1788,8 @@ def _backward_recomputed(
             launch(
                 _linear_cross_entropy_bwd_input_kernel,
                 (
-                    triton.cdiv(rows, config_x["BLOCK_N"]),
-                    triton.cdiv(width, config_x["BLOCK_E"]),
+                    cdiv(rows, config_x["BLOCK_N"]),
+                    cdiv(width, config_x["BLOCK_E"]),
                     splits,
                 ),
                 device,
@@ -1796,10 +1806,10 @@ def _backward_recomputed(
             )
         sums_bias = db_ptr is not None and not wide
         if dw_ptr is not None or sums_bias:
-            tiles_e = triton.cdiv(width, config_w["BLOCK_E"]) if dw_ptr is not None else 1
+            tiles_e = cdiv(width, config_w["BLOCK_E"]) if dw_ptr is not None else 1
             launch(
                 _linear_cross_entropy_bwd_weight_kernel,
-                (triton.cdiv(columns, config_w["BLOCK_V"]), tiles_e),
+                (cdiv(columns, config_w["BLOCK_V"]), tiles_e),
                 device,
                 dw_ptr=dw_ptr,
                 db_ptr=db_ptr if sums_bias else None,
@@ -1832,17 +1842,17 @@ def _wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[
 
     All splits together, in fp32, take no more than a scratch of 16 bits.
     """
-    tiles = triton.cdiv(rows, config["BLOCK_N"]) * triton.cdiv(width, config["BLOCK_E"])
+    tiles = cdiv(rows, config["BLOCK_N"]) * cdiv(width, config["BLOCK_E"])
     splits = min(_WANTED_PROGRAMS // max(tiles, 1), chunk_columns // (2 * width))
     splits = max(splits, 1)
-    return triton.cdiv(triton.cdiv(chunk_columns, splits), config["BLOCK_V"]) * config["BLOCK_V"]
+    return cdiv(cdiv(chunk_columns, splits), config["BLOCK_V"]) * config["BLOCK_V"]
 
 
 def _chunk_columns(rows: int, vocab: int, *configs: dict[str, int]) -> int:
     """Columns of dZ in the scratch: whole tiles of every kernel that writes or reads it."""
     block = max(config["BLOCK_V"] for config in configs)
-    wanted = min(triton.cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
-    return max(triton.cdiv(wanted, block), 1) * block
+    wanted = min(cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
+    return max(cdiv(wanted, block), 1) * block
 
 
 _KEPT = {0: "", 512: " kept", 256: " half kept"}
@@ -1896,7 +1906,7 @@ def meta_case(
 
     ids = functools.partial(meta, rows, dtype=torch.int64)
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
-    columns = triton.cdiv(vocab, 64) * 64
+    columns = cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
     same = dict(
         input=meta(rows, width, dtype=dtype),

@@ -23,7 +23,7 @@ from fastplm._checks import (
     message,
 )
 from fastplm._registry import Op, autocast
-from fastplm.ops._common import check_reduction, last_dim_contiguous
+from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
 from fastplm.reference._reduce import denominator_of, reduce_loss
 from fastplm.reference.linear_cross_entropy import (
@@ -491,22 +491,18 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 
 
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_fwd
-
     *of_rows, normalizer, reduction = arguments
     call = _Forward(*of_rows)
     outputs = _empty_outputs(call, logit_columns(call.linear_weight.shape[0]))
     check_targets(call.target, call.linear_weight, call.ignore_index)
-    linear_cross_entropy_fwd(*outputs, **call._asdict())
+    kernels(_NAME).linear_cross_entropy_fwd(*outputs, **call._asdict())
     return _reduced(call, normalizer, reduction, *outputs)
 
 
 def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    from fastplm.triton_kernels.linear_cross_entropy import linear_cross_entropy_bwd
-
     call = _backward_call(*arguments)
     grads = _empty_gradients(call)
-    linear_cross_entropy_bwd(*grads, **call._asdict())
+    kernels(_NAME).linear_cross_entropy_bwd(*grads, **call._asdict())
     return grads
 
 
