@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from fastplm import ops
+from fastplm.triton_kernels._sass import shared_limit
 
 CALLS_A_ROUND = 100
 DEVICE = torch.device("cuda", 0)
@@ -92,7 +93,12 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
             _maybe_exchange_device=runtime["_cuda_maybeExchangeDevice"],
             _lazy_init=lambda: None,
             get_device_capability=lambda device=None: divmod(arch, 10),
-            get_device_properties=lambda device=None: SimpleNamespace(multi_processor_count=132),
+            get_device_properties=lambda device=None: SimpleNamespace(
+                major=arch // 10,
+                minor=arch % 10,
+                multi_processor_count=132,
+                shared_memory_per_block_optin=shared_limit(arch),
+            ),
         )
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
         where = dict(
