@@ -322,9 +322,10 @@ FLAGS = "a flag of a key is a byte, less than cp.async copies, and says which ke
 DISTANCES = "one value for each distance: neighbours in a row, but a row starts anywhere"
 FORTY = "rows of 40 elements: Triton knows of a stride only whether 16 divides it"
 COLUMNS = "the bias of the columns that a thread holds of the accumulator, two of them together"
-SPLITS = (
-    "to fix: split_columns is V where there is one split, and V is no multiple of 16, so that no"
-    " column of dZ is known to be aligned"
+ORDER = "what order_ptr says is needed to copy the rest: a stage is spent on it"
+TILES = (
+    "to fix: rows wider than a tile pass by in a loop over E inside that over the tiles of V, whose"
+    " copies Triton begins anew for each tile (and on sm_100 not ahead at all)"
 )
 ONCE = "one program, a single pass over N numbers"
 #: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
@@ -350,19 +351,33 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("gather_rows_bwd", "narrow: 2-byte ld of dout_ptr"): (ARCHS, FORTY),
     ("gather_rows_bwd", "narrow: 4-byte ld of dout_ptr"): (ARCHS, FORTY),
     ("linear_cross_entropy_bwd_input", "narrow: 2-byte ld of bias_ptr"): ((90, 100), COLUMNS),
-    ("linear_cross_entropy_bwd_input", "narrow: 2-byte ld of dz_ptr"): (ARCHS, SPLITS),
     ("linear_cross_entropy_bwd_input", waits("bias_ptr")): ((100,), COLUMNS),
-    ("linear_cross_entropy_bwd_input", waits("dz_ptr")): (ARCHS, SPLITS),
     (
         "linear_cross_entropy_bwd_weight",
         "late: 1 iterations ahead of 2, the copies of g_ptr, log_probability_ptr, max_ptr,"
         " order_ptr, sum_ptr, target_ptr, x_ptr",
-    ): ((90, 100), "what order_ptr says is needed to copy the rest: a stage is spent on it"),
+    ): ((90, 100), ORDER),
+    (
+        "linear_cross_entropy_bwd_weight",
+        "late: 1 iterations ahead of 3, the copies of dz_ptr, order_ptr, x_ptr",
+    ): ((90, 100), ORDER),
+    (
+        "linear_cross_entropy_fwd",
+        "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
+    ): ((80, 90), TILES),
+    (
+        "linear_cross_entropy_fwd",
+        "late: 0 iterations ahead of 3, the copies of w_ptr, x_ptr",
+    ): ((100,), TILES),
     ("linear_cross_entropy_fwd", "narrow: 2-byte ld of bias_ptr"): (ARCHS, COLUMNS),
     ("linear_cross_entropy_order", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
     ("linear_cross_entropy_order", "narrow: 8-byte st of order_ptr"): (
         ARCHS,
         "scattered: a row's slot follows from how many rows before it count",
+    ),
+    ("linear_cross_entropy_rows", "narrow: 2-byte ld of bias_ptr"): (
+        ARCHS,
+        "of the last tile alone, which ends past the vocabulary",
     ),
     ("replaced_token_loss_bwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_bwd", "narrow: 4-byte ld of h_ptr"): (ARCHS, FORTY),
