@@ -109,6 +109,8 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         stack.enter_context(mock.patch.multiple(torch.Tensor, create=True, **where))
         for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
+        # A plain product is the library's own launch, and its result is nobody's.
+        stack.enter_context(mock.patch.object(torch, "mm", lambda a, b, *, out, **options: out))
         compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
         # What the C part of the driver sets when it is loaded: how an argument is passed.
         compiled |= dict(PyKernelArg=SimpleNamespace, ARG_CONSTEXPR=0, ARG_KERNEL=1, ARG_TUPLE=2)
@@ -167,7 +169,10 @@ def calls() -> dict[str, Call]:
     def loss() -> torch.Tensor:
         return ops.linear_cross_entropy(chosen, table, target, linear_bias=vocab_bias)
 
-    vocabulary = (chosen, table, vocab_bias)
+    def kept_loss() -> torch.Tensor:
+        return ops.linear_cross_entropy(*wide, target % 64, logits_budget=1 << 20)
+
+    vocabulary, wide = (chosen, table, vocab_bias), (draw(40, 384), draw(64, 384))
     return {
         "attention, forward": only(attention),
         "attention ragged, forward with dropout": only(ragged),
@@ -179,6 +184,7 @@ def calls() -> dict[str, Call]:
         "replaced_token_loss, forward + backward": both(detection, rows, weight, bias),
         "linear_cross_entropy, forward": only(loss),
         "linear_cross_entropy, forward + backward": both(loss, *vocabulary),
+        "linear_cross_entropy of kept logits, forward + backward": both(kept_loss, *wide),
     }
 
 

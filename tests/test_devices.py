@@ -14,7 +14,7 @@ import fastplm
 from fastplm import _backends, ops
 from fastplm._checks import BackendError, UnsupportedError
 from fastplm._registry import OPS
-from fastplm.ops.attention import _bucket_table, _filled
+from fastplm.ops.attention import _bucket_table, _filled_from_cpu
 from fastplm.reference.attention import t5_buckets
 from fastplm.triton_kernels import _sass
 from fastplm.triton_kernels._launch import table_arch
@@ -131,17 +131,19 @@ def test_the_bucket_table_is_filled_where_it_is_used(settings, monkeypatch):
     here = SimpleNamespace(type="not cpu")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
-    assert torch.equal(_filled(values, here), values)
+    assert torch.equal(_filled_from_cpu(values, here), values)
     monkeypatch.undo()
     with Names() as names:
-        assert _filled(values, torch.device("meta")).shape == values.shape
+        assert _filled_from_cpu(values, torch.device("meta")).shape == values.shape
     assert names.seen and names.seen <= {"split_with_sizes", "fill_"}
 
 
 def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
     kept, capturing = {}, True
     monkeypatch.setitem(_bucket_table.__globals__, "_BUCKET_TABLES", kept)
-    monkeypatch.setitem(_bucket_table.__globals__, "_filled", lambda values, device: values.clone())
+    monkeypatch.setitem(
+        _bucket_table.__globals__, "_filled_from_cpu", lambda values, device: values.clone()
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     first = _bucket_table(32, True, 128, GPU)
     assert _bucket_table(32, True, 128, GPU) is not first and not kept

@@ -669,13 +669,13 @@ def _bucket_table(
     settings = num_buckets, bidirectional, max_distance, device
     table = _BUCKET_TABLES.get(settings)
     if table is None:
-        table = _filled(t5_buckets(num_buckets, bidirectional, max_distance), device)
+        table = _filled_from_cpu(t5_buckets(num_buckets, bidirectional, max_distance), device)
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _BUCKET_TABLES[settings] = table
     return table
 
 
-def _filled(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _filled_from_cpu(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A few runs of equal values on a device, without a copy, which no CUDA graph can capture."""
     if device.type == "cpu":
         return values
