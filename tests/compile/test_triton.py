@@ -156,7 +156,7 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
 
 def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
     """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
-    options = ("--json", "--arch", "120", "attention", "gather_rows")
+    options = ("--json", "--arch", "120", "attention", "gather_rows", "linear_cross_entropy")
     found = run_reports("-m", "fastplm.triton_kernels._compile", *options)
     assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
     assert_shippable(found)
