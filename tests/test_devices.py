@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from types import SimpleNamespace
 
@@ -169,3 +170,14 @@ def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
 )
 def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
     assert table_arch(arch, shared or _sass.shared_limit(arch)) == expected
+
+
+def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
+    """A table without an entry of an architecture takes the one before, which 86 would be for 90."""
+    attention, loss = (
+        importlib.import_module(f"fastplm.triton_kernels.{op}")
+        for op in ("attention", "linear_cross_entropy")
+    )
+    small = [(table, key) for table in (*attention._TABLE.values(), loss._CONFIGS) for key in table]
+    small = [(table, key) for table, key in small if key[0] == 86]
+    assert small and all((90, *key[1:]) in table for table, key in small)

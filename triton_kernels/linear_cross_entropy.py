@@ -1362,7 +1362,7 @@ def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_vectors(columns: int) -> int:
-    return -(-columns // _VECTOR) * _VECTOR
+    return cdiv(columns, _VECTOR) * _VECTOR
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -1646,7 +1646,9 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            _backward_kept(part, linear_weight, operands, grads, grad_loss, scale, grad_logits)
+            _backward_kept(
+                part, operands, **grads, w=linear_weight, g=grad_loss, scale=scale, d=grad_logits
+            )
             continue
         _backward_recomputed(
             part,
@@ -1668,33 +1670,35 @@ def linear_cross_entropy_bwd(
 
 def _backward_kept(
     part: _Part,
-    weight: torch.Tensor,
     operands: dict[str, Any],
-    grads: dict[str, torch.Tensor | None],
-    grad_loss: torch.Tensor,
+    *,
+    dx_ptr: torch.Tensor | None,
+    dw_ptr: torch.Tensor | None,
+    db_ptr: torch.Tensor | None,
+    w: torch.Tensor,
+    g: torch.Tensor,
     scale: torch.Tensor,
-    grad_logits: torch.Tensor,
+    d: torch.Tensor,
 ) -> None:
     """Launch the backward of the rows that kept D."""
     input, vocab, width = (operands[name] for name in ("x_ptr", "V", "E"))
-    dx, dw, db = grads.values()
-    d = grad_logits[:, : _whole_vectors(vocab)]
-    if dx is not None:
+    columns = _whole_vectors(vocab)
+    if dx_ptr is not None:
         split_dx = input.new_empty(1, part.rows, width, dtype=torch.float32)
-        _multiply(d, _padded(weight, input.dtype), split_dx[0])
-        _reduce_input(part, split_dx, grad_loss, dx)
-    if dw is None and db is None:
+        _multiply(d[:, :columns], _padded(w, input.dtype), split_dx[0])
+        _reduce_input(part, split_dx, g, dx_ptr)
+    if dw_ptr is None and db_ptr is None:
         return
     share = input.new_empty(part.rows, dtype=torch.float32)
-    scaled = _slots(part, operands, g_ptr=grad_loss, scale_ptr=scale, share_ptr=share)
-    if dw is not None:
-        product = dw
-        if dw.dtype is not torch.float32 or d.shape[1] > vocab:
-            product = dw.new_empty(d.shape[1], width, dtype=torch.float32)
-        _multiply(d.t(), scaled, product)
-        torch.mul(product[:vocab], scale, out=dw)
-    if db is not None:
-        _bias_gradient(part, grad_logits, vocab, db, share=share, scale=scale)
+    slots = _slots(part, operands, g_ptr=g, scale_ptr=scale, share_ptr=share)
+    if dw_ptr is not None:
+        product = dw_ptr
+        if product.dtype is not torch.float32 or columns > vocab:
+            product = dw_ptr.new_empty(columns, width, dtype=torch.float32)
+        _multiply(d[:, :columns].t(), slots, product)
+        torch.mul(product[:vocab], scale, out=dw_ptr)
+    if db_ptr is not None:
+        _bias_gradient(part, d, vocab, db_ptr, share=share, scale=scale)
 
 
 def _bias_gradient(
