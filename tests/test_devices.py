@@ -173,7 +173,7 @@ def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
 
 
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
-    """A table without an entry of an architecture takes the one before, which 86 would be for 90."""
+    """Where a table has no entry for 90, it takes the one before: that must not be 86's."""
     attention, loss = (
         importlib.import_module(f"fastplm.triton_kernels.{op}")
         for op in ("attention", "linear_cross_entropy")
