@@ -67,8 +67,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # The stream of ``reference.philox.Stream.SAMPLE`` and the rounds of that file's default.
 _SAMPLE_STREAM = tl.constexpr(2)
 _ROUNDS = tl.constexpr(10)
-# Two counts of rows that are passed by pointer, each at a multiple of 16 bytes.
-_COUNT_STRIDE = tl.constexpr(4)
+# Before the order of rows stand two counts, int64, each at a multiple of 16 bytes.
+_COUNT_STRIDE = tl.constexpr(2)
+_ORDER_START = 2 * _COUNT_STRIDE.value
 
 # Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
 # the partial results of a split. Not of N: how many rows count, only the device knows.
@@ -81,8 +82,9 @@ _SCRATCH_PARTS = 4
 _MAX_STRIDE = 1 << 23
 # Elements of 16 bits in a vector of 16 bytes.
 _VECTOR = 8
-# Of the kernel that only orders rows: it is one program.
+# Of the kernels that are one program: the order of rows, sums over rows.
 _ORDER_BLOCK = 2048
+_SUM_BLOCK = 8192
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
 # that one tile holds, or for wide rows the part of it that passes by (forward, dZ) or is owned (dX,
@@ -341,10 +343,8 @@ def _store_statistics(
 def _linear_cross_entropy_order_kernel(
     # pointers
     target_ptr,
-    g_ptr,
     order_ptr,
     count_ptr,
-    scale_ptr,
     # sizes
     N,
     kept_rows,
@@ -353,23 +353,17 @@ def _linear_cross_entropy_order_kernel(
     BLOCK: tl.constexpr,
 ):
     """All rows, those that count first and in order; how many of these there are among the first
-    ``kept_rows`` slots and after them; their largest |g|."""
+    ``kept_rows`` slots and after them."""
     count = tl.zeros([], tl.int32)
-    scale = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         counts = offs < N
         counts = counts & (tl.load(target_ptr + offs, mask=counts, other=0) != ignore_index)
-        if g_ptr is not None:
-            g = tl.abs(tl.load(g_ptr + offs, mask=counts, other=0.0))
-            scale = tl.where((g > scale) | (g != g), g, scale)  # a NaN stays
         count += tl.sum(counts.to(tl.int32), 0)
-    tl.store(count_ptr, tl.minimum(count, kept_rows))
-    tl.store(count_ptr + _COUNT_STRIDE, tl.maximum(count - kept_rows, 0))
-    if g_ptr is not None:
-        largest = tl.max(scale, 0)
-        bad = tl.sum((scale != scale).to(tl.int32), 0) > 0
-        tl.store(scale_ptr, tl.where(bad, float("nan"), largest))
+    head = tl.arange(0, 2 * _COUNT_STRIDE)
+    counts = tl.where(head == _COUNT_STRIDE, tl.maximum(count - kept_rows, 0), 0)
+    counts = tl.where(head == 0, tl.minimum(count, kept_rows), counts)
+    tl.store(count_ptr + head, counts.to(tl.int64))
 
     first = tl.zeros([], tl.int32)  # slot of the next row that counts
     for start in range(0, N, BLOCK):
@@ -380,6 +374,57 @@ def _linear_cross_entropy_order_kernel(
         slot = tl.where(counts, before, count + offs - before)
         tl.store(order_ptr + slot, offs.to(tl.int64), mask=exists)
         first += tl.sum(counts.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _linear_cross_entropy_mean_kernel(
+    # pointers
+    loss_ptr,
+    count_ptr,
+    normalizer_ptr,
+    mean_ptr,
+    denominator_ptr,
+    # sizes
+    N,
+    # constexprs
+    BLOCK: tl.constexpr,
+):
+    """The sum of all losses over how many rows count, or over a given number: 0 is taken for 1."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.load(loss_ptr + offs, mask=offs < N, other=0.0)
+    if normalizer_ptr is None:
+        denominator = tl.load(count_ptr) + tl.load(count_ptr + _COUNT_STRIDE)
+    else:
+        denominator = tl.load(normalizer_ptr)
+    denominator = denominator.to(tl.float32)
+    denominator = tl.where(denominator == 0.0, 1.0, denominator)
+    tl.store(denominator_ptr, denominator)
+    tl.store(mean_ptr, tl.div_rn(tl.sum(total, 0), denominator))
+
+
+@triton.jit(do_not_specialize=["stride_g"])
+def _linear_cross_entropy_scale_kernel(
+    # pointers
+    g_ptr,
+    order_ptr,
+    count_ptr,
+    scale_ptr,
+    # strides
+    stride_g,
+    # constexprs
+    BLOCK: tl.constexpr,
+):
+    """The largest |g| of the rows that count; a NaN stays."""
+    scale = tl.zeros([BLOCK], tl.float32)
+    count = tl.load(count_ptr).to(tl.int32)
+    for start in range(0, count, BLOCK):
+        rows, used = _load_slots(order_ptr, count, start, BLOCK)
+        g = tl.abs(tl.load(g_ptr + rows * stride_g, mask=used, other=0.0))
+        scale = tl.where((g > scale) | (g != g), g, scale)
+    bad = tl.sum((scale != scale).to(tl.int32), 0) > 0
+    tl.store(scale_ptr, tl.where(bad, float("nan"), tl.max(scale, 0)))
 
 
 @triton.jit
@@ -833,11 +878,12 @@ def _load_row_scalars(
     used,
     V,
     label_smoothing,
+    stride_g,
     SMOOTHED: tl.constexpr,
 ):
     """(target, dz of the target, m, g / l, g s / V) of a tile of rows; see ``_row_scalars``."""
     target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
-    g = tl.load(g_ptr + rows, mask=used, other=0.0)
+    g = tl.load(g_ptr + rows * stride_g, mask=used, other=0.0)
     log_probability = tl.load(log_probability_ptr + rows, mask=used, other=0.0)
     m = tl.load(max_ptr + rows, mask=used, other=0.0)
     l_i = tl.load(sum_ptr + rows, mask=used, other=0.0)
@@ -892,6 +938,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
     stride_xn,
     stride_wv,
     stride_dzn,
+    stride_g,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -934,6 +981,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
         used,
         V,
         label_smoothing,
+        stride_g,
         SMOOTHED,
     )
     dz = _grad_logits(
@@ -976,6 +1024,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     stride_xn,
     stride_wv,
     stride_dzn,
+    stride_g,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -1011,6 +1060,7 @@ def _linear_cross_entropy_bwd_input_kernel(
             used,
             V,
             label_smoothing,
+            stride_g,
             SMOOTHED,
         )
 
@@ -1053,6 +1103,8 @@ def _linear_cross_entropy_reduce_input_kernel(
     # sizes
     N,
     num_splits,
+    # strides
+    stride_g,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -1071,7 +1123,7 @@ def _linear_cross_entropy_reduce_input_kernel(
         offs_s += N
     rows = tl.load(order_ptr + offs_n, mask=offs_n < N, other=0)
     if g_ptr is not None:
-        g = tl.load(g_ptr + rows, mask=offs_n < N, other=0.0)
+        g = tl.load(g_ptr + rows * stride_g, mask=offs_n < N, other=0.0)
         dx = tl.where(used, dx * g[:, None], 0.0)
     tl.store(
         dx_ptr + rows[:, None] * E + offs_e[None, :], dx.to(dx_ptr.dtype.element_ty), mask=exists
@@ -1102,6 +1154,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
     stride_xn,
     stride_wv,
     stride_dzn,
+    stride_g,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -1158,6 +1211,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
                 used,
                 V,
                 label_smoothing,
+                stride_g,
                 SMOOTHED,
             )
             dz_t = _grad_logits(
@@ -1199,16 +1253,14 @@ def _linear_cross_entropy_slots_kernel(
     N,
     # strides
     stride_xn,
+    stride_g,
     # constexprs
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Rows of X by slot, 0 in unused ones; with ``g_ptr`` times their share of g, g / scale.
-
-    All rows of a mean have one g: their share is 1, and they take no rounding.
-    """
+    """Rows of X by slot, 0 in unused ones; with ``g_ptr`` times their share of g, g / scale."""
     start_n = tl.program_id(0) * BLOCK_N
     count = tl.load(count_ptr).to(tl.int32)
     rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
@@ -1218,8 +1270,8 @@ def _linear_cross_entropy_slots_kernel(
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     if g_ptr is not None:
         scale = tl.load(scale_ptr)
-        share = tl.load(g_ptr + rows, mask=used, other=0.0)
-        share = tl.div_rn(share, tl.where(scale == 0.0, 1.0, scale))  # exactly 1 of equal numbers
+        share = tl.load(g_ptr + rows * stride_g, mask=used, other=0.0)
+        share = tl.div_rn(share, tl.where(scale == 0.0, 1.0, scale))
         x *= share[:, None]
         tl.store(share_ptr + offs_n, share, mask=offs_n < N)
     ptrs = slots_ptr + offs_n.to(tl.int64)[:, None] * E + offs_e[None, :]
@@ -1284,38 +1336,33 @@ class _Part(NamedTuple):
         return dict(order_ptr=self.order, count_ptr=self.count)
 
 
-def _parts(
-    target: torch.Tensor,
-    ignore_index: int,
-    kept_rows: int,
-    grad_loss: torch.Tensor | None = None,
-) -> tuple[list[_Part], torch.Tensor]:
-    """The slots that keep their logits and those that do not; with ``grad_loss`` the largest
-    magnitude of it that counts. Without a host sync."""
-    rows = target.shape[0]
-    order = target.new_empty(rows)
-    count = target.new_empty((2, _COUNT_STRIDE.value), dtype=torch.int32)
-    scale = target.new_empty((), dtype=torch.float32)
+def _order(target: torch.Tensor, ignore_index: int, kept_rows: int, order: torch.Tensor) -> None:
+    """Launch what writes ``order`` [4 + N] int64: two counts (see ``_parts``), then all rows."""
     launch(
         _linear_cross_entropy_order_kernel,
         (1,),
         target.device,
         target_ptr=target,
-        g_ptr=grad_loss,
-        order_ptr=order,
-        count_ptr=count,
-        scale_ptr=scale,
-        N=rows,
+        order_ptr=order[_ORDER_START:],
+        count_ptr=order,
+        N=target.shape[0],
         kept_rows=kept_rows,
         ignore_index=ignore_index,
         BLOCK=_ORDER_BLOCK,
         num_warps=8,
     )
-    parts = (
-        _Part(order[:kept_rows], count[0], True),
-        _Part(order[kept_rows:], count[1], False),
-    )
-    return [part for part in parts if part.rows], scale
+
+
+def _parts(order: torch.Tensor, kept_rows: int) -> list[_Part]:
+    """The slots that keep their logits and those that do not, without a host sync."""
+    rows = order.shape[0] - _ORDER_START
+    parts = []
+    if kept_rows:
+        parts.append(_Part(order[_ORDER_START : _ORDER_START + kept_rows], order, True))
+    if kept_rows < rows:
+        order, count = order[_ORDER_START + kept_rows :], order[_COUNT_STRIDE.value :]
+        parts.append(_Part(order, count, False))
+    return parts
 
 
 def _operands(
@@ -1392,6 +1439,7 @@ def linear_cross_entropy_fwd(
     argmax: torch.Tensor,
     sample: torch.Tensor,
     grad_logits: torch.Tensor,
+    order: torch.Tensor,
     *,
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -1406,12 +1454,14 @@ def linear_cross_entropy_fwd(
     need_argmax: bool,
     kept_rows: int,
 ) -> None:
-    """Launch the forward, which writes the seven tensors before the keywords.
+    """Launch the forward, which writes the eight tensors before the keywords.
 
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
-    [kept_rows, V padded] in the dtype of ``input``, or without elements.
+    [kept_rows, V padded] in the dtype of ``input``, or without elements; ``order`` int64
+    [4 + N], which a backward reads again.
     """
-    parts, _ = _parts(target, ignore_index, kept_rows)
+    _order(target, ignore_index, kept_rows, order)
+    parts = _parts(order, kept_rows)
     operands = _operands(input, linear_weight, linear_bias, parts)
     statistics = dict(
         target_ptr=target,
@@ -1438,6 +1488,27 @@ def linear_cross_entropy_fwd(
             _forward_recomputed(part, operands, statistics, draw)
 
 
+def mean(
+    loss: torch.Tensor, order: torch.Tensor, normalizer: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the mean of the losses [N] of a forward: it and what it divides by, fp32 []."""
+    mean, denominator = (loss.new_empty(()) for _ in range(2))
+    launch(
+        _linear_cross_entropy_mean_kernel,
+        (1,),
+        loss.device,
+        loss_ptr=loss,
+        count_ptr=order,
+        normalizer_ptr=normalizer,
+        mean_ptr=mean,
+        denominator_ptr=denominator,
+        N=loss.shape[0],
+        BLOCK=_SUM_BLOCK,
+        num_warps=16,
+    )
+    return mean, denominator
+
+
 def _forward_kept(
     part: _Part,
     weight: torch.Tensor,
@@ -1448,7 +1519,7 @@ def _forward_kept(
 ) -> None:
     """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
     input, vocab = operands["x_ptr"], operands["V"]
-    slots = _slots(part, operands, g_ptr=None, scale_ptr=None, share_ptr=None)
+    slots = _slots(part, operands)
     _multiply(slots, _padded(weight, input.dtype).t(), grad_logits[:, : _whole_vectors(vocab)])
     block_n, block_v, num_warps = _ROWS_TILE
     tiles = cdiv(vocab, block_v)
@@ -1491,7 +1562,13 @@ def _forward_kept(
         walk(READS=False, WRITES=True)
 
 
-def _slots(part: _Part, operands: dict[str, Any], **shares: torch.Tensor | None) -> torch.Tensor:
+def _slots(
+    part: _Part,
+    operands: dict[str, Any],
+    g: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Launch what moves the rows that count into their slots, [slots, E]."""
     input, width = operands["x_ptr"], operands["E"]
     slots = input.new_empty(part.rows, width)
@@ -1501,13 +1578,16 @@ def _slots(part: _Part, operands: dict[str, Any], **shares: torch.Tensor | None)
         input.device,
         x_ptr=input,
         slots_ptr=slots,
+        g_ptr=g,
+        scale_ptr=scale,
+        share_ptr=share,
         N=part.rows,
         stride_xn=input.stride(0),
+        stride_g=0 if g is None else g.stride(0),
         E=width,
         BLOCK_N=32,
         BLOCK_E=64,
         UPCAST=operands["UPCAST"],
-        **shares,
         **part.arguments(),
     )
     return slots
@@ -1621,15 +1701,18 @@ def linear_cross_entropy_bwd(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     grad_logits: torch.Tensor,
+    order: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> None:
-    """Launch the backward, which writes the three gradients; those not needed have no elements."""
-    kept_rows = grad_logits.shape[0] if grad_logits.numel() else 0
-    parts, scale = _parts(target, ignore_index, kept_rows, grad_loss if kept_rows else None)
+    """Launch the backward, which writes the three gradients; those not needed have no elements.
+
+    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same.
+    """
+    parts = _parts(order, grad_logits.shape[0])
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
@@ -1646,9 +1729,7 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            _backward_kept(
-                part, operands, **grads, w=linear_weight, g=grad_loss, scale=scale, d=grad_logits
-            )
+            _backward_kept(part, operands, **grads, w=linear_weight, g=grad_loss, d=grad_logits)
             continue
         _backward_recomputed(
             part,
@@ -1661,6 +1742,7 @@ def linear_cross_entropy_bwd(
             max_ptr=row_max,
             sum_ptr=row_sum,
             label_smoothing=label_smoothing,
+            stride_g=grad_loss.stride(0),
             SMOOTHED=label_smoothing > 0,
         )
     for grad, total in ((grad_weight, dw), (grad_bias, db)):
@@ -1677,10 +1759,13 @@ def _backward_kept(
     db_ptr: torch.Tensor | None,
     w: torch.Tensor,
     g: torch.Tensor,
-    scale: torch.Tensor,
     d: torch.Tensor,
 ) -> None:
-    """Launch the backward of the rows that kept D."""
+    """Launch the backward of the rows that kept D.
+
+    dW is ``scale`` times the product of D and the rows of X by their shares of g, g / scale. All
+    rows of a mean have one g, which is the scale: they take no rounding.
+    """
     input, vocab, width = (operands[name] for name in ("x_ptr", "V", "E"))
     columns = _whole_vectors(vocab)
     if dx_ptr is not None:
@@ -1689,8 +1774,12 @@ def _backward_kept(
         _reduce_input(part, split_dx, g, dx_ptr)
     if dw_ptr is None and db_ptr is None:
         return
-    share = input.new_empty(part.rows, dtype=torch.float32)
-    slots = _slots(part, operands, g_ptr=g, scale_ptr=scale, share_ptr=share)
+    if g.stride(0) == 0:
+        scale, share = g[0], None
+    else:
+        scale, share = g.new_empty(()), g.new_empty(part.rows)
+        _scale(part, g, scale)
+    slots = _slots(part, operands, None if share is None else g, scale, share)
     if dw_ptr is not None:
         product = dw_ptr
         if product.dtype is not torch.float32 or columns > vocab:
@@ -1699,6 +1788,21 @@ def _backward_kept(
         torch.mul(product[:vocab], scale, out=dw_ptr)
     if db_ptr is not None:
         _bias_gradient(part, d, vocab, db_ptr, share=share, scale=scale)
+
+
+def _scale(part: _Part, g: torch.Tensor, scale: torch.Tensor) -> None:
+    """Launch the largest magnitude of g that counts."""
+    launch(
+        _linear_cross_entropy_scale_kernel,
+        (1,),
+        g.device,
+        g_ptr=g,
+        scale_ptr=scale,
+        stride_g=g.stride(0),
+        BLOCK=_ORDER_BLOCK,
+        num_warps=8,
+        **part.arguments(),
+    )
 
 
 def _bias_gradient(
@@ -1749,6 +1853,7 @@ def _reduce_input(
         dx_ptr=dx,
         N=rows,
         num_splits=splits,
+        stride_g=0 if g is None else g.stride(0),
         E=width,
         BLOCK_N=32,
         BLOCK_E=64,
@@ -1925,6 +2030,7 @@ def meta_case(
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
     columns = cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
+    order = meta(_ORDER_START + rows, dtype=torch.int64)
     same = dict(
         input=meta(rows, width, dtype=dtype),
         linear_weight=meta(vocab, width, dtype=dtype),
@@ -1941,6 +2047,7 @@ def meta_case(
         ids(),
         ids(),
         grad_logits,
+        order,
         seed=None if temperature is None else meta(dtype=torch.int64),
         sample_index=ids(),
         position=ids(),
@@ -1949,6 +2056,7 @@ def meta_case(
         kept_rows=kept_rows,
         **same,
     )
+    mean(loss, order, None)
     linear_cross_entropy_bwd(
         meta(rows, width, dtype=dtype),
         meta(vocab, width, dtype=dtype),
@@ -1958,6 +2066,7 @@ def meta_case(
         row_max=row_max,
         row_sum=row_sum,
         grad_logits=grad_logits,
+        order=order,
         need_input=True,
         need_weight=True,
         need_bias=True,

@@ -48,6 +48,8 @@ _LOGITS_ALIGNMENT = 64
 # gradient (245 rows' worth each) than they save.
 _LEAST_KEPT_ROWS = 4096
 _ROW_ALIGNMENT = 256
+# Before the order of rows stand their counts.
+_ORDER_HEAD = 4
 _FP32 = torch.finfo(torch.float32)
 
 
@@ -343,7 +345,7 @@ def _vocabulary_pass(
     seed, sample_index, position, temperature = sampling or _Sampling()
     # The operator passes no gradient to the normalizer; whoever wants one divides here.
     divides = normalizer is not None and normalizer.requires_grad
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, _ = OP.call(
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP.call(
         last_dim_contiguous(input),
         last_dim_contiguous(linear_weight),
         None if linear_bias is None else last_dim_contiguous(linear_bias),
@@ -471,9 +473,9 @@ def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     *of_rows, normalizer, reduction = arguments
     call = _Forward(*of_rows)
-    outputs = _empty_outputs(call, call.linear_weight.shape[0])
+    outputs = _empty_outputs(call, "torch")
     check_targets(call.target, call.linear_weight, call.ignore_index)
-    torch_forward(call, *outputs)
+    torch_forward(call, *outputs[:-1])
     return _reduced(call, normalizer, reduction, *outputs)
 
 
@@ -493,10 +495,13 @@ def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     *of_rows, normalizer, reduction = arguments
     call = _Forward(*of_rows)
-    outputs = _empty_outputs(call, logit_columns(call.linear_weight.shape[0]))
+    outputs = _empty_outputs(call, "triton")
     check_targets(call.target, call.linear_weight, call.ignore_index)
     kernels(_NAME).linear_cross_entropy_fwd(*outputs, **call._asdict())
-    return _reduced(call, normalizer, reduction, *outputs)
+    if reduction != "mean":
+        return _reduced(call, None, reduction, *outputs)
+    loss, *others = outputs
+    return *kernels(_NAME).mean(loss, outputs[-1], normalizer), *others
 
 
 def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -541,6 +546,7 @@ class _Backward(NamedTuple):
     row_max: torch.Tensor
     row_sum: torch.Tensor
     grad_logits: torch.Tensor
+    order: torch.Tensor
     ignore_index: int
     label_smoothing: float
     need_input: bool
@@ -554,7 +560,7 @@ def _backward_call(
     """A backward of rows, from one of their reduction."""
     if denominator is not None:
         grad_loss = grad_loss / denominator
-    return _Backward(grad_loss.expand(input.shape[0]).contiguous(), input, *others)
+    return _Backward(grad_loss.expand(input.shape[0]), input, *others)
 
 
 def _reduced(
@@ -573,25 +579,28 @@ def _reduced(
     return loss.sum() / denominator, denominator, *others
 
 
-def _empty_outputs(call: _Forward, columns: int) -> tuple[torch.Tensor, ...]:
+def _empty_outputs(call: _Forward, backend: str) -> tuple[torch.Tensor, ...]:
     """Of a forward of rows, to be written.
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
     [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
-    backend, and is never written on the other.
+    backend, and is never written on the other; and the order in which the Triton backend took the
+    rows, int64.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
-    rows = call.input.shape[0]
+    rows, vocab = call.input.shape[0], call.linear_weight.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    logits = (call.kept_rows, columns) if call.kept_rows else (0,)
+    on_triton = backend == "triton"
+    logits = (call.kept_rows, logit_columns(vocab) if on_triton else vocab)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
         call.target.new_empty(rows if call.need_argmax else 0),
         call.target.new_empty(rows if call.seed is not None else 0),
-        call.input.new_empty(logits),
+        call.input.new_empty(logits if call.kept_rows else (0,)),
+        call.target.new_empty(_ORDER_HEAD + rows if on_triton else 0),
     )
 
 
@@ -609,8 +618,7 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     *of_rows, normalizer, reduction, backend = arguments
     call = _Forward(*of_rows)
     _check(_NAME, call.input, call.linear_weight, call.linear_bias, call.target)
-    vocab = call.linear_weight.shape[0]
-    outputs = _empty_outputs(call, logit_columns(vocab) if backend == "triton" else vocab)
+    outputs = _empty_outputs(call, backend)
     return _reduced(call, normalizer, reduction, *outputs)
 
 
@@ -623,7 +631,7 @@ def _setup_context(ctx, inputs, output):
     call = _Forward(*of_rows)
     ctx.ignore_index, ctx.label_smoothing = call.ignore_index, call.label_smoothing
     _, *others = output
-    denominator, log_probability, row_max, row_sum, _, _, grad_logits = others
+    denominator, log_probability, row_max, row_sum, _, _, grad_logits, order = others
     ctx.mark_non_differentiable(*others)
     ctx.save_for_backward(
         denominator if reduction == "mean" else None,
@@ -635,6 +643,7 @@ def _setup_context(ctx, inputs, output):
         row_max,
         row_sum,
         grad_logits,
+        order,
     )
     # Or every output without a gradient would get one of zeros, of the size of the logits.
     ctx.set_materialize_grads(False)
@@ -678,10 +687,10 @@ OP.define_differentiable(
     "float temperature, bool need_argmax, SymInt kept_rows, Tensor? normalizer, str reduction, "
     "str backend) "
     "-> (Tensor loss, Tensor denominator, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor argmax, Tensor sample, Tensor grad_logits)",
+    "Tensor argmax, Tensor sample, Tensor grad_logits, Tensor order)",
     "(Tensor grad_loss, Tensor? denominator, Tensor input, Tensor linear_weight, "
     "Tensor? linear_bias, Tensor target, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor grad_logits, int ignore_index, float label_smoothing, bool need_input, "
+    "Tensor grad_logits, Tensor order, int ignore_index, float label_smoothing, bool need_input, "
     "bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
