@@ -361,9 +361,9 @@ def _linear_cross_entropy_order_kernel(
         counts = counts & (tl.load(target_ptr + offs, mask=counts, other=0) != ignore_index)
         count += tl.sum(counts.to(tl.int32), 0)
     head = tl.arange(0, 2 * _COUNT_STRIDE)
-    counts = tl.where(head == _COUNT_STRIDE, tl.maximum(count - kept_rows, 0), 0)
-    counts = tl.where(head == 0, tl.minimum(count, kept_rows), counts)
-    tl.store(count_ptr + head, counts.to(tl.int64))
+    both = tl.where(head == _COUNT_STRIDE, tl.maximum(count - kept_rows, 0), 0)
+    both = tl.where(head == 0, tl.minimum(count, kept_rows), both)
+    tl.store(count_ptr + head, both.to(tl.int64))
 
     first = tl.zeros([], tl.int32)  # slot of the next row that counts
     for start in range(0, N, BLOCK):
@@ -1439,6 +1439,7 @@ def linear_cross_entropy_fwd(
     argmax: torch.Tensor,
     sample: torch.Tensor,
     grad_logits: torch.Tensor,
+    slots: torch.Tensor,
     order: torch.Tensor,
     *,
     input: torch.Tensor,
@@ -1454,11 +1455,11 @@ def linear_cross_entropy_fwd(
     need_argmax: bool,
     kept_rows: int,
 ) -> None:
-    """Launch the forward, which writes the eight tensors before the keywords.
+    """Launch the forward, which writes the nine tensors before the keywords.
 
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
-    [kept_rows, V padded] in the dtype of ``input``, or without elements; ``order`` int64
-    [4 + N], which a backward reads again.
+    [kept_rows, V padded] in the dtype of ``input``, or without elements. What a backward reads
+    again: the rows that keep their logits, ``slots`` [kept_rows, E]; ``order`` int64 [4 + N].
     """
     _order(target, ignore_index, kept_rows, order)
     parts = _parts(order, kept_rows)
@@ -1483,7 +1484,7 @@ def linear_cross_entropy_fwd(
         )
     for part in parts:
         if part.kept:
-            _forward_kept(part, linear_weight, operands, statistics, draw, grad_logits)
+            _forward_kept(part, linear_weight, operands, statistics, draw, grad_logits, slots)
         else:
             _forward_recomputed(part, operands, statistics, draw)
 
@@ -1516,10 +1517,11 @@ def _forward_kept(
     statistics: dict[str, Any],
     draw: dict[str, Any] | None,
     grad_logits: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
     """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
     input, vocab = operands["x_ptr"], operands["V"]
-    slots = _slots(part, operands)
+    _slots(part, operands, slots)
     _multiply(slots, _padded(weight, input.dtype).t(), grad_logits[:, : _whole_vectors(vocab)])
     block_n, block_v, num_warps = _ROWS_TILE
     tiles = cdiv(vocab, block_v)
@@ -1565,13 +1567,13 @@ def _forward_kept(
 def _slots(
     part: _Part,
     operands: dict[str, Any],
+    slots: torch.Tensor,
     g: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     share: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> None:
     """Launch what moves the rows that count into their slots, [slots, E]."""
     input, width = operands["x_ptr"], operands["E"]
-    slots = input.new_empty(part.rows, width)
     launch(
         _linear_cross_entropy_slots_kernel,
         (cdiv(part.rows, 32), cdiv(width, 64)),
@@ -1590,7 +1592,6 @@ def _slots(
         UPCAST=operands["UPCAST"],
         **part.arguments(),
     )
-    return slots
 
 
 def _forward_recomputed(
@@ -1701,6 +1702,7 @@ def linear_cross_entropy_bwd(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     grad_logits: torch.Tensor,
+    slots: torch.Tensor,
     order: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
@@ -1729,7 +1731,9 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            _backward_kept(part, operands, **grads, w=linear_weight, g=grad_loss, d=grad_logits)
+            _backward_kept(
+                part, operands, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
+            )
             continue
         _backward_recomputed(
             part,
@@ -1753,6 +1757,7 @@ def linear_cross_entropy_bwd(
 def _backward_kept(
     part: _Part,
     operands: dict[str, Any],
+    slots: torch.Tensor,
     *,
     dx_ptr: torch.Tensor | None,
     dw_ptr: torch.Tensor | None,
@@ -1777,9 +1782,9 @@ def _backward_kept(
     if g.stride(0) == 0:
         scale, share = g[0], None
     else:
-        scale, share = g.new_empty(()), g.new_empty(part.rows)
+        scale, share, slots = g.new_empty(()), g.new_empty(part.rows), torch.empty_like(slots)
         _scale(part, g, scale)
-    slots = _slots(part, operands, None if share is None else g, scale, share)
+        _slots(part, operands, slots, g, scale, share)
     if dw_ptr is not None:
         product = dw_ptr
         if product.dtype is not torch.float32 or columns > vocab:
@@ -2030,6 +2035,7 @@ def meta_case(
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
     columns = cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
+    slots = meta(kept_rows, width, dtype=dtype)
     order = meta(_ORDER_START + rows, dtype=torch.int64)
     same = dict(
         input=meta(rows, width, dtype=dtype),
@@ -2047,6 +2053,7 @@ def meta_case(
         ids(),
         ids(),
         grad_logits,
+        slots,
         order,
         seed=None if temperature is None else meta(dtype=torch.int64),
         sample_index=ids(),
@@ -2066,6 +2073,7 @@ def meta_case(
         row_max=row_max,
         row_sum=row_sum,
         grad_logits=grad_logits,
+        slots=slots,
         order=order,
         need_input=True,
         need_weight=True,

@@ -475,7 +475,7 @@ def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     call = _Forward(*of_rows)
     outputs = _empty_outputs(call, "torch")
     check_targets(call.target, call.linear_weight, call.ignore_index)
-    torch_forward(call, *outputs[:-1])
+    torch_forward(call, *outputs[:-2])
     return _reduced(call, normalizer, reduction, *outputs)
 
 
@@ -546,6 +546,7 @@ class _Backward(NamedTuple):
     row_max: torch.Tensor
     row_sum: torch.Tensor
     grad_logits: torch.Tensor
+    slots: torch.Tensor
     order: torch.Tensor
     ignore_index: int
     label_smoothing: float
@@ -585,21 +586,22 @@ def _empty_outputs(call: _Forward, backend: str) -> tuple[torch.Tensor, ...]:
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
     [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
-    backend, and is never written on the other; and the order in which the Triton backend took the
-    rows, int64.
+    backend, and is never written on the other. Then what the Triton backend needs again: the rows
+    of kept logits, [kept_rows, E], and the order in which it took all rows, int64.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
-    rows, vocab = call.input.shape[0], call.linear_weight.shape[0]
+    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    on_triton = backend == "triton"
-    logits = (call.kept_rows, logit_columns(vocab) if on_triton else vocab)
+    on_triton, kept_rows = backend == "triton", call.kept_rows
+    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
         call.target.new_empty(rows if call.need_argmax else 0),
         call.target.new_empty(rows if call.seed is not None else 0),
-        call.input.new_empty(logits if call.kept_rows else (0,)),
+        call.input.new_empty(logits if kept_rows else (0,)),
+        call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
         call.target.new_empty(_ORDER_HEAD + rows if on_triton else 0),
     )
 
@@ -631,7 +633,7 @@ def _setup_context(ctx, inputs, output):
     call = _Forward(*of_rows)
     ctx.ignore_index, ctx.label_smoothing = call.ignore_index, call.label_smoothing
     _, *others = output
-    denominator, log_probability, row_max, row_sum, _, _, grad_logits, order = others
+    denominator, log_probability, row_max, row_sum, _, _, grad_logits, slots, order = others
     ctx.mark_non_differentiable(*others)
     ctx.save_for_backward(
         denominator if reduction == "mean" else None,
@@ -643,6 +645,7 @@ def _setup_context(ctx, inputs, output):
         row_max,
         row_sum,
         grad_logits,
+        slots,
         order,
     )
     # Or every output without a gradient would get one of zeros, of the size of the logits.
@@ -687,11 +690,11 @@ OP.define_differentiable(
     "float temperature, bool need_argmax, SymInt kept_rows, Tensor? normalizer, str reduction, "
     "str backend) "
     "-> (Tensor loss, Tensor denominator, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor argmax, Tensor sample, Tensor grad_logits, Tensor order)",
+    "Tensor argmax, Tensor sample, Tensor grad_logits, Tensor slots, Tensor order)",
     "(Tensor grad_loss, Tensor? denominator, Tensor input, Tensor linear_weight, "
     "Tensor? linear_bias, Tensor target, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor grad_logits, Tensor order, int ignore_index, float label_smoothing, bool need_input, "
-    "bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor grad_logits, Tensor slots, Tensor order, int ignore_index, float label_smoothing, "
+    "bool need_input, bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
     fake_forward=_fake_forward,
     fake_backward=_fake_backward,
     setup_context=_setup_context,

@@ -1004,8 +1004,8 @@ def without_smoothing_in_the_backward(right, call):
 
 
 def without_smoothing_in_kept_logits(right, call):
-    *others, _, order = right()
-    return *others, right(label_smoothing=0.0)[-2], order
+    *others, _, slots, order = right()
+    return *others, right(label_smoothing=0.0)[-3], slots, order
 
 
 def upstream_gradient_for_the_weight_alone(right, call):
@@ -1082,8 +1082,8 @@ def test_a_wrong_sample_is_caught(bug, checked, monkeypatch):
     wrong = tiled_sample(inputs, level, bug)
 
     def with_wrong_sample(right, call):
-        *outputs, _, grad_logits, order = right()
-        return *outputs, wrong, grad_logits, order
+        *outputs, _, grad_logits, slots, order = right()
+        return *outputs, wrong, grad_logits, slots, order
 
     plant(monkeypatch, way, "forward", with_wrong_sample)
     sample = sampled(way, **inputs, temperature=3.0, seed=1)
@@ -1169,7 +1169,7 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
     for budget, kept in ((size, True), (size - 1, False)):
         with Calls() as forward:
             run(Way(backend, budget), **inputs)
-        [(call, (*_, grad_logits, _))] = forward.calls
+        [(call, (*_, grad_logits, _, _))] = forward.calls
         assert call["kept_rows"] == (rows if kept else 0)
         if kept:
             assert rows * vocab * dtype.itemsize <= grad_logits.nbytes <= size
