@@ -339,7 +339,7 @@ def _store_statistics(
     return log_probability, m_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_rows", "ignore_index"])
 def _linear_cross_entropy_order_kernel(
     # pointers
     target_ptr,
@@ -376,7 +376,7 @@ def _linear_cross_entropy_order_kernel(
         first += tl.sum(counts.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def _linear_cross_entropy_mean_kernel(
     # pointers
     loss_ptr,
@@ -427,7 +427,7 @@ def _linear_cross_entropy_scale_kernel(
     tl.store(scale_ptr, tl.where(bad, float("nan"), tl.max(scale, 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_fwd_kernel(
     # pointers
     x_ptr,
@@ -533,7 +533,7 @@ def _linear_cross_entropy_fwd_kernel(
         tl.store(split_argmax_ptr + offs_s, argmax, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_combine_kernel(
     # pointers
     target_ptr,
@@ -639,7 +639,7 @@ def _kept_logits(
     return tl.where((offs_v < V)[None, :], z, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_rows_kernel(
     # pointers
     bias_ptr,
@@ -998,7 +998,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
     tl.store(ptrs, dz.to(dz_ptr.dtype.element_ty), mask=used[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_bwd_input_kernel(
     # pointers
     x_ptr,
@@ -1092,7 +1092,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     tl.store(dx_ptrs, dx, mask=mask_dx)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_reduce_input_kernel(
     # pointers
     order_ptr,
@@ -1239,7 +1239,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
         tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v & first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_slots_kernel(
     # pointers
     x_ptr,
@@ -1984,6 +1984,7 @@ _KEPT = {0: "", 512: " kept", 256: " half kept"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     " smoothed": {"label_smoothing": 0.1},
+    " of rows": {"reduces": False},
     " sampled, argmax, smoothed": {
         "temperature": 1.0,
         "need_argmax": True,
@@ -2025,8 +2026,12 @@ def meta_case(
     label_smoothing: float = 0.0,
     need_argmax: bool = False,
     temperature: float | None = None,
+    reduces: bool = True,
 ) -> None:
-    """Launch forward and backward on meta tensors; with a ``temperature`` it samples."""
+    """Launch forward and backward on meta tensors; with a ``temperature`` it samples.
+
+    Unless it ``reduces`` to a mean, each row has an upstream gradient of its own.
+    """
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -2063,12 +2068,15 @@ def meta_case(
         kept_rows=kept_rows,
         **same,
     )
-    mean(loss, order, None)
+    grad_loss = loss
+    if reduces:
+        total, _ = mean(loss, order, None)
+        grad_loss = total.expand(rows)
     linear_cross_entropy_bwd(
         meta(rows, width, dtype=dtype),
         meta(vocab, width, dtype=dtype),
         meta(vocab, dtype=dtype),
-        grad_loss=loss,
+        grad_loss=grad_loss,
         log_probability=log_probability,
         row_max=row_max,
         row_sum=row_sum,

@@ -327,7 +327,7 @@ TILES = (
     "to fix: rows wider than a tile pass by in a loop over E inside that over the tiles of V, whose"
     " copies Triton begins anew for each tile (and on sm_100 not ahead at all)"
 )
-ONCE = "one program, a single pass over N numbers"
+ONCE = "one program, a single pass over at most N numbers"
 #: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
 #: applies fails: what was made good stays good.
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
@@ -370,7 +370,6 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         "late: 0 iterations ahead of 3, the copies of w_ptr, x_ptr",
     ): ((100,), TILES),
     ("linear_cross_entropy_fwd", "narrow: 2-byte ld of bias_ptr"): (ARCHS, COLUMNS),
-    ("linear_cross_entropy_order", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
     ("linear_cross_entropy_order", "narrow: 8-byte st of order_ptr"): (
         ARCHS,
         "scattered: a row's slot follows from how many rows before it count",
@@ -379,6 +378,8 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         ARCHS,
         "of the last tile alone, which ends past the vocabulary",
     ),
+    ("linear_cross_entropy_scale", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
+    ("linear_cross_entropy_scale", "narrow: 8-byte ld of order_ptr"): (ARCHS, ONCE),
     ("replaced_token_loss_bwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_bwd", "narrow: 4-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_fwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),
