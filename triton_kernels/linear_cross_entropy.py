@@ -1191,8 +1191,15 @@ def _linear_cross_entropy_bwd_weight_kernel(
         dw_ptrs = _tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
         dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
 
+    next_rows, next_used = _load_slots(order_ptr, count, 0, BLOCK_N)
     for start_n in range(0, count, BLOCK_N):
-        rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
+        rows, used = next_rows, next_used
+        # Asked for a tile before they are needed: copies that begin with a look at the order run
+        # one iteration ahead, whatever the stages. Beside dZ in registers that would spill.
+        if FROM_SCRATCH:
+            next_rows, next_used = _load_slots(order_ptr, count, start_n + BLOCK_N, BLOCK_N)
+        else:
+            rows, used = _load_slots(order_ptr, count, start_n, BLOCK_N)
         x = _load_tile(x_ptr, rows, used, stride_xn, start_e, E, BLOCK_E)  # [BLOCK_N, BLOCK_E]
         # dZ is made transposed, so that it is the left operand of the second product as it stands.
         if FROM_SCRATCH:

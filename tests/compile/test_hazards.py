@@ -358,10 +358,6 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         " order_ptr, sum_ptr, target_ptr, x_ptr",
     ): ((90, 100), ORDER),
     (
-        "linear_cross_entropy_bwd_weight",
-        "late: 1 iterations ahead of 3, the copies of dz_ptr, order_ptr, x_ptr",
-    ): ((90, 100), ORDER),
-    (
         "linear_cross_entropy_fwd",
         "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
     ): ((80, 90), TILES),
