@@ -2,21 +2,22 @@
 
 The extension is optional: without it every op still runs on its other backends, so whatever is
 missing costs one notice, never the installation. What is built follows from the tools found
-(compiler, torch, nvcc), never from whether this machine has a GPU.
+(compiler, torch, nvcc), never from whether this machine has a GPU or its torch has CUDA: the CUDA
+code is a library of its own, which stays unloaded where it cannot run.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 PACKAGES = [
     "fastplm",
@@ -31,6 +32,7 @@ PACKAGES = [
 # 2.11, in the encoding of torch/headeronly/version.h: one binary serves every later torch.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CUDA_ARCHS = (80, 90, 100)
+CUDA_LIBRARY = "fastplm._C_cuda"
 
 
 def notice(text: str) -> None:
@@ -43,39 +45,62 @@ def find_compiler() -> str | None:
     return next((name for name in names if shutil.which(name)), None)
 
 
-def find_cuda_home() -> str | None:
-    """The toolkit that nvcc belongs to: what stands on the PATH is often a script elsewhere."""
-    if "CUDA_HOME" in os.environ or shutil.which("nvcc") is None:
-        return os.environ.get("CUDA_HOME")
-    here = re.search(r"_HERE_=(.+)", run("nvcc", "--dryrun", "-x", "cu", os.devnull))
-    return str(Path(here[1]).parent) if here else None
-
-
-def find_nvcc(torch_cuda: str | None, cuda_home: str | None) -> str | None:
-    """The nvcc to use, or None with a notice that says why csrc/*.cu is left out."""
-    nvcc = Path(cuda_home or "") / "bin" / "nvcc"
-    if torch_cuda is None:
-        notice("this torch has no CUDA; csrc/ is built for the CPU alone")
-    elif cuda_home is None or not nvcc.exists():
+def find_nvcc() -> str | None:
+    """The nvcc to use, or None with a notice that says why the CUDA code is left out."""
+    folders = ["", "/usr/local/cuda/bin"]
+    if "CUDA_HOME" in os.environ:
+        folders = [os.path.join(os.environ["CUDA_HOME"], "bin")]
+    found = (shutil.which(os.path.join(folder, "nvcc")) for folder in folders)
+    nvcc = next((path for path in found if path), None)
+    if sys.platform != "linux":
+        notice("the CUDA code of csrc/ is for Linux; csrc/ is built for the CPU alone")
+    elif nvcc is None:
         notice("nvcc was not found; csrc/ is built for the CPU alone")
-    elif f"release {torch_cuda.split('.')[0]}." not in run(nvcc, "--version"):
-        notice(f"nvcc is not of torch's CUDA {torch_cuda}; csrc/ is built for the CPU alone")
+    elif not gencode(nvcc):
+        notice(f"{nvcc} is too old for sm_{CUDA_ARCHS[0]}; csrc/ is built for the CPU alone")
     else:
-        return str(nvcc)
+        return nvcc
     return None
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str) -> tuple[int, str]:
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return result.stdout
+    return result.returncode, result.stdout
 
 
 def gencode(nvcc: str) -> list[str]:
     """Machine code for each architecture this nvcc knows, and PTX of the newest for later ones."""
-    known = run(nvcc, "--list-gpu-arch").split()
+    known = run(nvcc, "--list-gpu-arch")[1].split()
     archs = [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in archs[-1:]]
+
+
+def build_cuda(nvcc: str, compiler: str, includes: list[str], temp: Path) -> tuple[Path, str]:
+    """csrc/cuda.cu as a library, and what nvcc or the linker says if it fails.
+
+    It is the same whatever torch is here: CUDA's runtime is inside, and what it takes of torch is
+    the stable ABI. Empty libraries stand for torch's, as not every torch has the one of CUDA.
+    """
+    library = temp / "cuda.so"
+    temp.mkdir(parents=True, exist_ok=True)
+    link = ["-shared", "-cudart=static"]
+    link += ["-Xlinker", "--no-as-needed,--exclude-libs=ALL,--strip-all"]
+    commands = []
+    for name in ("torch_cpu", "torch_cuda"):
+        empty = temp / f"lib{name}.so"
+        flags = ["-shared", f"-Wl,-soname,{empty.name}", "-x", "c++", os.devnull]
+        commands.append([compiler, *flags, "-o", str(empty)])
+        link += [f"-L{temp}", f"-l{name}"]
+    options = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-ccbin", compiler]
+    options += ["-DUSE_CUDA", STABLE_ABI, *(f"-isystem={path}" for path in includes)]
+    options += ["--threads=0", *gencode(nvcc)]
+    commands.append([nvcc, *options, *link, "csrc/cuda.cu", "-o", str(library)])
+    for command in commands:
+        code, said = run(*command)
+        if code != 0:
+            return library, said or f"{command[0]} failed"
+    return library, ""
 
 
 def extension_arguments() -> dict:
@@ -84,41 +109,53 @@ def extension_arguments() -> dict:
         notice("no C++ compiler was found; csrc/ is not built")
         return {}
     os.environ["CXX"] = compiler
-    cuda_home = find_cuda_home()
-    if cuda_home is not None:
-        os.environ["CUDA_HOME"] = cuda_home  # torch reads it when imported
     try:
-        import torch
-        from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
     except ImportError:
         notice("torch is not in the build environment; csrc/ is not built")
         return {}
+    nvcc = find_nvcc()
 
     class OptionalBuild(BuildExtension):
         def build_extensions(self) -> None:
-            try:
-                super().build_extensions()
-            except Exception as error:
-                notice(f"csrc/ could not be built and is left out: {error}")
-                self.extensions.clear()
+            with ThreadPoolExecutor() as pool:
+                if nvcc is not None:
+                    temp = Path(self.build_temp)
+                    self.cuda = pool.submit(build_cuda, nvcc, compiler, include_paths(), temp)
+                try:
+                    super().build_extensions()
+                except Exception as error:
+                    notice(f"csrc/ could not be built and is left out: {error}")
+                    self.extensions.clear()
+            if not any(extension.name == CUDA_LIBRARY for extension in self.extensions):
+                for old in Path("fastplm").glob("_C_cuda.*"):  # of an earlier build in place
+                    old.unlink()
 
-    nvcc = find_nvcc(torch.version.cuda, CUDA_HOME)
-    sources = [str(path) for path in sorted(Path("csrc").glob("*.cpp"))]
-    compile_args = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]}
+        def build_extension(self, extension: Extension) -> None:
+            if extension.name != CUDA_LIBRARY:
+                super().build_extension(extension)
+                return
+            library, said = self.cuda.result()
+            if said:
+                notice(f"the CUDA code of csrc/ could not be built and is left out: {said}")
+                self.extensions.remove(extension)
+            else:
+                self.copy_file(str(library), self.get_ext_fullpath(CUDA_LIBRARY))
+
+    extensions = [
+        CppExtension(
+            "fastplm._C",
+            [str(path) for path in sorted(Path("csrc").glob("*.cpp"))],
+            depends=[str(path) for path in sorted(Path("csrc").iterdir())],
+            extra_compile_args={"cxx": ["-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]},
+            py_limited_api=True,
+        )
+    ]
     if nvcc is not None:
-        sources += [str(path) for path in sorted(Path("csrc").glob("*_cuda.cu"))]
-        compile_args["cxx"].append("-DUSE_CUDA")
-        compile_args["nvcc"] = ["-O3", "-DUSE_CUDA", STABLE_ABI, *gencode(nvcc)]
-    extension = (CppExtension if nvcc is None else CUDAExtension)(
-        "fastplm._C",
-        sources,
-        depends=[str(path) for path in sorted(Path("csrc").iterdir())],
-        extra_compile_args=compile_args,
-        py_limited_api=True,
-    )
-    # The library holds no Python symbol at all, so one wheel serves every Python from 3.10 on.
+        extensions.append(Extension(CUDA_LIBRARY, [], py_limited_api=True))
+    # The libraries hold no Python symbol at all, so one wheel serves every Python from 3.10 on.
     return {
-        "ext_modules": [extension],
+        "ext_modules": extensions,
         "cmdclass": {"build_ext": OptionalBuild},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

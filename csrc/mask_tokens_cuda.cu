@@ -1,4 +1,4 @@
-// fastplm_C::mask_tokens on CUDA: two kernels on the current stream, nothing waits for the device.
+// fastplm_C::mask_tokens on CUDA: kernels on the current stream, nothing waits for the device.
 #include "cuda_stream.h"
 #include "mask_tokens_kernel.cuh"
 #include "mask_tokens_op.h"
@@ -23,15 +23,21 @@ struct MaskTokensCuda {
     Scratch<uint32_t> keys(input_ids, all_short ? 0 : tokens + 4 * rows);
     Scratch<uint32_t> sizes(input_ids, all_short ? 0 : tokens);
     Scratch<uint8_t> chosen(input_ids, tokens);
-    Scratch<int64_t> counts(input_ids, rows);
-    Scratch<int64_t> dropped(input_ids, rows);
-    const MaskScratch memory{keys.data(), sizes.data(), chosen.data(), counts.data(),
-                             dropped.data()};
-    const auto blocks = static_cast<unsigned int>(rows);
-    mask_tokens_choose_kernel<<<blocks, kThreads, 0, stream.get()>>>(call, memory);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    mask_tokens_write_kernel<<<blocks, kThreads, 0, stream.get()>>>(call, memory);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    Scratch<int64_t> of_rows(input_ids, 3 * rows);
+    Scratch<bool> apart(input_ids, 1);
+    const bool is_packed = call.rows.cu_seqlens != nullptr;
+    const MaskScratch memory{keys.data(),           sizes.data(),
+                             chosen.data(),         of_rows.data(),
+                             of_rows.data() + rows, of_rows.data() + 2 * rows,
+                             is_packed ? apart.data() : nullptr};
+    const auto launch = [&](auto kernel, int64_t blocks) {
+      kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, stream.get()>>>(call, memory);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    if (is_packed) launch(mask_tokens_check_kernel<Id>, 1);
+    launch(mask_tokens_choose_kernel<Id>, rows);
+    launch(mask_tokens_place_kernel<Id>, 1);
+    launch(mask_tokens_write_kernel<Id>, rows);
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mask_tokens.h"
+#include "sizes.h"
 #include "thread_block.cuh"
 
 namespace fastplm {
@@ -10,14 +11,29 @@ namespace fastplm {
 // Rows of so many tokens are worked on in shared memory, which holds what a row needs of them.
 constexpr int kSharedTokens = 4096;
 
-// What the first kernel leaves for the second one, and room for rows that are longer than that.
+// What a kernel leaves for the next ones, and room for rows that are longer than that.
 struct MaskScratch {
-  uint32_t* keys;    // [tokens + 4 * rows], a row's part padded to whole draws
-  uint32_t* sizes;   // [tokens]
-  uint8_t* chosen;   // [tokens]
-  int64_t* counts;   // [rows] tokens chosen
-  int64_t* dropped;  // [rows]
+  uint32_t* keys;        // [tokens + 4 * rows], a row's part padded to whole draws
+  uint32_t* sizes;       // [tokens]
+  uint8_t* chosen;       // [tokens]
+  int64_t* counts;       // [rows] tokens chosen
+  int64_t* first_slots;  // [rows]
+  int64_t* dropped;      // [rows]
+  bool* apart;           // [] whether no two rows overlap; null: padded rows never do
+
+  __device__ bool rows_are_apart() const { return apart == nullptr || *apart; }
 };
+
+// One block, for packed rows alone: whether they are apart. Were each block of the next kernels to
+// look at all boundaries, the work would grow with the square of the rows.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    mask_tokens_check_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
+  __shared__ uint64_t warp_values[kWarps];
+  ThreadBlock block(warp_values);
+  const bool apart = rows_are_apart(block, call.rows);
+  if (block.rank() == 0) *memory.apart = apart;
+}
 
 // Block b: chooses in row b.
 template <typename Id>
@@ -37,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (is_short) own = {keys, sizes, chosen};
   int64_t count = 0;
   int64_t dropped = 0;
-  if (rows_are_apart(block, call.rows)) {
+  if (memory.rows_are_apart()) {
     count = choose_row(block, scratch, call, row, own, &dropped);
     for (int64_t i = block.rank(); is_short && i < length; i += block.size()) {
       memory.chosen[begin + i] = chosen[i];
@@ -49,49 +65,58 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// Block b: writes row b, and its share of the slots that no row uses. It sums the counts of all
-// rows itself, which is cheaper than a scan kernel in between.
+// One block: where the slots of each row begin. A thread has neighbouring rows; the sums of the
+// threads before it say where the slots of its first one do.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    mask_tokens_place_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
+  __shared__ uint64_t warp_values[kWarps];
+  ThreadBlock block(warp_values);
+  const int64_t rows = call.rows.count;
+  const int64_t share = ceil_div(rows, block.size());
+  const int64_t begin = block.rank() * share;
+  const int64_t end = begin + share < rows ? begin + share : rows;
+  int64_t mine = 0;
+  int64_t dropped = 0;
+  for (int64_t row = begin; row < end; ++row) {
+    mine += memory.counts[row];
+    dropped += memory.dropped[row];
+  }
+  int64_t wanted;
+  int64_t all_dropped;
+  int64_t slot = block.exclusive_sum(mine, &wanted);
+  block.exclusive_sum(dropped, &all_dropped);
+  for (int64_t row = begin; row < end; ++row) {
+    memory.first_slots[row] = slot;
+    slot += memory.counts[row];
+  }
+  if (block.rank() == 0) {
+    const int64_t count = wanted < call.slots ? wanted : call.slots;
+    *call.count = count;
+    *call.dropped = all_dropped + wanted - count;
+  }
+}
+
+// Block b: writes row b, and its share of the slots that no row uses.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mask_tokens_write_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
   __shared__ uint64_t warp_values[kWarps];
   ThreadBlock block(warp_values);
   const int64_t row = blockIdx.x;
-
-  uint64_t earlier = 0;
-  uint64_t all = 0;
-  uint64_t dropped = 0;
-  for (int64_t other = block.rank(); other < call.rows.count; other += block.size()) {
-    earlier += other < row ? memory.counts[other] : 0;
-    all += memory.counts[other];
-    dropped += memory.dropped[other];
-  }
-  uint64_t first_slot;
-  uint64_t total;
-  uint64_t total_dropped;
-  block.exclusive_sum(earlier, &first_slot);
-  block.exclusive_sum(all, &total);
-  block.exclusive_sum(dropped, &total_dropped);
-  const int64_t wanted = static_cast<int64_t>(total);
-  const int64_t count = wanted < call.slots ? wanted : call.slots;
-  if (row == 0 && block.rank() == 0) {
-    *call.count = count;
-    *call.dropped = static_cast<int64_t>(total_dropped) + wanted - count;
-  }
   const int64_t threads = int64_t{gridDim.x} * block.size();
-  for (int64_t slot = count + row * block.size() + block.rank(); slot < call.slots;
-       slot += threads) {
+  const int64_t thread = row * block.size() + block.rank();
+  for (int64_t slot = *call.count + thread; slot < call.slots; slot += threads) {
     call.positions[slot] = kUnusedPosition;
     call.labels[slot] = kUnusedLabel;
   }
-  if (!rows_are_apart(block, call.rows)) {
-    for (int64_t i = row * block.size() + block.rank(); i < call.rows.tokens; i += threads) {
+  if (!memory.rows_are_apart()) {
+    for (int64_t i = thread; i < call.rows.tokens; i += threads) {
       call.output_ids[i] = call.input_ids[i];
     }
     return;
   }
-  write_row(block, call, row, static_cast<int64_t>(first_slot),
-            memory.chosen + call.rows.begin(row));
+  write_row(block, call, row, memory.first_slots[row], memory.chosen + call.rows.begin(row));
 }
 
 }  // namespace fastplm

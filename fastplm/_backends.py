@@ -274,6 +274,11 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
     if reason is None and not triton_installed():
         reason = "triton is not installed (pip install triton)"
+    return told(reason, forced)
+
+
+def told(reason: str | None, forced: bool) -> str | None:
+    """Why CUDA tensors get no kernel, if so; a call that did not choose its backend warns of it."""
     if reason is not None and not (forced or torch.compiler.is_compiling()):
         _warn_of_eager(reason)
     return reason

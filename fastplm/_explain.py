@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from fastplm import _backends, _measured
+from fastplm import _backends, _extension, _measured
 from fastplm._registry import OPS
 
 #: The versions between those that the tests have run with (CONTRIBUTING, "Tested versions").
@@ -57,6 +57,7 @@ def info() -> str:
         lines.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}")
     table = _measured.table().path
     lines.append(f"vector instructions of csrc/: {_measured.level()}, {_measured.cpu_model()}")
+    lines.append(f"the CUDA code of csrc/ {_extension.cuda_code()}")
     lines.append(f"measured speeds: {table or 'none for this CPU, see fastplm measure'}")
     lines.append(f"backend asked for: {_backends.requested('')}")
     width = max(map(len, OPS))

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
-from fastplm import _backends, ops
+from fastplm import _backends, _extension, ops
 from fastplm._checks import BackendError, UnsupportedError
 from fastplm._registry import OPS
+from fastplm.ops._common import rejects_of_csrc
 from fastplm.ops.attention import _bucket_table, _filled_from_cpu
 from fastplm.reference.attention import t5_buckets
 from fastplm.triton_kernels import _sass
@@ -89,6 +90,19 @@ def test_missing_triton_warns_once_and_names_the_fix(monkeypatch):
         _backends.needs_triton(there, forced=True)  # which raises its own error
         cpu = SimpleNamespace(device=torch.device("cpu"))
         _backends.needs_triton(cpu, forced=False)
+
+
+@pytest.mark.skipif(_extension._MISSING is not None, reason="csrc/ is not built")
+def test_masks_without_cuda_code_warn(monkeypatch):
+    monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: None})
+    monkeypatch.setattr(_extension, "_CUDA_MISSING", "is elsewhere")
+    _backends._warn_of_eager.cache_clear()
+    rejects, there = rejects_of_csrc("mask_tokens")["cuda"], SimpleNamespace(device=GPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rejects(there, forced=True) == "the CUDA code is elsewhere"
+    with pytest.warns(UserWarning, match="the CUDA code is elsewhere"):
+        rejects(there, forced=False)
 
 
 def test_a_dtensor_is_refused_with_the_way_out(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -13,10 +14,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import include_paths
 
 import fastplm
+from fastplm import _extension
 
 ROOT = Path(__file__).parents[1]
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+NVCC = shutil.which("nvcc") if sys.platform == "linux" else None
+needs_nvcc = pytest.mark.skipif(not (COMPILER and NVCC), reason="no nvcc on the PATH")
 CODE = ("fastplm", "triton_kernels", "benchmarks", "tests", "tools", "examples")
 BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
@@ -53,15 +59,42 @@ def build(kind: str, tree: Path, out: Path, **environment: str) -> tuple[Path, s
     return archive, result.stderr
 
 
-@pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory) -> Path:
-    """A wheel with one op of csrc/: an installation compiles all, and takes minutes."""
-    short = tmp_path_factory.mktemp("short") / "tree"
-    shutil.copytree(tree, short)
-    for source in (short / "csrc").glob("*.c*"):
+def small(tree: Path, copy: Path) -> Path:
+    """A copy with one CPU op of csrc/: an installation compiles all, and takes minutes."""
+    shutil.copytree(tree, copy)
+    for source in (copy / "csrc").glob("*.cpp"):
         if source.name != "gather_rows.cpp":
             source.unlink()
-    return build("build_wheel", short, tmp_path_factory.mktemp("wheel"))[0]
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory) -> Path:
+    """A wheel with one CPU op and the CUDA code; of several workers of pytest, one builds it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    built = folder / "wheel"
+    with (folder / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            out = tmp_path_factory.mktemp("out")
+            build("build_wheel", small(tree, tmp_path_factory.mktemp("small") / "tree"), out)
+            out.rename(built)
+    (archive,) = built.iterdir()
+    return archive
+
+
+@pytest.fixture
+def site(wheel, tmp_path) -> Path:
+    """The wheel installed, with all CPU ops as they are built here."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    compiled = list(Path(fastplm.__file__).parent.glob("_C.*"))
+    if not compiled:
+        pytest.skip("the extension was not built")
+    shutil.copy(compiled[0], tmp_path / "site/fastplm")
+    return tmp_path / "site"
 
 
 def files(wheel: Path) -> set[str]:
@@ -93,7 +126,7 @@ def test_wheel_carries_the_license(wheel):
 
 
 def test_wheel_holds_the_extension_and_works_alone(wheel, tmp_path):
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if COMPILER is None:
         pytest.skip("no C++ compiler on the PATH")
     assert [name for name in files(wheel) if name.startswith("fastplm/_C.")]
     # No Python symbol in it: one wheel for all versions of Python.
@@ -123,6 +156,142 @@ def test_a_failed_compilation_costs_one_notice(tree, tmp_path):
     archive, said = build("build_wheel", tree, tmp_path, CXX="false")
     assert not [name for name in files(archive) if name.startswith("fastplm/_C.")]
     assert said.count("fastplm: NOTICE: csrc/ could not be built") == 1
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+@pytest.mark.parametrize("why", ("nvcc was not found", "the CUDA code of csrc/ could not be built"))
+def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
+    short = small(tree, tmp_path / "tree")
+    old = short / "fastplm/_C_cuda.abi3.so"  # of a build in place, and of other sources than these
+    old.touch()
+    nvcc = tmp_path / "cuda/bin/nvcc"
+    if "not found" not in why:  # one that knows its architectures and compiles for none
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text('#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_80\n')
+        nvcc.chmod(0o755)
+    (tmp_path / "out").mkdir()
+    home = str(nvcc.parents[1])
+    archive, said = build("build_wheel", short, tmp_path / "out", CUDA_HOME=home)
+    libraries = {name.split(".")[0] for name in files(archive) if name.startswith("fastplm/_C")}
+    assert libraries == {"fastplm/_C"}
+    assert said.count(f"fastplm: NOTICE: {why}") == said.count("NOTICE") == 1
+    assert not old.exists()
+
+
+# --- the CUDA code, a library of its own ----------------------------------------------------------
+
+
+def test_cuda_library_includes_every_op():
+    included = re.findall(r'#include "(.+)"', (ROOT / "csrc/cuda.cu").read_text())
+    assert set(included) == {path.name for path in (ROOT / "csrc").glob("*_cuda.cu")}
+
+
+@needs_nvcc
+def test_cuda_library_has_code_for_every_architecture(site):
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+    def listed(what: str) -> set[int]:
+        library = site / "fastplm/_C_cuda.abi3.so"
+        said = subprocess.run([tool, what, library], check=True, capture_output=True, text=True)
+        return {int(arch) for arch in re.findall(r"\.sm_(\d+)\.", said.stdout)}
+
+    known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    archs = {arch for arch in (80, 90, 100) if f"compute_{arch}" in known}
+    # sm_86 and sm_89 run what is made for sm_80; later ones compile what is made for the newest.
+    assert listed("--list-elf") == archs and listed("--list-ptx") == {max(archs)}
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not on the PATH")
+def test_cuda_library_needs_nothing_but_the_stable_abi(site):
+    library = site / "fastplm/_C_cuda.abi3.so"
+    command = ["nm", "--dynamic", "--undefined-only", str(library)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    needed = {line.split()[-1] for line in said.splitlines() if line.split()[0] != "w"}
+    # What has a version is of the C, C++ or compiler's library.
+    torch_has = {name for name in needed if "@" not in name}
+    shims = [
+        path
+        for folder in include_paths()
+        for name in ("torch/csrc/stable/c/shim.h", "torch/csrc/inductor/aoti_torch/c/shim.h")
+        if (path := Path(folder, name)).exists()
+    ]
+    declared = {name for path in shims for name in re.findall(r"\w+", path.read_text())}
+    # One macro of the header declares a function for each type.
+    declared |= {name for name in torch_has if re.fullmatch(r"(aoti_)?torch_dtype_\w+", name)}
+    assert "torch_call_dispatcher" in torch_has
+    assert torch_has <= declared
+    versions = {name.split("@")[1].split("_")[0] for name in needed - torch_has}
+    assert versions <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
+
+
+def status(site: Path, torch_cuda: str | None, *libraries: Path) -> tuple[str, dict, bool]:
+    """With a torch of some CUDA: what became of the code, what the ops lack, if it is loaded."""
+    return python_says(
+        "import json, pathlib, torch\n"
+        f"torch.version.cuda = {torch_cuda!r}\n"
+        "from fastplm import _extension\n"
+        "ops = ['mask_tokens', 'corrupt_spans', 'bart_noise']\n"
+        "lacks = [[_extension.lacks(op, on) for op in ops] for on in ('CPU', 'CUDA')]\n"
+        "loaded = '_C_cuda' in pathlib.Path('/proc/self/maps').read_text()\n"
+        "print(json.dumps([_extension.cuda_code(), *lacks, loaded]))",
+        cwd=site,
+        PYTHONPATH=str(site),
+        LD_LIBRARY_PATH=os.pathsep.join(str(library.parent) for library in libraries),
+    )
+
+
+def test_info_says_what_became_of_the_cuda_code():
+    assert f"\nthe CUDA code of csrc/ {_extension.cuda_code()}\n" in fastplm.info()
+
+
+def library(path: Path, source: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+    return path
+
+
+@needs_nvcc
+def test_cuda_library_is_loaded_where_it_can_run(site, tmp_path):
+    version = subprocess.run([NVCC, "--version"], capture_output=True, text=True).stdout
+    built = re.search(r"release (\d+\.\d+)", version)[1]
+    major = int(built.split(".")[0])
+    older = f"{major - 1}.9"
+    functions = "aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg"
+    functions += ("torch_c10_cuda_free_error_msg",)
+    # Every other name that it needs, the torch here has to have.
+    torch_cuda = library(
+        tmp_path / "torch/libtorch_cuda.so",
+        "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in functions),
+    )
+
+    def driver(of: int) -> Path:
+        source = (
+            'extern "C" int cuDriverGetVersion(int* version) { *version = 1000 * %d; return 0; }'
+        )
+        return library(tmp_path / f"driver{of}/libcuda.so.1", source % of)
+
+    all_there = [None] * 3
+    said, cpu, cuda, loaded = status(site, None, torch_cuda)
+    assert "is not loaded: this torch has no CUDA" in said
+    assert cpu == all_there and "this torch has no CUDA" in cuda[0] and not loaded
+
+    for torch_version in (built, f"{major + 1}.0"):
+        said, cpu, cuda, loaded = status(site, torch_version, torch_cuda)
+        assert f"is loaded, built with CUDA {built}" in said
+        assert cpu == cuda == all_there and loaded
+    said, cpu, cuda, _ = status(site, older, torch_cuda, driver(major))
+    assert cpu == cuda == all_there and "is loaded" in said
+    said, cpu, cuda, _ = status(site, older, torch_cuda, driver(major - 1))
+    assert cpu == all_there and f"install fastplm again with an nvcc of CUDA {major - 1}" in said
+    assert all("update the driver" in reason for reason in cuda)
+
+    (site / "fastplm/_C_cuda.abi3.so").write_text("no library")
+    said, cpu, cuda, loaded = status(site, built, torch_cuda)
+    assert cpu == all_there and not loaded
+    assert "cannot be loaded" in said and "cannot be loaded" in cuda[0]
 
 
 def test_sdist_has_all_it_takes_to_build(tree, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastplm import _extension
-from fastplm._backends import needs_cpu, needs_nvidia
+from fastplm._backends import needs_cpu, needs_nvidia, told
 from fastplm._checks import check, check_choice, check_dtype, check_same_device, check_tensor
 
 
@@ -39,7 +39,7 @@ def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
     def cuda_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
         if input.device.type != "cuda":
             return f"it runs on CUDA tensors, not {input.device}"
-        return needs_nvidia(input.device) or cuda_lacks
+        return told(needs_nvidia(input.device) or cuda_lacks, forced)
 
     return {"cpp": cpp_rejects, "cuda": cuda_rejects}
 

@@ -188,22 +188,29 @@ class Block {
 template <typename... Parameters, typename... Arguments>
 void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks,
             const Arguments&... arguments) {
-  Turns turns(in_order(static_cast<int>(blocks), backwards));
-  std::vector<std::thread> threads;
-  for (int block = 0; block < blocks; ++block) {
-    threads.emplace_back([&, block] {
-      turns.wait(block);
-      gridDim.x = static_cast<unsigned int>(blocks);
-      blockIdx.x = static_cast<unsigned int>(block);
-      Block([&] { kernel(arguments...); }, backwards).run([&] {
-        if (!kBlocksTogether) return;
-        turns.pass(false);
+  const std::vector<int> order = in_order(static_cast<int>(blocks), backwards);
+  // As on a GPU, only so many of them are there at a time.
+  constexpr int kResident = 32;
+  for (size_t first = 0; first < order.size(); first += kResident) {
+    const size_t last = std::min(first + kResident, order.size());
+    const std::vector<int> resident(order.begin() + first, order.begin() + last);
+    Turns turns(resident);
+    std::vector<std::thread> threads;
+    for (const int block : resident) {
+      threads.emplace_back([&, block] {
         turns.wait(block);
+        gridDim.x = static_cast<unsigned int>(blocks);
+        blockIdx.x = static_cast<unsigned int>(block);
+        Block([&] { kernel(arguments...); }, backwards).run([&] {
+          if (!kBlocksTogether) return;
+          turns.pass(false);
+          turns.wait(block);
+        });
+        turns.pass(true);
       });
-      turns.pass(true);
-    });
+    }
+    for (auto& thread : threads) thread.join();
   }
-  for (auto& thread : threads) thread.join();
 }
 
 }  // namespace cuda_on_threads

@@ -58,7 +58,6 @@ struct Shape {
   int64_t tokens;
   std::vector<int32_t> boundaries;
   std::vector<int64_t> lengths;
-  bool overlap = false;  // what a row writes, another may write too
 };
 
 Shape padded(const char* name, int64_t count, int64_t length,
@@ -66,9 +65,15 @@ Shape padded(const char* name, int64_t count, int64_t length,
   return {name, count, length, count * length, {}, lengths};
 }
 
-Shape packed(const char* name, const std::vector<int32_t>& boundaries, int64_t tokens,
-             bool overlap = false) {
-  return {name, static_cast<int64_t>(boundaries.size()) - 1, 0, tokens, boundaries, {}, overlap};
+Shape packed(const char* name, const std::vector<int32_t>& boundaries, int64_t tokens) {
+  return {name, static_cast<int64_t>(boundaries.size()) - 1, 0, tokens, boundaries, {}};
+}
+
+// Boundaries of so many rows of three tokens, the first one from token 2 on.
+std::vector<int32_t> every_third(int rows) {
+  std::vector<int32_t> boundaries(rows + 1);
+  for (int row = 0; row <= rows; ++row) boundaries[row] = 2 + 3 * row;
+  return boundaries;
 }
 
 struct Batch {
@@ -169,7 +174,8 @@ template <typename Id>
 void mask_by_rows(const MaskTokensCall<Id>& call, int64_t longest) {
   OneThread group;
   SelectScratch scratch{};
-  const Rows& rows = call.rows;
+  Rows rows = call.rows;
+  if (!rows_are_apart(group, rows)) rows.count = 0;  // nothing is chosen
   Array<uint32_t> keys(longest + 3), sizes(longest);
   Array<uint8_t> chosen(rows.tokens);
   int64_t dropped = 0;
@@ -183,6 +189,7 @@ void mask_by_rows(const MaskTokensCall<Id>& call, int64_t longest) {
   for (int64_t row = 0; row < rows.count; ++row) {
     write_row(group, call, row, first_slot[row], chosen.data() + rows.begin(row));
   }
+  if (rows.count == 0) std::copy_n(call.input_ids, rows.tokens, call.output_ids);
   const int64_t total = first_slot[rows.count];
   *call.count = std::min(total, call.slots);
   *call.dropped = dropped + total - *call.count;
@@ -198,10 +205,14 @@ void mask_by_blocks(const MaskTokensCall<Id>& call, bool backwards) {
   const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
   Array<uint32_t> keys(all_short ? 0 : tokens + 4 * count), sizes(all_short ? 0 : tokens);
   Array<uint8_t> chosen(tokens);
-  Array<int64_t> counts(count), dropped(count);
-  const MaskScratch memory{keys.data(), sizes.data(), chosen.data(), counts.data(),
-                           dropped.data()};
+  Array<int64_t> counts(count), first_slots(count), dropped(count);
+  Array<bool> apart(1);
+  const bool is_packed = call.rows.cu_seqlens != nullptr;
+  const MaskScratch memory{keys.data(),        sizes.data(),   chosen.data(), counts.data(),
+                           first_slots.data(), dropped.data(), is_packed ? apart.data() : nullptr};
+  if (is_packed) launch(backwards, mask_tokens_check_kernel<Id>, 1, call, memory);
   launch(backwards, mask_tokens_choose_kernel<Id>, count, call, memory);
+  launch(backwards, mask_tokens_place_kernel<Id>, 1, call, memory);
   launch(backwards, mask_tokens_write_kernel<Id>, count, call, memory);
 }
 
@@ -255,7 +266,6 @@ template <typename Id>
 void check_mask(const Shape& shape, const MaskSettings& settings) {
   for (const By by : kRuns) {
     const Masked<Id> got = mask<Id>(shape, settings, by);
-    if (shape.overlap) continue;
     const Masked<Id> wanted = mask<Id>(shape, settings, By::kCpu);
     const std::string what = std::string("mask_tokens, ") + shape.name + ", max_ngram " +
                              std::to_string(settings.max_ngram) +
@@ -265,6 +275,39 @@ void check_mask(const Shape& shape, const MaskSettings& settings) {
     expect_same(what, "labels", got.labels, wanted.labels);
     expect_same(what, "count", got.count, wanted.count);
     expect_same(what, "dropped", got.dropped, wanted.dropped);
+  }
+}
+
+// The slots of rows alone, as the other kernels take long for many rows. The last of them find none.
+void check_place() {
+  for (const int64_t rows : {1, 255, 256, 257, 511, 512, 513, 70001}) {
+    Array<int64_t> counts(rows), dropped(rows), wanted(rows), wanted_sums(2);
+    int64_t slot = 0;
+    wanted_sums[1] = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      counts[row] = row * row % 11;
+      dropped[row] = row % 3;
+      wanted[row] = slot;
+      slot += counts[row];
+      wanted_sums[1] += dropped[row];
+    }
+    const int64_t few = slot / 2 + 1;
+    wanted_sums[0] = std::min(slot, few);
+    wanted_sums[1] += slot - wanted_sums[0];
+    for (const bool backwards : {false, true}) {
+      Array<int64_t> slots(rows), sums(2);
+      MaskTokensCall<int64_t> call{};
+      call.rows.count = rows;
+      call.slots = few;
+      call.count = sums.data();
+      call.dropped = sums.data() + 1;
+      const MaskScratch memory{nullptr,      nullptr,        nullptr, counts.data(),
+                               slots.data(), dropped.data(), nullptr};
+      launch(backwards, mask_tokens_place_kernel<int64_t>, 1, call, memory);
+      const std::string what = "mask_tokens, slots of " + std::to_string(rows) + " rows";
+      expect_same(what, "first_slots", slots, wanted);
+      expect_same(what, "count and dropped", sums, wanted_sums);
+    }
   }
 }
 
@@ -458,9 +501,8 @@ void check_all() {
   };
   // Rows that fall back, overlap and leave the tokens, and long ones of them.
   const std::vector<Shape> hostile = {
-      packed("hostile boundaries", {7, 60, 20, 90, -5, 200, 30, 101, kMost, kLeast, 64, 50}, 100,
-             true),
-      packed("long rows that overlap", {kLeast, 4200, 50, 4300, 10, kMost}, 4301, true),
+      packed("hostile boundaries", {7, 60, 20, 90, -5, 200, 30, 101, kMost, kLeast, 64, 50}, 100),
+      packed("long rows that overlap", {kLeast, 4200, 50, 4300, 10, kMost}, 4301),
   };
 
   // Room for all or not, int32 or int64: each mode meets each of them with one shape or another.
@@ -480,6 +522,11 @@ void check_all() {
       ++number;
     }
   }
+
+  // A thread that places rows has two of them, then one, then none.
+  const Shape many = packed("more rows than a block has threads", every_third(kThreads + 3),
+                            3 * kThreads + 20);
+  check_mask<int32_t>(many, {0, kOne / 2, 3, many.tokens / 3});
 
   // What these two write of a row, no other row writes.
   std::vector<Shape> others = small;
@@ -508,6 +555,7 @@ void check_all() {
 int main() {
   std::setvbuf(stdout, nullptr, _IONBF, 0);  // what was wrong before a crash
   check_group();
+  check_place();
   check_all();
   return failures == 0 ? 0 : 1;
 }
