@@ -81,13 +81,26 @@ def _gather_rows_fwd_kernel(
 
 
 @triton.jit
-def _tail(state_ptr, num_rows, words):
-    """Behind counts and bits of the rows: how many rows are long, and how many are split."""
-    return state_ptr + num_rows.to(tl.int64) * (1 + words)
+def _lists(
+    state_ptr,
+    num_rows,
+    num_slots,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """(words of bits a row, above how many slots a row is split, and where there are: two totals,
+    the split rows, the long rows, arrivals). All lie behind the counts and bits of the rows."""
+    words = (num_slots + 64 * CHUNK - 1) // (64 * CHUNK)
+    limit = tl.maximum(SPLIT, num_slots // PART)
+    totals_ptr = state_ptr + num_rows.to(tl.int64) * (1 + words)
+    long_ptr = totals_ptr + 2 + num_slots // (limit + 1)
+    return words, limit, totals_ptr, totals_ptr + 2, long_ptr, long_ptr + num_slots // (SHORT + 1)
 
 
 # A multiple of 16 slots is loaded two at a time.
-@triton.jit(do_not_specialize=["num_rows", "words", "max_split", "max_arrivals"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_count_kernel(
     # pointers
     positions_ptr,
@@ -96,15 +109,15 @@ def _gather_rows_count_kernel(
     # sizes
     num_rows,
     num_slots,
-    words,
-    max_split,
-    max_arrivals,
     # constexprs
     CHUNK: tl.constexpr,
     SHORT: tl.constexpr,
     SPLIT: tl.constexpr,
     PART: tl.constexpr,
 ):
+    words, limit, totals_ptr, split_ptr, long_ptr, _ = _lists(
+        state_ptr, num_rows, num_slots, CHUNK, SHORT, SPLIT, PART
+    )
     chunk = tl.program_id(0).to(tl.int64)
     offs_p = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(positions_ptr + offs_p, mask=offs_p < num_slots, other=-1)  # [CHUNK] int64
@@ -117,13 +130,12 @@ def _gather_rows_count_kernel(
     tl.atomic_or(bits_ptr, one << (chunk % 64), mask=used, sem="relaxed")
 
     # Of all slots of a row, one gets the rank that makes it long, or split.
-    tail_ptr = _tail(state_ptr, num_rows, words) + tl.zeros([CHUNK], tl.int64)
-    splits = used & (rank == tl.maximum(SPLIT, num_slots // PART))
-    place = tl.atomic_add(tail_ptr + 1, one, mask=splits, sem="relaxed")
-    tl.store(tail_ptr + 2 + max_arrivals + place, row, mask=splits)
-    longs = used & (rank == SHORT)
-    place = tl.atomic_add(tail_ptr, one, mask=longs, sem="relaxed")
-    tl.store(tail_ptr + 2 + max_arrivals + max_split + place, row, mask=longs)
+    totals_ptrs = totals_ptr + tl.zeros([CHUNK], tl.int64)
+    longs, splits = used & (rank == SHORT), used & (rank == limit)
+    place = tl.atomic_add(totals_ptrs, one, mask=longs, sem="relaxed")
+    tl.store(long_ptr + place, row, mask=longs)
+    place = tl.atomic_add(totals_ptrs + 1, one, mask=splits, sem="relaxed")
+    tl.store(split_ptr + place, row, mask=splits)
 
 
 @triton.jit
@@ -159,17 +171,7 @@ def _add_chunk(
     return acc
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_slots",
-        "words",
-        "max_split",
-        "max_arrivals",
-        "num_tiles",
-        "num_helpers",
-    ]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gather_rows_bwd_kernel(
     # pointers
     dout_ptr,
@@ -181,11 +183,6 @@ def _gather_rows_bwd_kernel(
     # sizes
     num_rows,
     num_slots,
-    words,
-    max_split,
-    max_arrivals,
-    num_tiles,
-    num_helpers,
     # strides
     stride_dop,
     # constexprs
@@ -200,6 +197,7 @@ def _gather_rows_bwd_kernel(
     PART: tl.constexpr,
 ):
     num_tiles_e: tl.constexpr = (WIDTH + BLOCK_E - 1) // BLOCK_E
+    num_tiles = (num_rows + BLOCK_N - 1) // BLOCK_N * num_tiles_e
     pid = tl.program_id(0)
     if pid < num_tiles:
         tile_n, tile_e = pid // num_tiles_e, pid % num_tiles_e
@@ -223,20 +221,20 @@ def _gather_rows_bwd_kernel(
         mask = short[:, None] & (offs_e < WIDTH)[None, :]
         tl.store(ptrs, acc.to(dinput_ptr.dtype.element_ty), mask=mask)
     else:
-        tail_ptr = _tail(state_ptr, num_rows, words)
-        arrivals_ptr = tail_ptr + 2
-        split_ptr = arrivals_ptr + max_arrivals
-        long_ptr = split_ptr + max_split
+        words, limit, totals_ptr, split_ptr, long_ptr, arrivals_ptr = _lists(
+            state_ptr, num_rows, num_slots, CHUNK, SHORT, SPLIT, PART
+        )
         num_chunks = (num_slots + CHUNK - 1) // CHUNK
         # A unit is one tile of columns: of a chunk of a split row, or of a whole row that is long.
-        num_parts = tl.load(tail_ptr + 1) * num_chunks
-        num_units = (num_parts + tl.load(tail_ptr)) * num_tiles_e
-        for unit in range(pid - num_tiles, num_units.to(tl.int32), num_helpers):
+        num_parts = tl.load(totals_ptr + 1) * num_chunks
+        num_units = (num_parts + tl.load(totals_ptr)) * num_tiles_e
+        step = tl.num_programs(0) - num_tiles
+        for unit in range(pid - num_tiles, num_units.to(tl.int32), step):
             tile_e, index = unit % num_tiles_e, unit // num_tiles_e
             is_part = index < num_parts
             place = (index // num_chunks).to(tl.int64)
             row = tl.load(tl.where(is_part, split_ptr + place, long_ptr + (index - num_parts)))
-            is_split = tl.load(state_ptr + row) > tl.maximum(SPLIT, num_slots // PART)
+            is_split = tl.load(state_ptr + row) > limit
             chunk = tl.where(is_part, index % num_chunks, 0)
             stop = tl.where(is_part, chunk + 1, tl.where(is_split, 0, num_chunks))
             part_ptr = partial_ptr + (place * num_chunks + chunk) * WIDTH
@@ -300,19 +298,12 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     chunks = cdiv(slots, _CHUNK)
     block_n, block_e = _blocks(width)
     tiles_e = cdiv(width, block_e)
-    # As many rows as can be split, or long.
-    max_split = slots // (max(_SPLIT, slots // _PART) + 1)
-    sizes = dict(
-        num_rows=rows,
-        num_slots=slots,
-        words=cdiv(chunks, 64),
-        max_split=max_split,
-        max_arrivals=max_split * tiles_e,
-    )
+    sizes = dict(num_rows=rows, num_slots=slots)
     limits = dict(CHUNK=_CHUNK, SHORT=_SHORT, SPLIT=_SPLIT, PART=_PART)
-    # A count and bits for each row, two totals, arrivals, split rows, long rows.
-    tail = 2 + max_split * (tiles_e + 1) + slots // (_SHORT + 1)
-    state = torch.zeros(rows * (1 + sizes["words"]) + tail, dtype=torch.int64, device=device)
+    # A count and bits for each row, and what `_lists` has: no more rows can be split, or long.
+    max_split = slots // (max(_SPLIT, slots // _PART) + 1)
+    lists = 2 + max_split * (1 + tiles_e) + slots // (_SHORT + 1)
+    state = torch.zeros(rows * (1 + cdiv(chunks, 64)) + lists, dtype=torch.int64, device=device)
     index = torch.int32 if slots < 2**31 else torch.int64
     noted = torch.empty(rows * _SHORT, dtype=index, device=device)
     launch(
@@ -340,8 +331,6 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
         partial_ptr=partial,
         dinput_ptr=grad_input,
         **sizes,
-        num_tiles=tiles,
-        num_helpers=helpers,
         stride_dop=grad_out.stride(0),
         WIDTH=width,
         BLOCK_N=block_n,
