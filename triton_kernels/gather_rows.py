@@ -1,16 +1,22 @@
 """Rows of a matrix by position, and their gradient back to the matrix.
 
     out[p] = input[positions[p]]                   0 where the position is not in [0, N)
-    grad_input[n] = sum of grad_out[p] over the slots p with positions[p] = n, in ascending p
+    grad_input[n] = sum of grad_out[p] over the slots p with positions[p] = n
 
-The backward turns the scatter into a gather: a first kernel notes the first and the last slot of
-each row (a maximum of integers, so that the order of its atomics changes nothing), then one program
-owns each tile of rows, adds up the slots from the first to the last that are its row's, and writes
-every row once. Where positions ascend, as masked ones do, no other slot lies between; a row whose
-slots are far apart looks at all those in between. No sort, no zero fill of the gradient, and the
-bits repeat.
+The backward turns the scatter into a gather, with neither a sort nor a zero fill of the gradient.
+A first kernel counts the slots of each row and notes the first eight that come. They come in any
+order, but few enough to be put in order by who reads them: one program owns each tile of rows, adds
+up the slots of each in ascending order, and writes every row once. That is all, where no row is
+named more than eight times.
 
-Legend: N rows · P slots · E row width
+A longer row is left to programs at the end of the grid, which find its slots again: they look at
+chunks of 512 slots, at many slots at once, and only where the row was seen (a bit a chunk). So a
+row costs at most 512 comparisons for each of its slots, wherever they lie. One program adds up the
+row, or, if it has more than a sixteenth of all slots, each chunk is a program's and the last one to
+be done adds up their partial sums. The order of all sums is fixed by the positions, so that the
+bits repeat. The atomics are of integers, and who comes first decides only who does the work.
+
+Legend: N rows · P slots · E row width · K chunks of slots
 """
 
 from __future__ import annotations
@@ -21,14 +27,19 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
+from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2, sm_count
 
 # Elements of a program's tile: at 4 warps, two to eight 16-byte loads in flight per thread.
 # Not measured on a device yet.
 _TILE = 4096
 _MAX_BLOCK_E = 256
-# Slots that a program looks at to find the ends of rows.
-_BLOCK_P = 512
+# Slots of a chunk, how many of them are looked at as one vector, and how many of those that a row
+# owns are added up side by side.
+_CHUNK, _BLOCK_P, _BLOCK_S = 512, 256, 16
+# A row of more slots than this is long. One sector of memory notes that many.
+_SHORT = 8
+# A row is split if it has more slots than this, and than this part of all.
+_SPLIT, _PART = 128, 16
 
 
 def _blocks(width: int) -> tuple[int, int]:
@@ -69,26 +80,95 @@ def _gather_rows_fwd_kernel(
     tl.store(ptrs, x, mask=mask_p[:, None] & mask_e[None, :])
 
 
+@triton.jit
+def _lists(
+    state_ptr,
+    num_rows,
+    num_slots,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """(words of bits a row, above how many slots a row is split, and where there are: two totals,
+    the split rows, the long rows, arrivals). All lie behind the counts and bits of the rows."""
+    words = (num_slots + 64 * CHUNK - 1) // (64 * CHUNK)
+    limit = tl.maximum(SPLIT, num_slots // PART)
+    totals_ptr = state_ptr + num_rows.to(tl.int64) * (1 + words)
+    long_ptr = totals_ptr + 2 + num_slots // (limit + 1)
+    return words, limit, totals_ptr, totals_ptr + 2, long_ptr, long_ptr + num_slots // (SHORT + 1)
+
+
 # A multiple of 16 slots is loaded two at a time.
 @triton.jit(do_not_specialize=["num_rows"])
-def _gather_rows_ends_kernel(
+def _gather_rows_count_kernel(
     # pointers
     positions_ptr,
-    ends_ptr,
+    state_ptr,
+    slots_ptr,
     # sizes
     num_rows,
     num_slots,
     # constexprs
-    BLOCK_P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    offs_p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    row = tl.load(positions_ptr + offs_p, mask=offs_p < num_slots, other=-1)  # [BLOCK_P] int64
+    words, limit, totals_ptr, split_ptr, long_ptr, _ = _lists(
+        state_ptr, num_rows, num_slots, CHUNK, SHORT, SPLIT, PART
+    )
+    chunk = tl.program_id(0).to(tl.int64)
+    offs_p = chunk * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(positions_ptr + offs_p, mask=offs_p < num_slots, other=-1)  # [CHUNK] int64
     used = (row >= 0) & (row < num_rows)
-    # Counted from the end, the first slot is a maximum too: one value means "none" for both.
-    slot = offs_p.to(ends_ptr.dtype.element_ty)
-    from_end = (num_slots - 1 - offs_p).to(ends_ptr.dtype.element_ty)
-    tl.atomic_max(ends_ptr + row, from_end, mask=used)
-    tl.atomic_max(ends_ptr + num_rows + row, slot, mask=used)
+    one = tl.full([CHUNK], 1, tl.int64)
+    rank = tl.atomic_add(state_ptr + row, one, mask=used, sem="relaxed")
+    slot = offs_p.to(slots_ptr.dtype.element_ty)
+    tl.store(slots_ptr + row * SHORT + rank, slot, mask=used & (rank < SHORT))
+    bits_ptr = state_ptr + num_rows + row * words + chunk // 64
+    tl.atomic_or(bits_ptr, one << (chunk % 64), mask=used, sem="relaxed")
+
+    # Of all slots of a row, one gets the rank that makes it long, or split.
+    totals_ptrs = totals_ptr + tl.zeros([CHUNK], tl.int64)
+    longs, splits = used & (rank == SHORT), used & (rank == limit)
+    place = tl.atomic_add(totals_ptrs, one, mask=longs, sem="relaxed")
+    tl.store(long_ptr + place, row, mask=longs)
+    place = tl.atomic_add(totals_ptrs + 1, one, mask=splits, sem="relaxed")
+    tl.store(split_ptr + place, row, mask=splits)
+
+
+@triton.jit
+def _add_chunk(
+    acc,
+    row,
+    chunk,
+    offs_e,
+    dout_ptr,
+    positions_ptr,
+    num_slots,
+    stride_dop,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """``acc`` and the slots of a chunk that are the row's, in turn to each line of ``acc``."""
+    for start in range(0, CHUNK, BLOCK_P):
+        first_slot = chunk.to(tl.int64) * CHUNK + start
+        offs_p = tl.arange(0, BLOCK_P)
+        mask_p = first_slot + offs_p < num_slots
+        owned = tl.load(positions_ptr + first_slot + offs_p, mask=mask_p, other=-1) == row
+        count = tl.sum(owned.to(tl.int32), 0)
+        rank = tl.where(owned, tl.cumsum(owned.to(tl.int32), 0), 0)  # [BLOCK_P], from 1 on
+        for first in range(1, count + 1, BLOCK_S):
+            offs_s = first + tl.arange(0, BLOCK_S)
+            here = rank[None, :] == offs_s[:, None]  # [BLOCK_S, BLOCK_P]
+            slot = first_slot + tl.sum(tl.where(here, offs_p[None, :], 0), 1)
+            ptrs = dout_ptr + slot[:, None] * stride_dop + offs_e[None, :]
+            mask = (offs_s <= count)[:, None] & (offs_e < WIDTH)[None, :]
+            acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_S, BLOCK_E]
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -96,7 +176,9 @@ def _gather_rows_bwd_kernel(
     # pointers
     dout_ptr,
     positions_ptr,
-    ends_ptr,
+    state_ptr,
+    slots_ptr,
+    partial_ptr,
     dinput_ptr,
     # sizes
     num_rows,
@@ -107,30 +189,82 @@ def _gather_rows_bwd_kernel(
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
 ):
     num_tiles_e: tl.constexpr = (WIDTH + BLOCK_E - 1) // BLOCK_E
-    tile_n, tile_e = tl.program_id(0) // num_tiles_e, tl.program_id(0) % num_tiles_e
-    offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
-    mask_n = offs_n < num_rows
-    mask_e = offs_e < WIDTH
-
-    # A row with no slot has its last one, -1, before its first one.
-    from_end = tl.load(ends_ptr + offs_n, mask=mask_n, other=-1).to(tl.int64)  # [BLOCK_N]
-    first = num_slots - 1 - from_end
-    last = tl.load(ends_ptr + num_rows + offs_n, mask=mask_n, other=-1).to(tl.int64)
-    acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    for i in range(0, tl.max(last - first + 1, 0)):
-        slot = first + i
-        between = (i > 0) & (slot < last)
-        row = tl.load(positions_ptr + slot, mask=between, other=-1)
-        owned = (slot <= last) & (~between | (row == offs_n))
-        ptrs = dout_ptr + slot[:, None] * stride_dop + offs_e[None, :]
-        g = tl.load(ptrs, mask=owned[:, None] & mask_e[None, :], other=0.0)  # [BLOCK_N, BLOCK_E]
-        acc += g.to(tl.float32)
-    ptrs = dinput_ptr + offs_n[:, None] * WIDTH + offs_e[None, :]
-    mask = mask_n[:, None] & mask_e[None, :]
-    tl.store(ptrs, acc.to(dinput_ptr.dtype.element_ty), mask=mask)
+    num_tiles = (num_rows + BLOCK_N - 1) // BLOCK_N * num_tiles_e
+    pid = tl.program_id(0)
+    if pid < num_tiles:
+        tile_n, tile_e = pid // num_tiles_e, pid % num_tiles_e
+        offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
+        count = tl.load(state_ptr + offs_n, mask=offs_n < num_rows, other=SHORT + 1)  # [BLOCK_N]
+        short = count <= SHORT
+        offs_s = tl.arange(0, SHORT)
+        noted_ptrs = slots_ptr + offs_n[:, None] * SHORT + offs_s[None, :]
+        noted = short[:, None] & (offs_s[None, :] < count[:, None])
+        none = tl.full([], num_slots, slots_ptr.dtype.element_ty)
+        slots = tl.load(noted_ptrs, mask=noted, other=none)  # [BLOCK_N, SHORT]
+        slot = tl.full([BLOCK_N], -1, slots_ptr.dtype.element_ty)
+        acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+        for _ in range(0, tl.max(tl.where(short, count, 0), 0)):
+            slot = tl.min(tl.where(slots > slot[:, None], slots, none), 1)  # the next
+            ptrs = dout_ptr + slot.to(tl.int64)[:, None] * stride_dop + offs_e[None, :]
+            mask = (slot < none)[:, None] & (offs_e < WIDTH)[None, :]
+            acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_E]
+        ptrs = dinput_ptr + offs_n[:, None] * WIDTH + offs_e[None, :]
+        mask = short[:, None] & (offs_e < WIDTH)[None, :]
+        tl.store(ptrs, acc.to(dinput_ptr.dtype.element_ty), mask=mask)
+    else:
+        words, limit, totals_ptr, split_ptr, long_ptr, arrivals_ptr = _lists(
+            state_ptr, num_rows, num_slots, CHUNK, SHORT, SPLIT, PART
+        )
+        num_chunks = (num_slots + CHUNK - 1) // CHUNK
+        # A unit is one tile of columns: of a chunk of a split row, or of a whole row that is long.
+        num_parts = tl.load(totals_ptr + 1) * num_chunks
+        num_units = (num_parts + tl.load(totals_ptr)) * num_tiles_e
+        step = tl.num_programs(0) - num_tiles
+        for unit in range(pid - num_tiles, num_units.to(tl.int32), step):
+            tile_e, index = unit % num_tiles_e, unit // num_tiles_e
+            is_part = index < num_parts
+            place = (index // num_chunks).to(tl.int64)
+            row = tl.load(tl.where(is_part, split_ptr + place, long_ptr + (index - num_parts)))
+            is_split = tl.load(state_ptr + row) > limit
+            chunk = tl.where(is_part, index % num_chunks, 0)
+            stop = tl.where(is_part, chunk + 1, tl.where(is_split, 0, num_chunks))
+            part_ptr = partial_ptr + (place * num_chunks + chunk) * WIDTH
+            offs_e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
+            mask_e = offs_e < WIDTH
+            acc = tl.zeros([BLOCK_S, BLOCK_E], tl.float32)
+            while chunk < stop:
+                bits = tl.load(state_ptr + num_rows + row * words + chunk // 64) >> (chunk % 64)
+                if bits & 1 != 0:
+                    acc = _add_chunk(
+                        acc, row, chunk, offs_e, dout_ptr, positions_ptr, num_slots, stride_dop,
+                        WIDTH, CHUNK, BLOCK_P, BLOCK_S,
+                    )  # fmt: skip
+                chunk = tl.where(bits == 0, (chunk // 64 + 1) * 64, chunk + 1)
+            total = tl.sum(acc, 0)  # [BLOCK_E]
+            out_ptrs = dinput_ptr + row * WIDTH + offs_e
+            if is_part:
+                tl.store(part_ptr + offs_e, total, mask=mask_e)
+                tl.debug_barrier()  # all threads have written before one says so
+                if tl.atomic_add(arrivals_ptr + place * num_tiles_e + tile_e, 1) == num_chunks - 1:
+                    acc = tl.zeros([BLOCK_S, BLOCK_E], tl.float32)
+                    for first in range(0, num_chunks, BLOCK_S):
+                        offs_k = first + tl.arange(0, BLOCK_S)
+                        offs = (place * num_chunks + offs_k)[:, None] * WIDTH + offs_e[None, :]
+                        mask = (offs_k < num_chunks)[:, None] & mask_e[None, :]
+                        acc += tl.load(partial_ptr + offs, mask=mask, other=0.0)
+                    total = tl.sum(acc, 0)
+                    tl.store(out_ptrs, total.to(dinput_ptr.dtype.element_ty), mask=mask_e)
+            elif not is_split:
+                tl.store(out_ptrs, total.to(dinput_ptr.dtype.element_ty), mask=mask_e)
 
 
 def gather_rows_fwd(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -158,37 +292,52 @@ def gather_rows_fwd(input: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
 
 def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
     """Launch the backward: [N, E] of ``rows`` rows."""
-    width = grad_out.shape[1]
+    slots, width = grad_out.shape
+    device = grad_out.device
     grad_input = grad_out.new_empty(rows, width)
-    slots = positions.shape[0]
+    chunks = cdiv(slots, _CHUNK)
+    block_n, block_e = _blocks(width)
+    tiles_e = cdiv(width, block_e)
+    sizes = dict(num_rows=rows, num_slots=slots)
+    limits = dict(CHUNK=_CHUNK, SHORT=_SHORT, SPLIT=_SPLIT, PART=_PART)
+    # A count and bits for each row, and what `_lists` has: no more rows can be split, or long.
+    max_split = slots // (max(_SPLIT, slots // _PART) + 1)
+    lists = 2 + max_split * (1 + tiles_e) + slots // (_SHORT + 1)
+    state = torch.zeros(rows * (1 + cdiv(chunks, 64)) + lists, dtype=torch.int64, device=device)
     index = torch.int32 if slots < 2**31 else torch.int64
-    ends = torch.full((2, rows), -1, dtype=index, device=positions.device)
+    noted = torch.empty(rows * _SHORT, dtype=index, device=device)
     launch(
-        _gather_rows_ends_kernel,
-        (cdiv(slots, _BLOCK_P),),
-        grad_out.device,
+        _gather_rows_count_kernel,
+        (chunks,),
+        device,
         positions_ptr=positions,
-        ends_ptr=ends,
-        num_rows=rows,
-        num_slots=slots,
-        BLOCK_P=_BLOCK_P,
+        state_ptr=state,
+        slots_ptr=noted,
+        **sizes,
+        **limits,
         num_warps=4,
     )
-    block_n, block_e = _blocks(width)
+    tiles = cdiv(rows, block_n) * tiles_e
+    helpers = 2 * sm_count(device) if slots > _SHORT and rows else 0
+    partial = torch.empty(max_split * chunks * width, dtype=torch.float32, device=device)
     launch(
         _gather_rows_bwd_kernel,
-        (cdiv(rows, block_n) * cdiv(width, block_e),),
-        grad_out.device,
+        (tiles + helpers,),
+        device,
         dout_ptr=grad_out,
         positions_ptr=positions,
-        ends_ptr=ends,
+        state_ptr=state,
+        slots_ptr=noted,
+        partial_ptr=partial,
         dinput_ptr=grad_input,
-        num_rows=rows,
-        num_slots=slots,
+        **sizes,
         stride_dop=grad_out.stride(0),
         WIDTH=width,
         BLOCK_N=block_n,
         BLOCK_E=block_e,
+        BLOCK_P=_BLOCK_P,
+        BLOCK_S=_BLOCK_S,
+        **limits,
         num_warps=4,
     )
     return grad_input

@@ -37,16 +37,18 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         passes no gradient, whatever its upstream gradient holds.
 
     Numerics:
-        The rows are exact. The gradient of a row adds up its slots in ascending order in fp32 (of
-        fp64 rows in fp64) and is rounded once.
+        The rows are exact. The gradient of a row adds up its slots in fp32 (of fp64 rows in fp64)
+        and is rounded once. The order is ascending; on "triton" that of a row of more than eight
+        slots is another, which the positions alone decide.
 
     Determinism:
-        Forward and backward repeat bit for bit on all backends but "eager". The only atomics are
-        maxima of integers, whose order does not matter.
+        Forward and backward repeat bit for bit on all backends but "eager". The only atomics are of
+        integers, and their order does not change a sum.
 
     Cost:
-        Made for positions that ascend, as masked ones do. On "triton" the gradient of a row that is
-        named by several slots looks at all slots between its first and its last.
+        That of reading P and writing N rows. On "triton" the gradient of a row that is named by
+        more than eight slots also compares, for each of these, at most 512 positions with its own;
+        the work of a row that has many of the slots is shared out.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or positions that do not fit.

@@ -278,7 +278,7 @@ def test_the_jit_launches_where_somebody_watches():
 
 #: Load more at once where a count is a multiple of 16: compiled for that and for the rest.
 TWICE = {
-    "_gather_rows_ends_kernel",
+    "_gather_rows_count_kernel",
     "_replaced_token_loss_fwd_kernel",
     "_replaced_token_loss_bwd_kernel",
     "_replaced_token_loss_sum_kernel",

@@ -104,8 +104,10 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
     torch.manual_seed(0)
-    positions = torch.randint(-1, 150, (130,))
+    positions = torch.randint(-1, 150, (600,))
     positions[:3] = 3
+    positions[100:110] = 5  # long, and next a row that is split in two chunks
+    positions[300:580:2] = 149
     inputs = dict(input=drawn(dtype, 150, width), positions=positions)
     return hold(arch, ops.gather_rows, gather_rows_ref, inputs, ["input"], seeds)
 
