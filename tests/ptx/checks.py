@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -23,7 +24,7 @@ from fastplm.reference.attention import attention_ref, attention_varlen_ref  # n
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
-from fastplm.testing import BudgetExceeded, assert_within_budget  # noqa: E402
+from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
 from ptx.emulate import emulated  # noqa: E402
 from ptx.machine import Schedule  # noqa: E402
 from ptx.parse import PtxError  # noqa: E402
@@ -34,7 +35,9 @@ QKV = ("query", "key", "value")
 FENCED = False if triton.__version__.startswith("3.6") else None
 
 
-def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None) -> list[str]:
+def hold(
+    arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None, peers=()
+) -> list[str]:
     """Output and gradients within the error budget, and of the same bits by every schedule."""
     results = []
     for seed in seeds:
@@ -42,7 +45,7 @@ def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, edits=Non
         chosen = schedule or Schedule(seed, fenced=FENCED)
         with emulated(arch, schedule=chosen, edits=edits) as launches:
             if not results:
-                assert_within_budget(function, reference, inputs, wrt=wrt)
+                assert_within_budget(function, reference, inputs, wrt=wrt, peers=peers)
             out = function(**(inputs | leaves))
             torch.manual_seed(0)
             grads = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
@@ -91,15 +94,38 @@ def with_table(function):
     return call
 
 
-def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
-    inputs = attention_inputs(dtype, *shape, option)
+@contextlib.contextmanager
+def tf32_is(precision: str):
+    """What PyTorch is told of the products of fp32 matrices on a GPU: "tf32" or "ieee"."""
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, precision
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def attention(
+    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None, told=None
+) -> list[str]:
+    """``dtype`` "tf32" is fp32 that may err as its reference does in TF32; so PyTorch is told,
+    unless it is ``told`` another precision."""
+    in_tf32 = dtype == "tf32"
+    inputs = attention_inputs("float32" if in_tf32 else dtype, *shape, option)
     ragged = "ragged" in option
     function = ops.attention_varlen if ragged else ops.attention
-    reference = attention_varlen_ref if ragged else attention_ref
+    reference = with_table(attention_varlen_ref if ragged else attention_ref)
     wrt = [name for name in (*QKV, "table") if name in inputs]
-    return hold(
-        arch, with_table(function), with_table(reference), inputs, wrt, seeds, schedule, edits
-    )
+
+    def peer(**inputs):
+        with ProductsInTF32():
+            return reference(**inputs)
+
+    peers = [peer] if in_tf32 else []
+    with tf32_is(told or ("tf32" if in_tf32 else "ieee")):
+        return hold(
+            arch, with_table(function), reference, inputs, wrt, seeds, schedule, edits, peers
+        )
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
