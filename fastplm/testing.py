@@ -351,10 +351,10 @@ class _ProductInTF32(torch.autograd.Function):
 
 
 class ProductsInTF32(TorchFunctionMode):
-    """Every ``torch.matmul`` of fp32 inside, and its gradient, multiplies in TF32."""
+    """Every product ``a @ b`` of fp32 inside, and its gradient, is one in TF32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.matmul and args[0].dtype is torch.float32:
+        if func in (torch.matmul, torch.Tensor.matmul) and args[0].dtype is torch.float32:
             return _ProductInTF32.apply(*args)
         return func(*args, **(kwargs or {}))
 

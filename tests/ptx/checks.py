@@ -11,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 
@@ -95,37 +96,38 @@ def with_table(function):
 
 
 @contextlib.contextmanager
-def tf32_is(precision: str):
-    """What PyTorch is told of the products of fp32 matrices on a GPU: "tf32" or "ieee"."""
-    settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, precision
+def allowed_tf32():
+    """PyTorch may multiply fp32 matrices of a GPU in TF32."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def attention(
-    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None, told=None
+    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None
 ) -> list[str]:
-    """``dtype`` "tf32" is fp32 that may err as its reference does in TF32; so PyTorch is told,
-    unless it is ``told`` another precision."""
+    """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
+    than those in fp32."""
     in_tf32 = dtype == "tf32"
     inputs = attention_inputs("float32" if in_tf32 else dtype, *shape, option)
     ragged = "ragged" in option
     function = ops.attention_varlen if ragged else ops.attention
     reference = with_table(attention_varlen_ref if ragged else attention_ref)
+    function = with_table(function)
     wrt = [name for name in (*QKV, "table") if name in inputs]
+    if not in_tf32:
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits)
 
     def peer(**inputs):
         with ProductsInTF32():
             return reference(**inputs)
 
-    peers = [peer] if in_tf32 else []
-    with tf32_is(told or ("tf32" if in_tf32 else "ieee")):
-        return hold(
-            arch, with_table(function), reference, inputs, wrt, seeds, schedule, edits, peers
-        )
+    with allowed_tf32():
+        with emulated(arch), pytest.raises(BudgetExceeded, match="output"):
+            assert_within_budget(function, reference, inputs)
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits, [peer])
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
