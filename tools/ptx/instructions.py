@@ -1081,8 +1081,9 @@ def _mma(group: Any, ins: Instruction) -> Pure:
         right = widen(right.transpose(1, 0, 3, 4, 2).reshape(-1, 4 * each * halves, 8), kind)
         product = (left @ right).reshape(-1, 2, 8, 4, 2)  # warp, m half, g, t, element
         parts = product.transpose(1, 4, 0, 2, 3).reshape(4, -1)
-        for target, added, part in zip(out, c, parts, strict=True):
-            np.add(added.view(F32), part, target.view(F32))
+        sums = [added.view(F32) + part for added, part in zip(c, parts, strict=True)]
+        for target, total in zip(out, sums, strict=True):
+            target[:] = total.view(U32)
 
     return multiply, out
 
