@@ -1790,6 +1790,7 @@ class _Shape:
         else:
             self.batch, self.heads, length, self.head_dim = query_shape
             self.rows_q, self.rows_k = self.batch * length, self.batch * key_shape[2]
+        self.like_query, self.like_key = self.output(query_shape), self.output(key_shape)
         self.block_d = _block_d(self.head_dim)
         self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
@@ -1825,19 +1826,12 @@ class _Shape:
         steps = (0, steps[1], steps[0]) if self.ragged else steps[:3]
         return {f"stride_{letter}{axis}": step for axis, step in zip("bht", steps, strict=True)}
 
-    def strides_of_output(self, letter: str, rows: int) -> dict[str, int]:
-        """The same of what ``empty_like`` makes for a tensor of so many rows."""
-        width = self.heads * self.head_dim
+    def output(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of [N, H, D], or [B, H, T, D] over the [B, T, H, D] of projections."""
+        width = max(self.heads, 1) * self.head_dim
         if self.ragged:
-            return self.strides(letter, (width, self.head_dim, 1))
-        return self.strides(letter, (rows // max(self.batch, 1) * width, self.head_dim, width))
-
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output: [N, H, D], or [B, H, T, D] over the [B, T, H, D] memory of projections."""
-        if self.ragged:
-            return tensor.new_empty(tensor.shape)
-        batch, heads, length, dim = tensor.shape
-        return tensor.new_empty((batch, length, heads, dim)).transpose(1, 2)
+            return shape, (width, self.head_dim, 1)
+        return shape, (max(shape[2], 1) * width, self.head_dim, width, 1)
 
     def empty_stats(self, query: torch.Tensor) -> torch.Tensor:
         """fp32 [2, H, rows of query]: m and log2(l); no rows where the backward needs neither."""
@@ -1858,7 +1852,7 @@ class _Shape:
             num_rows=self.rows_q,
             stride_sh=self.rows_q if self.streams else 1,
             HAS_STATS=self.streams,
-            **self.strides_of_output("o", self.rows_q),
+            **self.strides("o", self.like_query[1]),
             **self.shared,
             **config,
         )
@@ -1878,8 +1872,8 @@ class _Shape:
             num_rows_q=self.rows_q,
             num_rows_k=self.rows_k,
             scale=self.scale,
-            **self.strides_of_output("dq", self.rows_q),
-            **self.strides_of_output("dk", self.rows_k),
+            **self.strides("dq", self.like_query[1]),
+            **self.strides("dk", self.like_key[1]),
             **self.shared,
             **config,
         )
@@ -1893,8 +1887,8 @@ class _Shape:
             num_rows=self.rows_q,
             scale=self.scale,
             stride_sh=self.rows_q,
-            **self.strides_of_output("o", self.rows_q),
-            **self.strides_of_output("dq", self.rows_q),
+            **self.strides("o", self.like_query[1]),
+            **self.strides("dq", self.like_query[1]),
             **self.shared,
             **config,
         )
@@ -1908,7 +1902,7 @@ class _Shape:
             num_rows=self.rows_k,
             scale=self.scale,
             stride_sh=self.rows_q,
-            **self.strides_of_output("dk", self.rows_k),
+            **self.strides("dk", self.like_key[1]),
             **self.shared,
             **config,
         )
@@ -2042,7 +2036,7 @@ def attention_fwd(
         scale,
         allow_tf32,
     )
-    out, stats = shape.empty_like(query), shape.empty_stats(query)
+    out, stats = query.new_empty_strided(*shape.like_query), shape.empty_stats(query)
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     pointers = _pointers(
@@ -2103,8 +2097,8 @@ def attention_bwd(
         scale,
         allow_tf32,
     )
-    grad_query, grad_key = shape.empty_like(query), shape.empty_like(key)
-    grad_value = shape.empty_like(value)
+    grad_query = query.new_empty_strided(*shape.like_query)
+    grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
     grad_bias = query.new_empty(0)
     if bias_weight is not None and bias_grad:
         grad_bias = bias_weight.new_empty(bias_weight.shape)

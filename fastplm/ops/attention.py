@@ -777,6 +777,8 @@ def _setup_context(ctx, inputs, output):
     tensors = (*inputs[:6], inputs[8], *inputs[11:13])
     ctx.lengths, ctx.buckets, ctx.settings = inputs[6:8], inputs[9:11], inputs[13:]
     out, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)  # zeros like ``stats``, which nobody reads
     # Some backwards rebuild the output: those without row statistics, and that of csrc/.
     rebuilt = stats.numel() == 0 or inputs[-1] == "cpp"
     ctx.save_for_backward(*tensors, None if rebuilt else out, stats)
