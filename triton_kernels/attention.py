@@ -83,9 +83,10 @@ _DROPOUT_ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a @ b``; fp32 tiles are multiplied in TF32 if PRECISION says "tf32".
+    """``acc + a @ b`` with products in the dtype of the tiles, of fp32 in TF32 if PRECISION says so.
 
-    Triton hands the tiles to the tensor cores as they are: those ignore the low 13 bits.
+    Triton hands such tiles to the tensor cores as they are, and those ignore the low 13 bits: the
+    operands are cut, not rounded.
     """
     if PRECISION == "tf32":
         return tl.dot(a, b, acc, input_precision="tf32")
@@ -2229,7 +2230,9 @@ _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")
 _STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout")
 
-# "tf32 …": of fp32 in TF32. XXX
+# "tf32 …": of fp32 in TF32. The tensor cores of sm_90 take 32-bit operands by rows of the sum's
+# dimension alone: V is copied there 4 bytes at a time, and K, which two products of dQ read, is
+# loaded without a copy ahead.
 # Configurations: BLOCK_Q, BLOCK_K, num_warps, num_stages (and TRANSPOSED for dK and dV, PERSISTENT
 # for tile_bwd), keyed by (arch, 16 bit?, BLOCK_D), in the order of the kinds above; the last one
 # given serves all further kinds, and 64 serves smaller head dims that have none of their own.
@@ -2335,26 +2338,6 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (90, False, 128): ((16, 32, 8, 1, 0), (16, 32, 8, 1, 0), (16, 16, 4, 1, 0)),
         (100, False, 128): ((16, 32, 8, 1, 0),),
     },
-    "tf32 stream_fwd": {
-        (80, False, 64): ((64, 64, 4, 2),),
-        (80, False, 128): ((32, 64, 8, 1),),
-    },
-    "tf32 decode": {
-        (80, False, 64): ((16, 64, 4, 2),),
-        (80, False, 128): ((16, 64, 8, 1),),
-    },
-    "tf32 stream_dq": {
-        (80, False, 64): ((64, 64, 4, 1),),
-        (80, False, 128): ((16, 64, 8, 1),),
-    },
-    "tf32 stream_dkdv": {
-        (80, False, 64): ((32, 64, 4, 1, 1),),
-        (80, False, 128): ((16, 64, 8, 1, 0),),
-    },
-    "tf32 dbias": {
-        (80, False, 64): ((32, 64, 4, 1),),
-        (80, False, 128): ((16, 64, 8, 1),),
-    },
     "dbias": {
         (80, True, 64): ((32, 64, 4, 1),),
         (90, True, 64): ((64, 64, 8, 1),),
@@ -2367,6 +2350,58 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, True, 256): ((32, 64, 8, 1),),
         (80, False, 64): ((16, 64, 8, 1),),
         (80, False, 128): ((16, 64, 16, 1),),
+    },
+    "tf32 stream_fwd": {
+        (80, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        (86, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        (90, False, 64): ((128, 64, 8, 3),),
+        (100, False, 64): ((128, 64, 8, 2), (64, 64, 4, 1), (128, 64, 8, 2), (64, 64, 4, 1)),
+        (80, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+        (90, False, 128): ((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
+        (100, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+    },
+    "tf32 decode": {
+        (80, False, 64): ((16, 64, 4, 2),),
+        (90, False, 64): ((16, 64, 4, 3),),
+        (80, False, 128): ((16, 64, 8, 1),),
+    },
+    "tf32 stream_dq": {
+        (80, False, 64): ((64, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+        (90, False, 64): ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 64, 8, 2)),
+        (100, False, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+        (80, False, 128): ((32, 64, 8, 1),),
+        (86, False, 128): ((16, 64, 8, 1),),
+        (90, False, 128): ((32, 32, 8, 1),),
+        (100, False, 128): ((32, 64, 8, 1),),
+    },
+    "tf32 stream_dkdv": {
+        (80, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 1),
+            (32, 64, 4, 1, 1),
+            (32, 32, 8, 1, 0),
+        ),
+        (90, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 1),
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 0),
+        ),
+        (100, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 4, 1, 0),
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 0),
+        ),
+        (80, False, 128): ((32, 64, 8, 1, 0), (32, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+        (86, False, 128): ((16, 64, 8, 1, 0),),
+        (90, False, 128): ((32, 64, 8, 1, 0), (32, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+        (100, False, 128): ((32, 64, 8, 1, 0), (32, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+    },
+    "tf32 dbias": {
+        (80, False, 64): ((32, 64, 8, 1),),
+        (90, False, 64): ((64, 64, 8, 1),),
+        (80, False, 128): ((32, 64, 8, 1),),
     },
 }
 

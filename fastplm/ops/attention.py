@@ -135,8 +135,9 @@ def attention(
         no gradient.
 
     Numerics:
-        Products in the input dtype (fp32 without TF32; in C++ on a CPU in fp32 always); bias,
-        softmax and sums in fp32.
+        Products in the input dtype (in C++ on a CPU in fp32 always); bias, softmax and sums in
+        fp32. On a GPU fp32 is multiplied in TF32 where ``torch.backends.cuda.matmul`` allows it as
+        the forward is called (or traced: another answer compiles anew); the backward follows.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend, the gradient of the bias included;
