@@ -893,6 +893,7 @@ def test_property(backend, inputs):
 
 # --- fp32 in TF32 ---------------------------------------------------------------------------------
 
+
 def tell(precision: str, of=torch.backends.cuda.matmul) -> functools.partial:
     return functools.partial(setattr, of, "fp32_precision", precision)
 
@@ -924,8 +925,8 @@ def nothing_told():
     """PyTorch's precision of fp32 products is the default again afterwards."""
     yield
     torch.set_float32_matmul_precision("highest")
-    for settings in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-        settings.fp32_precision = "none"
+    for of in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        tell("none", of)()
 
 
 @pytest.fixture
@@ -934,13 +935,13 @@ def allowed(monkeypatch, nothing_told):
     from fastplm.triton_kernels import attention
 
     found = []
-    for name in ("attention_fwd", "attention_bwd"):
 
-        def spy(*arguments, launcher=getattr(attention, name)):
-            found.append(arguments[-1])
-            return launcher(*arguments)
+    def spy(launcher, *arguments):
+        found.append(arguments[-1])
+        return launcher(*arguments)
 
-        monkeypatch.setattr(attention, name, spy)
+    for launcher in (attention.attention_fwd, attention.attention_bwd):
+        monkeypatch.setattr(attention, launcher.__name__, functools.partial(spy, launcher))
     return found
 
 

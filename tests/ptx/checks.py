@@ -105,9 +105,7 @@ def allowed_tf32():
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-def attention(
-    arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None
-) -> list[str]:
+def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
     """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
     than those in fp32."""
     in_tf32 = dtype == "tf32"

@@ -390,7 +390,7 @@ PRODUCT = """
 @pytest.mark.parametrize("k", (4, 8))
 def test_a_product_in_tf32_ignores_the_low_13_bits(k):
     """Thread 4 g + t holds a in rows g and g + 8, b in column g, of both the places t and t + 4 in
-    k, and the columns 2 t and 2 t + 1 of the result. Rounded, not cut, each would be one step up."""
+    k, and columns 2 t and 2 t + 1 of the result. Rounded, not cut, each would be one step up."""
     draw = np.random.default_rng(0)
     whole = draw.integers(-15, 16, 16 * k), draw.integers(-15, 16, k * 8)
     a, b = (part.astype(np.float32).reshape(-1, n) for part, n in zip(whole, (k, 8), strict=True))
