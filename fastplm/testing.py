@@ -332,6 +332,33 @@ class ShuffledReductions(ReversedReductions):
         return torch.randperm(size, generator=self.generator)
 
 
+def as_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """What tensor cores see of fp32 numbers that they multiply in TF32: not the low 13 bits."""
+    return (tensor.view(torch.int32) & -(2**13)).view(torch.float32)
+
+
+class _ProductInTF32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return as_tf32(a) @ as_tf32(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        grad = as_tf32(grad)
+        return grad @ as_tf32(b).mT, as_tf32(a).mT @ grad
+
+
+class ProductsInTF32(TorchFunctionMode):
+    """Every product ``a @ b`` of fp32 inside, and its gradient, is one in TF32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.matmul, torch.Tensor.matmul) and args[0].dtype is torch.float32:
+            return _ProductInTF32.apply(*args)
+        return func(*args, **(kwargs or {}))
+
+
 class KeptDouble(TorchFunctionMode):
     """The truth is not rounded on its way, as by a loss that asks for ``logits.float()``.
 

@@ -13,6 +13,7 @@ from fastplm.reference.attention import attention_ref
 from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
+    ProductsInTF32,
     ReversedReductions,
     ShuffledReductions,
     assert_repeatable,
@@ -227,6 +228,37 @@ def test_the_error_of_a_peer_is_pytorchs_too():
     assert_within_budget(off(1e-5), off(0.0), inputs, peers=[off(8e-6)])
     with pytest.raises(BudgetExceeded, match="output"):
         assert_within_budget(off(1e-4), off(0.0), inputs, peers=[off(8e-6)])
+
+
+def test_products_in_tf32():
+    """Half as many bits as fp32 has, and more than bf16; the gradients are such products, too."""
+    a, b = torch.randn(80, 70, requires_grad=True), torch.randn(70, 90, requires_grad=True)
+    upstream = torch.randn(80, 90)
+    with ProductsInTF32():
+        out, product = torch.matmul(a, b), a @ b
+    of_a, of_b = torch.autograd.grad(out, (a, b), upstream)
+    cut_a, cut_b, cut_upstream = (
+        (tensor.detach().view(torch.int32) >> 13 << 13).view(torch.float32)
+        for tensor in (a, b, upstream)
+    )
+    assert torch.equal(out, cut_a @ cut_b) and torch.equal(product, out)
+    assert torch.equal(of_a, cut_upstream @ cut_b.T) and torch.equal(of_b, cut_a.T @ cut_upstream)
+
+    def product(a, b):
+        return a @ b
+
+    def in_tf32(a, b):
+        with ProductsInTF32():
+            return a @ b
+
+    def in_bf16(a, b):
+        return a.bfloat16().float() @ b.bfloat16().float()
+
+    inputs = dict(a=a.detach(), b=b.detach())
+    assert_within_budget(in_tf32, product, inputs, wrt=("a", "b"), peers=[in_tf32])
+    for other, peers in ((in_tf32, []), (in_bf16, [in_tf32])):
+        with pytest.raises(BudgetExceeded, match="output"):
+            assert_within_budget(other, product, inputs, peers=peers)
 
 
 def test_atomics_like_noise_is_caught():

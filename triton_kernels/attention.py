@@ -81,6 +81,18 @@ _DROPOUT_STREAM = tl.constexpr(3)
 _DROPOUT_ROUNDS = tl.constexpr(7)
 
 
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in the dtype of the tiles; fp32 is multiplied in TF32 if PRECISION says so.
+
+    Triton hands such tiles to the tensor cores as they are, and those ignore the low 13 bits: the
+    operands are cut, not rounded.
+    """
+    if PRECISION == "tf32":
+        return tl.dot(a, b, acc, input_precision="tf32")
+    return dot(a, b, acc, PRECISION == "upcast")
+
+
 # --- tiles in memory ------------------------------------------------------------------------------
 
 
@@ -267,7 +279,7 @@ def _softmax_step(
     start_k,
     threshold,
     HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One tile of keys: rescale what was, add P V.
 
@@ -289,7 +301,7 @@ def _softmax_step(
     if seed_ptr is not None:
         keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, p.shape[1])
         p = tl.where(keep, p, 0.0)
-    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], UPCAST)
+    acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
     return m_new, l_i, acc
 
 
@@ -364,7 +376,7 @@ def _attention_row_fwd_kernel(
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_STATS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # One program owns some consecutive tiles of queries of one head; K and V stay with it.
     _zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
@@ -396,7 +408,7 @@ def _attention_row_fwd_kernel(
         q = _load_rows(q_ptr, offs_q, mask_q, stride_qt, HEAD_DIM, BLOCK_D)  # [BLOCK_Q, BLOCK_D]
         # Looked up again rather than kept: registers are scarcer than loads.
         mask_k = _keys_allowed(mask_ptr, offs_k, length_k)
-        s = _masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL, UPCAST)
+        s = _masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL, PRECISION)
         m_i, l_i, acc = _softmax_step(
             s,
             v,
@@ -412,7 +424,7 @@ def _attention_row_fwd_kernel(
             0,
             threshold,
             False,
-            UPCAST,
+            PRECISION,
         )
         _store_output(
             out_ptr,
@@ -433,11 +445,11 @@ def _attention_row_fwd_kernel(
 
 @triton.jit
 def _masked_scores(
-    q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL: tl.constexpr, UPCAST: tl.constexpr
+    q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):
     """[BLOCK_Q, BLOCK_K] raw scores, -inf where a query may not see a key."""
     s = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
-    s = dot(q, tl.trans(k), s, UPCAST)
+    s = _dot(q, tl.trans(k), s, PRECISION)
     allowed = mask_k[None, :]
     if IS_CAUSAL:
         allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
@@ -476,7 +488,7 @@ def _attend_range(
     IS_CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The tiles of keys in [start, end); without MASKED every query sees every one of them."""
     for start_k in range(start, end, BLOCK_K):
@@ -488,7 +500,7 @@ def _attend_range(
         v = _load_rows(v_ptr, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
 
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-        s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
+        s = _dot(q, tl.trans(k), s, PRECISION)  # [BLOCK_Q, BLOCK_K]
         factor = scale_log2
         if BIAS != _NO_BIAS:
             distance = offs_k[None, :] - offs_q[:, None] - shift
@@ -514,7 +526,7 @@ def _attend_range(
             start_k,
             threshold,
             BIAS != _NO_BIAS,
-            UPCAST,
+            PRECISION,
         )
     return m_i, l_i, acc
 
@@ -567,7 +579,7 @@ def _attention_stream_fwd_kernel(
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_STATS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # One program owns one tile of queries of one head; tiles of a head are neighbours in L2, and
     # the longest causal ones come first.
@@ -639,7 +651,7 @@ def _attention_stream_fwd_kernel(
                 IS_CAUSAL,
                 _NO_BIAS,
                 MASKED == 1,
-                UPCAST,
+                PRECISION,
             )
     else:
         bias_ptr += h * (2 * max_distance + 1)
@@ -677,7 +689,7 @@ def _attention_stream_fwd_kernel(
                 IS_CAUSAL,
                 BIAS,
                 True,
-                UPCAST,
+                PRECISION,
             )
     _store_output(
         out_ptr,
@@ -726,7 +738,7 @@ def _tile_bwd_step(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """dQ of a tile of queries, and what they add to dK and dV; the tile holds all of their keys."""
     offs_q = start_q + tl.arange(0, BLOCK_Q)
@@ -734,7 +746,7 @@ def _tile_bwd_step(
     q = _load_rows(q_ptr, offs_q, mask_q, stride_qt, HEAD_DIM, BLOCK_D)  # [BLOCK_Q, BLOCK_D]
     do = _load_rows(do_ptr, offs_q, mask_q, stride_dot, HEAD_DIM, BLOCK_D)  # [BLOCK_Q, BLOCK_D]
 
-    s = _masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL, UPCAST)
+    s = _masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, IS_CAUSAL, PRECISION)
     m_i = tl.max(s, 1) * scale_log2
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     p = tl.exp2(s * scale_log2 - m_i[:, None])  # [BLOCK_Q, BLOCK_K]
@@ -747,19 +759,19 @@ def _tile_bwd_step(
         keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, 0, threshold, BLOCK_K)
         z_p = tl.where(keep, p * keep_scale, 0.0)
     z_p = z_p.to(do.dtype)
-    dv = dot(tl.trans(z_p), do, dv, UPCAST)
+    dv = _dot(tl.trans(z_p), do, dv, PRECISION)
 
     dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
+    dp = _dot(do, tl.trans(v), dp, PRECISION)  # [BLOCK_Q, BLOCK_K]
     if seed_ptr is not None:
         # Instead of keeping (or drawing) the mask: what was kept is not 0, unless it is too small
         # for its dtype, and then so is its gradient.
         dp = tl.where(z_p != 0.0, dp * keep_scale, 0.0)
     delta = tl.sum(p * dp, 1)
     ds = (p * (dp - delta[:, None])).to(q.dtype)
-    dk = dot(tl.trans(ds), q, dk, UPCAST)
+    dk = _dot(tl.trans(ds), q, dk, PRECISION)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    dq = dot(ds, k, dq, UPCAST)
+    dq = _dot(ds, k, dq, PRECISION)
     _store_rows(dq_ptr, dq * scale, offs_q, mask_q, stride_dqt, HEAD_DIM, BLOCK_D)
     return dk, dv
 
@@ -810,7 +822,7 @@ def _tile_bwd_head(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
     b, h = row // num_heads, row % num_heads
@@ -862,7 +874,7 @@ def _tile_bwd_head(
             BLOCK_Q,
             BLOCK_K,
             IS_CAUSAL,
-            UPCAST,
+            PRECISION,
         )
 
     exists = offs_k < length_k  # masked keys exist too: their gradient is a written 0
@@ -923,7 +935,7 @@ def _attention_tile_bwd_kernel(
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     PERSISTENT: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # A program owns a head, or takes every so-many-th one if PERSISTENT: where an SM has room for
     # one program alone, keys and values of the next head are fetched under the arithmetic of this
@@ -983,7 +995,7 @@ def _attention_tile_bwd_kernel(
                 BLOCK_Q,
                 BLOCK_K,
                 IS_CAUSAL,
-                UPCAST,
+                PRECISION,
             )
             # Carried from head to head: loads whose addresses were loaded are not fetched ahead.
             b = tl.minimum(row + tl.num_programs(0), total - 1) // num_heads
@@ -1035,7 +1047,7 @@ def _attention_tile_bwd_kernel(
             BLOCK_Q,
             BLOCK_K,
             IS_CAUSAL,
-            UPCAST,
+            PRECISION,
         )
 
 
@@ -1096,7 +1108,7 @@ def _dq_range(
     IS_CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """What the keys in [start, end) add to dQ, and to the bias gradient of the far distances.
 
@@ -1110,7 +1122,7 @@ def _dq_range(
         k = _load_rows(k_ptr, offs_k, mask_k, stride_kt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
         v = _load_rows(v_ptr, offs_k, mask_k, stride_vt, HEAD_DIM, BLOCK_D)  # [BLOCK_K, BLOCK_D]
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-        s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
+        s = _dot(q, tl.trans(k), s, PRECISION)  # [BLOCK_Q, BLOCK_K]
         distance = offs_k[None, :] - offs_q[:, None] - shift
         p = _probabilities(
             s,
@@ -1129,7 +1141,7 @@ def _dq_range(
                 allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
             p = tl.where(allowed, p, 0.0)
         dp = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-        dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
+        dp = _dot(do, tl.trans(v), dp, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if seed_ptr is not None:
             keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K)
             dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -1141,7 +1153,7 @@ def _dq_range(
         elif BIAS == _NEAR:
             far_left += tl.sum(tl.where(distance <= -max_distance, ds, 0.0), 1)
             far_right += tl.sum(tl.where(distance >= max_distance, ds, 0.0), 1)
-        dq = dot(ds.to(k.dtype), k, dq, UPCAST)
+        dq = _dot(ds.to(k.dtype), k, dq, PRECISION)
     return dq, far_left, far_right
 
 
@@ -1202,7 +1214,7 @@ def _attention_stream_bwd_dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # One program owns one tile of queries and walks over the keys in order.
     _zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
@@ -1294,7 +1306,7 @@ def _attention_stream_bwd_dq_kernel(
             IS_CAUSAL,
             _NO_BIAS if bias_ptr is None else PLACE,
             bias_ptr is not None or PLACE != _FAR_LEFT,
-            UPCAST,
+            PRECISION,
         )
     _store_rows(dq_ptr, dq * scale, offs_q, mask_q, stride_dqt, HEAD_DIM, BLOCK_D)
     if far_ptr is not None:  # [H, B * tiles, 2]
@@ -1340,7 +1352,7 @@ def _dkdv_range(
     BIAS: tl.constexpr,
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """What the queries in [start, end) add to dK and dV; causality counts if MASKED.
 
@@ -1360,16 +1372,16 @@ def _dkdv_range(
             at_q, at_k = offs_q[None, :], offs_k[:, None]
             m_i, log2l, delta = m_i[None, :], log2l[None, :], delta[None, :]
             s = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
-            s = dot(k, tl.trans(q), s, UPCAST)
+            s = _dot(k, tl.trans(q), s, PRECISION)
             dp = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
-            dp = dot(v, tl.trans(do), dp, UPCAST)
+            dp = _dot(v, tl.trans(do), dp, PRECISION)
         else:
             at_q, at_k = offs_q[:, None], offs_k[None, :]
             m_i, log2l, delta = m_i[:, None], log2l[:, None], delta[:, None]
             s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            s = dot(q, tl.trans(k), s, UPCAST)
+            s = _dot(q, tl.trans(k), s, PRECISION)
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            dp = dot(do, tl.trans(v), dp, UPCAST)
+            dp = _dot(do, tl.trans(v), dp, PRECISION)
         distance = at_k - at_q - shift
         p = _probabilities(s, m_i, log2l, bias_ptr, distance, scale, scale_log2, max_distance, BIAS)
         if MASKED:
@@ -1382,8 +1394,8 @@ def _dkdv_range(
             dp = tl.where(keep, dp * keep_scale, 0.0)
         z_p = z_p.to(do.dtype)
         ds = (p * (dp - delta)).to(q.dtype)
-        dv = dot(z_p if TRANSPOSED else tl.trans(z_p), do, dv, UPCAST)
-        dk = dot(ds if TRANSPOSED else tl.trans(ds), q, dk, UPCAST)
+        dv = _dot(z_p if TRANSPOSED else tl.trans(z_p), do, dv, PRECISION)
+        dk = _dot(ds if TRANSPOSED else tl.trans(ds), q, dk, PRECISION)
     return dk, dv
 
 
@@ -1441,7 +1453,7 @@ def _attention_stream_bwd_dkdv_kernel(
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # One program owns one tile of keys and walks over the queries in order.
     row_size = num_heads * HEAD_DIM
@@ -1528,7 +1540,7 @@ def _attention_stream_bwd_dkdv_kernel(
             _NO_BIAS if bias_ptr is None else PLACE,
             IS_CAUSAL and (bias_ptr is not None or PLACE == _NEAR),
             TRANSPOSED,
-            UPCAST,
+            PRECISION,
         )
     # What a masked key took part in stayed in its own row. It exists: its gradient is a written 0.
     exists = offs_k < length_k
@@ -1590,7 +1602,7 @@ def _attention_bwd_dbias_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # One program owns one head and one kind of tile: all whose elements (r, c) stand at the
     # distance BLOCK_K * block - BLOCK_Q * slice + c - r, for one block diagonal and one slice of
@@ -1658,14 +1670,14 @@ def _attention_bwd_dbias_kernel(
             delta = tl.load(delta_ptr + stats, mask=mask_q, other=0.0)
 
             s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
+            s = _dot(q, tl.trans(k), s, PRECISION)  # [BLOCK_Q, BLOCK_K]
             allowed = mask_q[:, None] & mask_k[None, :]
             if IS_CAUSAL:
                 allowed = allowed & (distance <= 0)
             s = (s * scale + bias - m_i[:, None]) * _LOG2E
             p = tl.where(allowed, tl.exp2(s - log2l[:, None]), 0.0)
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            dp = dot(do, tl.trans(v), dp, UPCAST)  # [BLOCK_Q, BLOCK_K]
+            dp = _dot(do, tl.trans(v), dp, PRECISION)  # [BLOCK_Q, BLOCK_K]
             if seed_ptr is not None:
                 keep = _keep(seed_ptr, sample_ptr, b, h, offs_q, start_k, threshold, BLOCK_K)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -1768,6 +1780,7 @@ class _Shape:
         dropout_threshold: int | None,
         is_causal: bool,
         scale: float,
+        allow_tf32: bool,
     ) -> None:
         self.dtype, self.device, self.has_bias = dtype, device, has_bias
         self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
@@ -1778,7 +1791,9 @@ class _Shape:
         else:
             self.batch, self.heads, length, self.head_dim = query_shape
             self.rows_q, self.rows_k = self.batch * length, self.batch * key_shape[2]
+        self.like_query, self.like_key = self.output(query_shape), self.output(key_shape)
         self.block_d = _block_d(self.head_dim)
+        self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
         # What a streaming kernel carries besides the scores; its registers hang on it.
         has_dropout = dropout_threshold is not None
@@ -1799,7 +1814,7 @@ class _Shape:
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
             IS_CAUSAL=is_causal,
-            UPCAST=upcast_dot(dtype),
+            PRECISION=self.precision,
         )
 
     @property
@@ -1812,19 +1827,12 @@ class _Shape:
         steps = (0, steps[1], steps[0]) if self.ragged else steps[:3]
         return {f"stride_{letter}{axis}": step for axis, step in zip("bht", steps, strict=True)}
 
-    def strides_of_output(self, letter: str, rows: int) -> dict[str, int]:
-        """The same of what ``empty_like`` makes for a tensor of so many rows."""
-        width = self.heads * self.head_dim
+    def output(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of [N, H, D], or [B, H, T, D] over the [B, T, H, D] of projections."""
+        width = max(self.heads, 1) * self.head_dim
         if self.ragged:
-            return self.strides(letter, (width, self.head_dim, 1))
-        return self.strides(letter, (rows // max(self.batch, 1) * width, self.head_dim, width))
-
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output: [N, H, D], or [B, H, T, D] over the [B, T, H, D] memory of projections."""
-        if self.ragged:
-            return tensor.new_empty(tensor.shape)
-        batch, heads, length, dim = tensor.shape
-        return tensor.new_empty((batch, length, heads, dim)).transpose(1, 2)
+            return shape, (width, self.head_dim, 1)
+        return shape, (max(shape[2], 1) * width, self.head_dim, width, 1)
 
     def empty_stats(self, query: torch.Tensor) -> torch.Tensor:
         """fp32 [2, H, rows of query]: m and log2(l); no rows where the backward needs neither."""
@@ -1845,7 +1853,7 @@ class _Shape:
             num_rows=self.rows_q,
             stride_sh=self.rows_q if self.streams else 1,
             HAS_STATS=self.streams,
-            **self.strides_of_output("o", self.rows_q),
+            **self.strides("o", self.like_query[1]),
             **self.shared,
             **config,
         )
@@ -1865,8 +1873,8 @@ class _Shape:
             num_rows_q=self.rows_q,
             num_rows_k=self.rows_k,
             scale=self.scale,
-            **self.strides_of_output("dq", self.rows_q),
-            **self.strides_of_output("dk", self.rows_k),
+            **self.strides("dq", self.like_query[1]),
+            **self.strides("dk", self.like_key[1]),
             **self.shared,
             **config,
         )
@@ -1880,8 +1888,8 @@ class _Shape:
             num_rows=self.rows_q,
             scale=self.scale,
             stride_sh=self.rows_q,
-            **self.strides_of_output("o", self.rows_q),
-            **self.strides_of_output("dq", self.rows_q),
+            **self.strides("o", self.like_query[1]),
+            **self.strides("dq", self.like_query[1]),
             **self.shared,
             **config,
         )
@@ -1895,7 +1903,7 @@ class _Shape:
             num_rows=self.rows_k,
             scale=self.scale,
             stride_sh=self.rows_q,
-            **self.strides_of_output("dk", self.rows_k),
+            **self.strides("dk", self.like_key[1]),
             **self.shared,
             **config,
         )
@@ -1918,6 +1926,7 @@ def _shape_of(
     dropout_threshold: int,
     is_causal: bool,
     scale: float,
+    allow_tf32: bool,
 ) -> _Shape:
     make = _Shape if is_recording() else _kept_shape
     return make(
@@ -1934,6 +1943,7 @@ def _shape_of(
         None if seed is None else dropout_threshold,
         is_causal,
         scale,
+        allow_tf32,
     )
 
 
@@ -1999,12 +2009,14 @@ def attention_fwd(
     dropout_threshold: int,
     is_causal: bool,
     scale: float,
+    allow_tf32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward.
 
     Args:
         buckets: int64 [2 * max_distance + 1], the row of ``bias_weight`` for each distance.
         dropout_threshold: bytes below it drop a probability.
+        allow_tf32: whether fp32 is multiplied in TF32; a backward takes that of its forward.
         The others as ``ops.attention`` (dense) and ``ops.attention_varlen`` (with ``cu_seqlens``).
 
     Returns:
@@ -2023,8 +2035,9 @@ def attention_fwd(
         dropout_threshold,
         is_causal,
         scale,
+        allow_tf32,
     )
-    out, stats = shape.empty_like(query), shape.empty_stats(query)
+    out, stats = query.new_empty_strided(*shape.like_query), shape.empty_stats(query)
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     pointers = _pointers(
@@ -2067,6 +2080,7 @@ def attention_bwd(
     dropout_threshold: int,
     is_causal: bool,
     scale: float,
+    allow_tf32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the backward: gradients of query, key, value and, with ``bias_grad``, bias_weight."""
     shape = _shape_of(
@@ -2082,9 +2096,10 @@ def attention_bwd(
         dropout_threshold,
         is_causal,
         scale,
+        allow_tf32,
     )
-    grad_query, grad_key = shape.empty_like(query), shape.empty_like(key)
-    grad_value = shape.empty_like(value)
+    grad_query = query.new_empty_strided(*shape.like_query)
+    grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
     grad_bias = query.new_empty(0)
     if bias_weight is not None and bias_grad:
         grad_bias = bias_weight.new_empty(bias_weight.shape)
@@ -2215,6 +2230,9 @@ _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")
 _STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout")
 
+# "tf32 …": of fp32 in TF32. The tensor cores of sm_90 take 32-bit operands by rows of the sum's
+# dimension alone: V is copied there 4 bytes at a time, and K, which two products of dQ read, is
+# loaded without a copy ahead.
 # Configurations: BLOCK_Q, BLOCK_K, num_warps, num_stages (and TRANSPOSED for dK and dV, PERSISTENT
 # for tile_bwd), keyed by (arch, 16 bit?, BLOCK_D), in the order of the kinds above; the last one
 # given serves all further kinds, and 64 serves smaller head dims that have none of their own.
@@ -2333,6 +2351,58 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (80, False, 64): ((16, 64, 8, 1),),
         (80, False, 128): ((16, 64, 16, 1),),
     },
+    "tf32 stream_fwd": {
+        (80, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        (86, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        (90, False, 64): ((128, 64, 8, 3),),
+        (100, False, 64): ((128, 64, 8, 2), (64, 64, 4, 1), (128, 64, 8, 2), (64, 32, 4, 1)),
+        (80, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+        (90, False, 128): ((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
+        (100, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+    },
+    "tf32 decode": {
+        (80, False, 64): ((16, 64, 4, 2),),
+        (90, False, 64): ((16, 64, 4, 3),),
+        (80, False, 128): ((16, 64, 8, 1),),
+    },
+    "tf32 stream_dq": {
+        (80, False, 64): ((64, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+        (90, False, 64): ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 64, 8, 2)),
+        (100, False, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+        (80, False, 128): ((32, 64, 8, 1),),
+        (86, False, 128): ((16, 64, 8, 1),),
+        (90, False, 128): ((32, 32, 8, 1),),
+        (100, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1)),
+    },
+    "tf32 stream_dkdv": {
+        (80, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 1),
+            (32, 64, 4, 1, 1),
+            (32, 32, 8, 1, 0),
+        ),
+        (90, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 1),
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 0),
+        ),
+        (100, False, 64): (
+            (32, 64, 4, 1, 1),
+            (32, 64, 4, 1, 0),
+            (32, 64, 4, 1, 1),
+            (32, 64, 8, 1, 0),
+        ),
+        (80, False, 128): ((32, 64, 8, 1, 0), (32, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+        (86, False, 128): ((16, 64, 8, 1, 0),),
+        (90, False, 128): ((32, 64, 8, 1, 0), (32, 64, 8, 1, 0), (16, 64, 8, 1, 0)),
+        (100, False, 128): ((32, 64, 8, 1, 0),),
+    },
+    "tf32 dbias": {
+        (80, False, 64): ((32, 64, 8, 1),),
+        (90, False, 64): ((64, 64, 8, 1),),
+        (80, False, 128): ((32, 64, 8, 1),),
+    },
 }
 
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
@@ -2356,7 +2426,7 @@ def _config(kernel: str, shape: _Shape, kind: str | int) -> dict[str, int]:
     if INTERPRETED:
         config = _interpreter_config(kernel, kind, shape.dtype)
     else:
-        table = _TABLE[kernel]
+        table = _TABLE[f"tf32 {kernel}" if shape.precision == "tf32" else kernel]
         half, block_d = shape.dtype.itemsize == 2, shape.block_d
         if all(entry[1:] != (half, block_d) for entry in table):
             block_d = 64
@@ -2406,28 +2476,39 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         ),
     }
     always = {
-        (torch.bfloat16, 64, 128, "padded"),
-        (torch.bfloat16, 64, 128, "everything"),
-        (torch.bfloat16, 64, 256, "ragged"),
-        (torch.bfloat16, 64, 1024, "ragged"),
-        (torch.bfloat16, 64, 1024, "everything"),
-        (torch.bfloat16, 64, 1024, "everything and bias"),
-        (torch.bfloat16, 128, 1024, "causal"),
-        (torch.float32, 64, 1024, "everything and bias"),
+        ("bfloat16", 64, 128, "padded"),
+        ("bfloat16", 64, 128, "everything"),
+        ("bfloat16", 64, 256, "ragged"),
+        ("bfloat16", 64, 1024, "ragged"),
+        ("bfloat16", 64, 1024, "everything"),
+        ("bfloat16", 64, 1024, "everything and bias"),
+        ("bfloat16", 128, 1024, "causal"),
+        ("float32", 64, 1024, "everything and bias"),
+        ("tf32", 64, 1024, "ragged"),
+        ("tf32", 64, 1024, "everything and bias"),
     }
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        head_dims = {torch.bfloat16: (64, 16, 32, 80, 128, 256), torch.float16: (64,)}
-        for head_dim in head_dims.get(dtype, (64, 80)):
+    for dtype, head_dims in (
+        ("bfloat16", (64, 16, 32, 80, 128, 256)),
+        ("float16", (64,)),
+        ("float32", (64, 80)),
+        ("tf32", (64, 80)),
+    ):
+        for head_dim in head_dims:
+            case = functools.partial(
+                meta_case,
+                torch.float32 if dtype == "tf32" else getattr(torch, dtype),
+                head_dim,
+                allow_tf32=dtype == "tf32",
+            )
             for seqlen in (64, 128, 256, 1024):
                 for name, options in variants.items():
-                    label = f"{str(dtype)[6:]} D={head_dim} T={seqlen} {name}"
+                    label = f"{dtype} D={head_dim} T={seqlen} {name}"
                     slow = "" if (dtype, head_dim, seqlen, name) in always else "slow: "
-                    yield (
-                        slow + label,
-                        functools.partial(meta_case, dtype, head_dim, seqlen, seqlen, **options),
-                    )
-            label = f"{str(dtype)[6:]} D={head_dim} one query to 512 keys"
-            yield f"slow: {label}", functools.partial(meta_case, dtype, head_dim, 1, 512)
+                    yield slow + label, functools.partial(case, seqlen, seqlen, **options)
+            yield (
+                f"slow: {dtype} D={head_dim} one query to 512 keys",
+                functools.partial(case, 1, 512),
+            )
 
 
 def meta_case(
@@ -2441,6 +2522,7 @@ def meta_case(
     has_mask: bool = False,
     has_dropout: bool = False,
     has_bias: bool = False,
+    allow_tf32: bool = False,
     batch: int = 8,
     heads: int = 4,
 ) -> None:
@@ -2473,6 +2555,7 @@ def meta_case(
         dropout_threshold=26 if has_dropout else 0,
         is_causal=is_causal,
         scale=0.125,
+        allow_tf32=allow_tf32,
     )
     out, stats = attention_fwd(**arguments)
     attention_bwd(out, out, stats, has_bias, **arguments)

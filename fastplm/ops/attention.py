@@ -58,6 +58,7 @@ class _Call(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    allow_tf32: bool = False
 
     @property
     def ragged(self) -> bool:
@@ -134,8 +135,9 @@ def attention(
         no gradient.
 
     Numerics:
-        Products in the input dtype (fp32 without TF32; in C++ on a CPU in fp32 always); bias,
-        softmax and sums in fp32.
+        Products in the input dtype (in C++ on a CPU in fp32 always); bias, softmax and sums in
+        fp32. On a GPU fp32 is multiplied in TF32 where ``torch.backends.cuda.matmul`` allows it as
+        the forward is called (or traced: another answer compiles anew); the backward follows.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend, the gradient of the bias included;
@@ -292,8 +294,16 @@ def attention_varlen(
     return _run(call)
 
 
+@torch.compiler.assume_constant_result  # cannot be traced, but its answer is guarded by Dynamo
+def _allows_tf32() -> bool:
+    """Whether PyTorch multiplies fp32 matrices of a GPU in TF32, by whichever flag it was told."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _run(call: _Call) -> torch.Tensor:
     backend = OP.resolve(*call)
+    if backend == "triton" and call.query.dtype is torch.float32 and _allows_tf32():
+        call = call._replace(allow_tf32=True)
     if call.ragged and call.query.is_cpu and backend not in ("cpp", "torch"):  # they look, too
         _check_lengths(call)
     if backend == "torch" and requested("attention") == "auto" and _is_plain(call):
@@ -648,7 +658,7 @@ def _torch_backward(
 def _triton_rejects(query: torch.Tensor, *others: Any, forced: bool) -> str | None:
     if query.dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
-    most, scale = _MAX_HEAD_DIM[query.dtype.itemsize], others[-1]
+    most, scale = _MAX_HEAD_DIM[query.dtype.itemsize], others[-2]
     if query.shape[-1] > most:
         return f"head dim {query.shape[-1]} is over {most}"
     if scale <= 0.0:
@@ -701,8 +711,16 @@ def _kernel_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     call = _Call(*arguments)
     buckets = None if call.bias_weight is None else _buckets_of(call)
     threshold = dropout_threshold(call.dropout_p)
-    places = (buckets, call.seed, call.sample_index, threshold, call.is_causal, call.scale)
-    return *call[:9], *places
+    return (
+        *call[:9],
+        buckets,
+        call.seed,
+        call.sample_index,
+        threshold,
+        call.is_causal,
+        call.scale,
+        call.allow_tf32,
+    )
 
 
 def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -760,6 +778,8 @@ def _setup_context(ctx, inputs, output):
     tensors = (*inputs[:6], inputs[8], *inputs[11:13])
     ctx.lengths, ctx.buckets, ctx.settings = inputs[6:8], inputs[9:11], inputs[13:]
     out, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)  # zeros like ``stats``, which nobody reads
     # Some backwards rebuild the output: those without row statistics, and that of csrc/.
     rebuilt = stats.numel() == 0 or inputs[-1] == "cpp"
     ctx.save_for_backward(*tensors, None if rebuilt else out, stats)
@@ -789,7 +809,7 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? bias_weight, "
     "bool bias_bidirectional, int bias_max_distance, Tensor? seed, Tensor? sample_index, "
-    "float dropout_p, bool is_causal, float scale, str backend"
+    "float dropout_p, bool is_causal, float scale, bool allow_tf32, str backend"
 )
 
 _CSRC_REJECTS = rejects_of_csrc("attention")["cpp"]

@@ -319,6 +319,7 @@ def waits(pointer: str) -> str:
 
 TRITON = "3.7.1"
 FLAGS = "a flag of a key is a byte, less than cp.async copies, and says which keys are loaded"
+ROWS = "TF32: the tensor cores take 32-bit operands with the keys of a column side by side"
 DISTANCES = "one value for each distance: neighbours in a row, but a row starts anywhere"
 FORTY = "rows of 40 elements: Triton knows of a stride only whether 16 divides it"
 COLUMNS = "the bias of the columns that a thread holds of the accumulator, two of them together"
@@ -333,17 +334,23 @@ ONCE = "one program, a single pass over at most N numbers"
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("attention_bwd_dbias", "narrow: 1-byte ld of mask_ptr"): ((80, 90), FLAGS),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte cp.async of bias_ptr"): ((90,), DISTANCES),
-    ("attention_stream_bwd_dkdv", "narrow: 4-byte ld of bias_ptr"): ((80, 100), DISTANCES),
+    ("attention_stream_bwd_dkdv", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_bwd_dq", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
+    ("attention_stream_bwd_dq", "late: 0 iterations ahead of 1, the copies of k_ptr"): (
+        (100,),
+        "TF32: K is read by rows and by columns, and of the latter nothing is copied ahead",
+    ),
+    ("attention_stream_bwd_dq", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_bwd_dq", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_bwd_dq", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_stream_bwd_dq", waits("k_ptr")): (
-        (80,),
+        (80, 90),
         "two products read K, one of them transposed: Triton copies V and loads K, in the loop of"
-        " the masked tiles alone",
+        " the masked tiles alone, and in TF32 in every loop",
     ),
     ("attention_stream_fwd", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
+    ("attention_stream_fwd", "narrow: 4-byte cp.async of v_ptr"): ((90, 100), ROWS),
     ("attention_stream_fwd", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_fwd", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_tile_bwd", "narrow: 1-byte ld of mask_ptr"): ((90,), FLAGS),

@@ -202,7 +202,7 @@ def step(rows, slots, longest, heads):
     query, key, value = meta(rows, 3, heads, 64).unbind(1)
     starts = meta(33, dtype=torch.int32)
     shared = (query, key, value, None, starts, starts, longest, longest, None, None)
-    shared += (meta(dtype=torch.int64), None, 26, False, 0.125)
+    shared += (meta(dtype=torch.int64), None, 26, False, 0.125, False)
     out, stats = attention.attention_fwd(*shared)
     attention.attention_bwd(out, out, stats, False, *shared)
     hidden, positions = meta(rows, 64 * heads), meta(slots, dtype=torch.int64)

@@ -149,6 +149,14 @@ def test_no_spills_shared_memory_fits_hopper_matmuls_use_hgmma_and_offsets_are_w
     assert_shippable(reports)
 
 
+def test_products_in_tf32_are_those_of_tensor_cores(reports):
+    found = [r for r in reports if r.case.startswith("tf32") and r.flops]
+    assert {r.arch for r in found} == set(ARCHS) and all(r.mix["tensor"] for r in found)
+    assert all(r.hgmma for r in found if r.arch == 90 and r.dots)
+    in_fp32 = [r for r in reports if r.case.startswith("float32") and r.op == "attention"]
+    assert in_fp32 and not any(r.mix["tensor"] for r in in_fp32)
+
+
 def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
     assert all(report.blocks > 0 and report.bound()[1] > 0 for report in reports)
     assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)

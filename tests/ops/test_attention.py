@@ -26,6 +26,7 @@ from fastplm.reference.attention import (
 from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
+    ProductsInTF32,
     assert_repeatable,
     assert_within_budget,
     poisoned_memory,
@@ -890,6 +891,108 @@ def test_property(backend, inputs):
     check(backend, inputs)
 
 
+# --- fp32 in TF32 ---------------------------------------------------------------------------------
+
+
+def tell(precision: str, of=torch.backends.cuda.matmul) -> functools.partial:
+    return functools.partial(setattr, of, "fp32_precision", precision)
+
+
+def tell_of_tf32(allowed: bool) -> functools.partial:
+    """The same by the older flag."""
+    return functools.partial(setattr, torch.backends.cuda.matmul, "allow_tf32", allowed)
+
+
+#: What PyTorch is told of fp32 products on a GPU, one after the other, and whether TF32 is allowed.
+TOLD = {
+    "nothing": ((), False),
+    "allow_tf32": ((tell_of_tf32(True),), True),
+    "no tf32": ((tell_of_tf32(True), tell_of_tf32(False)), False),
+    **{
+        said: ((functools.partial(torch.set_float32_matmul_precision, said),), said != "highest")
+        for said in ("high", "medium", "highest")
+    },
+    "products in tf32": ((tell("tf32"),), True),
+    "all in tf32": ((tell("tf32", torch.backends),), True),
+    "all in tf32 but products": ((tell("tf32", torch.backends), tell("ieee")), False),
+    "no tf32, then tf32": ((tell_of_tf32(False), tell("tf32")), True),
+    "tf32, then no tf32": ((tell("tf32"), tell_of_tf32(False)), False),
+}
+
+
+@pytest.fixture
+def nothing_told():
+    """PyTorch's precision of fp32 products is the default again afterwards."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for of in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        tell("none", of)()
+
+
+@pytest.fixture
+def allowed(monkeypatch, nothing_told):
+    """Whether the launchers of forward and backward were allowed TF32, call by call."""
+    from fastplm.triton_kernels import attention
+
+    found = []
+
+    def spy(launcher, *arguments):
+        found.append(arguments[-1])
+        return launcher(*arguments)
+
+    for launcher in (attention.attention_fwd, attention.attention_bwd):
+        monkeypatch.setattr(attention, launcher.__name__, functools.partial(spy, launcher))
+    return found
+
+
+@pytest.mark.parametrize(("told", "expected"), TOLD.values(), ids=TOLD)
+def test_tf32_is_allowed_where_pytorch_allows_it(device, allowed, told, expected):
+    for setting in told:
+        setting()
+    out_and_grads("triton", make(device, seqlen_q=9, seqlen_k=9))
+    assert allowed == [expected] * 2
+    for dtype in HALF.values():
+        out_and_grads("triton", make(device, seqlen_q=9, seqlen_k=9, dtype=dtype))
+    assert allowed[2:] == [False] * 4
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_a_backward_has_the_precision_of_its_forward(device, allowed, compiled):
+    """And a compiled call the precision of now, not that of its trace."""
+    torch._dynamo.reset()
+    inputs = make(device, seqlen_q=9, seqlen_k=9)
+    leaf = [inputs[name].requires_grad_() for name in QKV]
+    call = functools.partial(run, "triton")
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for precision, other in (("tf32", "ieee"), ("ieee", "tf32"), ("tf32", "ieee")):
+        tell(precision)()
+        out = call(**inputs)
+        tell(other)()
+        torch.autograd.grad(out.sum(), leaf)
+        assert allowed == [precision == "tf32"] * 2
+        allowed.clear()
+
+
+def in_tf32(**inputs):
+    with ProductsInTF32():
+        return reference(**inputs)
+
+
+@pytest.mark.gpu  # the interpreter knows no TF32; tests/ptx runs what is compiled
+@dense_and_ragged
+@all_extras
+def test_it_errs_as_products_in_tf32_do(nothing_told, ragged, extras):
+    inputs = make("cuda", heads=heads_for(extras), seqlen_q=70, seqlen_k=150, head_dim=64)
+    inputs = with_extras(inputs, extras)
+    inputs = pack(inputs, (70, 33), (150, 70)) if ragged else inputs
+    tell("tf32")()
+    triton = functools.partial(run, "triton")
+    with pytest.raises(BudgetExceeded):
+        assert_within_budget(triton, reference, inputs)
+    assert_within_budget(triton, reference, inputs, wrt=leaves(inputs), peers=[in_tf32])
+
+
 # --- the frameworks around it ---------------------------------------------------------------------
 
 
@@ -913,6 +1016,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
         inputs.get("dropout_p", 0.0),
         inputs.get("is_causal", False),
         0.5,
+        False,
         backend,
     )
 

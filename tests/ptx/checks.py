@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 
@@ -23,7 +25,7 @@ from fastplm.reference.attention import attention_ref, attention_varlen_ref  # n
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
-from fastplm.testing import BudgetExceeded, assert_within_budget  # noqa: E402
+from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
 from ptx.emulate import emulated  # noqa: E402
 from ptx.machine import Schedule  # noqa: E402
 from ptx.parse import PtxError  # noqa: E402
@@ -34,7 +36,9 @@ QKV = ("query", "key", "value")
 FENCED = False if triton.__version__.startswith("3.6") else None
 
 
-def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None) -> list[str]:
+def hold(
+    arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None, peers=()
+) -> list[str]:
     """Output and gradients within the error budget, and of the same bits by every schedule."""
     results = []
     for seed in seeds:
@@ -42,7 +46,7 @@ def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, edits=Non
         chosen = schedule or Schedule(seed, fenced=FENCED)
         with emulated(arch, schedule=chosen, edits=edits) as launches:
             if not results:
-                assert_within_budget(function, reference, inputs, wrt=wrt)
+                assert_within_budget(function, reference, inputs, wrt=wrt, peers=peers)
             out = function(**(inputs | leaves))
             torch.manual_seed(0)
             grads = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
@@ -91,15 +95,37 @@ def with_table(function):
     return call
 
 
+@contextlib.contextmanager
+def allowed_tf32():
+    """PyTorch may multiply fp32 matrices of a GPU in TF32."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
 def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
-    inputs = attention_inputs(dtype, *shape, option)
+    """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
+    than those in fp32."""
+    in_tf32 = dtype == "tf32"
+    inputs = attention_inputs("float32" if in_tf32 else dtype, *shape, option)
     ragged = "ragged" in option
     function = ops.attention_varlen if ragged else ops.attention
-    reference = attention_varlen_ref if ragged else attention_ref
+    reference = with_table(attention_varlen_ref if ragged else attention_ref)
+    function = with_table(function)
     wrt = [name for name in (*QKV, "table") if name in inputs]
-    return hold(
-        arch, with_table(function), with_table(reference), inputs, wrt, seeds, schedule, edits
-    )
+    if not in_tf32:
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits)
+
+    def peer(**inputs):
+        with ProductsInTF32():
+            return reference(**inputs)
+
+    with allowed_tf32():
+        with emulated(arch), pytest.raises(BudgetExceeded, match="output"):
+            assert_within_budget(function, reference, inputs)
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits, [peer])
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:

@@ -17,15 +17,18 @@ ATTENTION = [
     (80, "bfloat16", (1, 1, 40, 150, 64), "causal dropout"),
     (90, "bfloat16", (2, 1, 40, 70, 64), "mask causal"),
     (90, "float16", (2, 1, 70, 300, 64), "ragged"),
+    (80, "tf32", (2, 1, 40, 70, 64), "mask causal"),
+    (90, "tf32", (2, 1, 40, 70, 64), "ragged dropout"),
     pytest.param(90, "bfloat16", (1, 1, 70, 300, 64), "mask dropout bias", marks=slow),
     *(
-        pytest.param(arch, "bfloat16", (1, 1, 40, 70, 64), "mask causal", marks=slow)
+        pytest.param(arch, dtype, (2, 1, 40, 70, 64), "mask causal", marks=slow)
         for arch in (86, 89, 120)
+        for dtype in ("bfloat16", "tf32")
     ),
     *(
         pytest.param(arch, dtype, shape, options, marks=slow)
         for arch in (80, 90)
-        for dtype in ("float16", "bfloat16", "float32")
+        for dtype in ("float16", "bfloat16", "float32", "tf32")
         for shape, options in (
             ((2, 2, 65, 65, 64), ""),
             ((2, 1, 40, 70, 32), "mask causal"),

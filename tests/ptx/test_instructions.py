@@ -374,3 +374,37 @@ def test_a_tile_of_a_matrix_and_back(transposed):
     words[:, 0] = tile.reshape(32, 2).view(np.uint32)[:, 0]
     found = run(TILE.replace("MOVE", move + "ld.shared.b32 %r7, [%r14];"), words, shared=512)
     assert (found.astype(np.uint32).view(np.uint16).reshape(8, 8) == seen).all()
+
+
+PRODUCT = """
+    mov.b64 {{%r10, %r11}}, %rd4;
+    mov.b64 {{%r12, %r13}}, %rd5;
+    mov.b64 {{%r14, %r15}}, %rd6;
+    mov.b32 %r16, 0;
+    mma.sync.aligned.m16n8k{k}.row.col.f32.tf32.tf32.f32
+        {{%r16, %r17, %r18, %r19}}, {a}, {b}, {{%r16, %r16, %r16, %r16}};
+    mov.b64 %rd7, {{%r{first}, %r{second}}};
+"""
+
+
+@pytest.mark.parametrize("k", (4, 8))
+def test_a_product_in_tf32_ignores_the_low_13_bits(k):
+    """Thread 4 g + t holds a in rows g and g + 8, b in column g, of both the places t and t + 4 in
+    k, and columns 2 t and 2 t + 1 of the result. Rounded, not cut, each would be one step up."""
+    draw = np.random.default_rng(0)
+    whole = draw.integers(-15, 16, 16 * k), draw.integers(-15, 16, k * 8)
+    a, b = (part.astype(np.float32).reshape(-1, n) for part, n in zip(whole, (k, 8), strict=True))
+    g, t = np.divmod(np.arange(32), 4)
+    words = np.zeros((32, 6), np.float32)
+    for half in range(k // 4):
+        words[:, 2 * half], words[:, 2 * half + 1] = a[g, t + 4 * half], a[g + 8, t + 4 * half]
+        words[:, 4 + half] = b[t + 4 * half, g]
+    filled = np.zeros((32, 4), np.uint64)
+    filled.view(np.uint32)[:, :6] = words.view(np.uint32) | 0x1FFF * (words != 0)
+    operands = dict(a="{%r10, %r11}", b="{%r14}")
+    if k == 8:
+        operands = dict(a="{%r10, %r11, %r12, %r13}", b="{%r14, %r15}")
+    for row, (first, second) in enumerate(((16, 17), (18, 19))):
+        code = PRODUCT.format(k=k, first=first, second=second, **operands)
+        found = run(code, filled).copy().view(np.float32).reshape(8, 8)  # [g, 2 t and 2 t + 1]
+        assert (found == (a @ b)[8 * row : 8 * row + 8]).all()

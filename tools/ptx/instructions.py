@@ -127,7 +127,9 @@ def _known(ins: Instruction, modifiers: set[str], *allowed: str) -> set[str]:
 
 
 def widen(bits: np.ndarray, kind: str) -> np.ndarray:
-    """fp32 of fp16 or bf16 bits."""
+    """fp32 of fp16, bf16 or TF32 bits; of the latter, the hardware ignores the low 13."""
+    if kind == "tf32":
+        return (bits & U32(0xFFFFE000)).view(F32)
     if kind.startswith("f16"):
         return bits.view(np.float16).astype(F32)
     return (bits.astype(U32) << 16).view(F32)
@@ -1015,6 +1017,9 @@ def _fence(group: Any, ins: Instruction) -> Callable:
 
 # --- tiles of matrices ----------------------------------------------------------------------------
 
+#: What holds an element of a matrix product.
+_ELEMENT = {"f16": U16, "bf16": U16, "tf32": U32}
+
 
 @_masked("ldmatrix", "stmatrix")
 def _matrix(group: Any, ins: Instruction) -> Callable:
@@ -1059,21 +1064,26 @@ def _matrix(group: Any, ins: Instruction) -> Callable:
 @_pure("mma")
 def _mma(group: Any, ins: Instruction) -> Pure:
     _, _, _, shape, *rest = ins.parts
-    known = (["row", "col", "f32", kind, kind, "f32"] for kind in ("f16", "bf16"))
-    if shape not in ("m16n8k16", "m16n8k8") or rest not in list(known):
+    kind = rest[3]
+    size = _SIZE[kind]
+    shapes = (f"m16n8k{32 // size}", f"m16n8k{16 // size}")
+    if shape not in shapes or rest != ["row", "col", "f32", kind, kind, "f32"]:
         raise ins.error("a matrix product that the emulator does not know")
-    kind, halves = rest[3], int(shape[6:]) // 8
+    element, each = _ELEMENT[kind], 4 // size  # of them in a register
+    halves = int(shape[6:]) // (4 * each)
     out, a, b, c = ([group.row(name) for name in operand] for operand in ins.operands)
 
     def multiply() -> None:
-        left = np.stack(a).view(U16).reshape(halves, 2, -1, 8, 4, 2)  # k half, m half, warp, g, t
-        left = widen(left.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 8 * halves), kind)
-        right = np.stack(b).view(U16).reshape(halves, -1, 8, 4, 2)
-        right = widen(right.transpose(1, 0, 3, 4, 2).reshape(-1, 8 * halves, 8), kind)
+        # k half, m half, warp, g, t, element of a register
+        left = np.stack(a).view(element).reshape(halves, 2, -1, 8, 4, each)
+        left = widen(left.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 4 * each * halves), kind)
+        right = np.stack(b).view(element).reshape(halves, -1, 8, 4, each)
+        right = widen(right.transpose(1, 0, 3, 4, 2).reshape(-1, 4 * each * halves, 8), kind)
         product = (left @ right).reshape(-1, 2, 8, 4, 2)  # warp, m half, g, t, element
         parts = product.transpose(1, 4, 0, 2, 3).reshape(4, -1)
-        for target, added, part in zip(out, c, parts, strict=True):
-            np.add(added.view(F32), part, target.view(F32))
+        sums = [added.view(F32) + part for added, part in zip(c, parts, strict=True)]
+        for target, total in zip(out, sums, strict=True):
+            target[:] = total.view(U32)
 
     return multiply, out
 
@@ -1083,20 +1093,21 @@ _SWIZZLE = {0: 0, 1: 7, 2: 3, 3: 1}  # mode -> bits of the row that are mixed in
 
 @lru_cache(maxsize=256)
 def operand_offsets(
-    rows: int, leading: int, stride: int, mode: int, by_columns: bool
+    rows: int, leading: int, stride: int, mode: int, by_columns: bool, size: int = 2
 ) -> np.ndarray:
-    """Bytes from a shared operand's start to its elements, [rows, 16], before the swizzle.
+    """Bytes from a shared operand's start to its elements, [rows, 32 / size], before the swizzle.
 
-    ``by_columns``: neighbours in memory are rows of the operand (M or N), not columns (K).
+    ``by_columns``: neighbours in memory are rows of the operand (M or N), not columns (K): of 16
+    bits alone. ``size``: bytes of an element.
     """
-    row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+    row, k = np.arange(rows)[:, None], np.arange(32 // size)[None, :]
     width = {0: 16, 1: 128, 2: 64, 3: 32}[mode]
     if not by_columns:
         return (
             row // 8 * stride
             + row % 8 * width
-            + k // 8 * (leading if mode == 0 else 16)
-            + k % 8 * 2
+            + k * size // 16 * (leading if mode == 0 else 16)
+            + k * size % 16
         )
     along = row // (width // 2)
     if mode == 0:
@@ -1111,24 +1122,20 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     if ins.name == "wgmma.wait_group.sync.aligned":
         return partial(group.products.wait, int(ins.operands[0]))
     _, operation, _, _, shape, *kinds = ins.parts
-    if (
-        operation != "mma_async"
-        or not shape.endswith("k16")
-        or kinds
-        not in (
-            ["f32", "f16", "f16"],
-            ["f32", "bf16", "bf16"],
-        )
-    ):
+    kind = kinds[1]
+    element, size = _ELEMENT[kind], _SIZE[kind]
+    width, _, depth = shape.removeprefix("m64n").partition("k")
+    if (operation, kinds, int(depth)) != ("mma_async", ["f32", kind, kind], 32 // size):
         raise ins.error("a matrix product that the emulator does not know")
-    columns, kind = int(shape[4:-3]), kinds[1]
+    columns, each = int(width), 4 // size  # elements in a register
     out, a, b, scale, *signs = ins.operands
     from_registers = isinstance(a, tuple)
     sign_a, sign_b, *by_columns = (int(sign, 0) for sign in signs)
     if (sign_a, sign_b) != (1, 1):
         raise ins.error("a negated operand")
-    # A's columns are never transposed in registers: then only B's flag is written.
-    a_by_columns, b_by_columns = [False, *by_columns] if from_registers else by_columns
+    # A's columns are never transposed in registers, and of TF32 nothing is: a flag that cannot be
+    # set is not written.
+    a_by_columns, b_by_columns = [0] * (2 - len(by_columns)) + by_columns
     bank, places = group.bank(out)
     if bank.dtype != U32:
         raise ins.error("accumulators that are not 32 bits wide")
@@ -1137,7 +1144,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     first = np.arange(0, group.lanes, 32)
 
     def operand(words: np.ndarray, warps: np.ndarray, rows: int, flag: bool) -> Callable:
-        """What reads the operand of given warps, [warps, rows, 16], from shared memory."""
+        """What reads the operand of given warps, [warps, rows, K], from shared memory."""
         if (words >> U64(49) & U64(7)).any():
             raise ins.error("a descriptor with a base offset")
         layouts = np.unique(words & ~U64(0x3FFF))
@@ -1145,7 +1152,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             raise ins.error("warps with unlike descriptors")
         layout = int(layouts[0])
         mode, leading, stride = layout >> 62, layout >> 16 & 0x3FFF, layout >> 32 & 0x3FFF
-        table = operand_offsets(rows, leading * 16, stride * 16, mode, bool(flag))
+        table = operand_offsets(rows, leading * 16, stride * 16, mode, bool(flag), size)
         starts = (words & U64(0x3FFF)).astype(np.int64) * 16
         blocks = group.block_start[first[warps]]
 
@@ -1153,9 +1160,9 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             offsets = table[None] if lines is None else table[lines]
             linear = starts[which][:, None, None] + offsets
             linear ^= (linear >> 7 & _SWIZZLE[mode]) << 4
-            found = group.shared.places(linear.reshape(-1), 2).reshape(linear.shape)
-            seen = group.shared.proxy.view(U16)
-            return widen(seen[(found + blocks[which][:, None, None]) // 2], kind)
+            found = group.shared.places(linear.reshape(-1), size).reshape(linear.shape)
+            seen = group.shared.proxy.view(element)
+            return widen(seen[(found + blocks[which][:, None, None]) // size], kind)
 
         return read
 
@@ -1164,9 +1171,9 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         heads = first[warps]
         read_b = operand(right[heads], warps, columns, b_by_columns)
         if from_registers:
-            held = np.stack([row.reshape(-1, 32)[warps] for row in left]).view(U16)
-            held = held.reshape(2, 2, -1, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
-            held = widen(held.reshape(-1, 16, 16), kind)
+            held = np.stack([row.reshape(-1, 32)[warps] for row in left]).view(element)
+            held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
+            held = widen(held.reshape(-1, 16, 8 * each), kind)
         else:
             read_a = operand(left[heads], warps, 64, a_by_columns)
         added = scales[heads].copy()
