@@ -80,7 +80,7 @@ class Report:
     flops: int  # of the matmuls of an iteration
     moved: int  # bytes that an iteration loads and stores
     overflows: list[str]
-    hazards: dict[str, list[str]]  # of _hazards: "races", "findings" and what they follow from
+    hazards: dict[str, list[str]]  # "races", "findings" and what they follow from
 
     def bound(self) -> tuple[str, float]:
         """The unit that an iteration of the inner loop keeps busy longest, and its cycles."""
@@ -184,6 +184,8 @@ def _compile(
     metadata = compiled.metadata
     mix, cycles = _sass.loop_mix(sass, metadata.num_warps, arch)
     flops, moved = tile_work(compiled.asm["ttir"])
+    hazards = _hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages)
+    hazards["races"] += _sass.overwritten(sass)
     tiles = (
         f"{parameter.name}={launch.arguments[parameter.name]}"
         for parameter in launch.kernel.params
@@ -211,7 +213,7 @@ def _compile(
         flops=flops,
         moved=moved,
         overflows=offset_overflows(compiled.asm["ttir"], launch),
-        hazards=_hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages),
+        hazards=hazards,
     )
 
 

@@ -10,9 +10,10 @@ with many trip counts. A hazard is an access that nothing orders after one that 
 - registers stored to shared memory, then read by a matmul with no proxy fence between;
 - a buffer given back while in flight, an index past its buffers, a wait that can never end.
 
-Behind this IR Triton places thread barriers between ordinary accesses. ``unordered`` looks in the
-PTX for those that a copy needs, so that no other warp still reads what it overwrites: as far as
-source places tell instructions apart, and in innermost loops.
+Behind this IR Triton places thread barriers between ordinary accesses, and proxy fences behind
+copies. In the PTX ``unordered`` looks for the barriers that a copy needs, so that no other warp
+still reads what it overwrites (as far as source places tell instructions apart, and in innermost
+loops), and ``unfenced`` for the fences.
 
 Not modelled: the addresses of allocations (two that share one are taken as apart); on sm_100 the
 order of threads' own accesses to tensor memory, barriers of several arrivals, TMA, clusters and
@@ -998,6 +999,22 @@ def unordered(module: Module, seen: Followed, loops: list[list[Access]]) -> list
     return list(found)
 
 
+_PROXIES = re.compile(
+    r"(?P<copies>cp\.async\.wait_\w+)|(?P<fence>fence\.proxy\.async)|wgmma\.mma_async|tcgen05\.mma\b"
+)
+
+
+def unfenced(ptx: str) -> list[str]:
+    """Matmuls after a wait for copies, with no fence that shows them to the asynchronous proxy."""
+    found: dict[str, None] = {}
+    fenced = True
+    for each in _PROXIES.finditer(ptx):
+        if not fenced and not each.lastgroup:
+            found[f"race: {each[0]} with no fence since copies were waited for"] = None
+        fenced = each.lastgroup != "copies"
+    return list(found)
+
+
 def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
     """Accesses in innermost loops that could be wider.
 
@@ -1105,7 +1122,7 @@ def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
         findings += unpipelined(module) + shallow(module, seen.ahead, stages)
     counts = Counter((access.kind, access.width) for access in accesses)
     return {
-        "races": [*seen.wrong, *unordered(module, seen, loops)],
+        "races": [*seen.wrong, *unordered(module, seen, loops), *unfenced(ptx)],
         "findings": findings,
         "widths": [f"{kind} {width}: {count}" for (kind, width), count in sorted(counts.items())],
         "ahead": sorted(f"{name}: {sorted(each)}" for (_, name), each in seen.ahead.items()),

@@ -132,6 +132,8 @@ _CONFIGS = {
     (86, False, "wide forward with more"): (64, 64, 32, 8, 1),
     (86, False, "dX 128"): (32, 16, 128, 8, 1),
     (90, False, "dX 128"): (32, 32, 128, 8, 1),
+    (90, False, "wide forward"): (64, 64, 32, 8, 2),
+    (90, False, "wide forward with more"): (64, 64, 32, 8, 2),
     (90, True, "forward 32"): (128, 64, 32, 8, 2),
     (90, True, "forward 64"): (128, 128, 64, 8, 3),
     (90, True, "forward 128"): (128, 128, 128, 8, 3),
