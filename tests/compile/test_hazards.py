@@ -328,8 +328,9 @@ FORTY = "rows of 40 elements: Triton knows of a stride only whether 16 divides i
 COLUMNS = "the bias of the columns that a thread holds of the accumulator, two of them together"
 ORDER = "what order_ptr says is needed to copy the rest: a stage is spent on it"
 TILES = (
-    "to fix: rows wider than a tile pass by in a loop over E inside that over the tiles of V, whose"
-    " copies Triton begins anew for each tile (and on sm_100 not ahead at all)"
+    "to fix: rows wider than a tile pass by in a loop over E inside that over the tiles of V. There"
+    " copies are as far ahead as the stages allow, but they begin anew for each tile, whose first"
+    " product waits for memory (on sm_100 it stands before the inner loop)"
 )
 ONCE = "one program, a single pass over N numbers"
 #: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
@@ -475,6 +476,20 @@ def test_what_costs_time_is_known(reports):
             found.setdefault((r.kernel, finding), set()).add(r.arch)
     known = {what: set(archs) for what, (archs, _) in KNOWN.items()}
     assert found == known
+
+
+def test_copies_of_a_nested_loop_are_ahead_inside_a_tile(reports):
+    """What TILES says: the findings are of the loop over the tiles alone."""
+    nested = [
+        r
+        for r in reports
+        if r.kernel == "linear_cross_entropy_fwd"
+        and any(KNOWN.get((r.kernel, what), ("", ""))[1] == TILES for what in r.hazards["findings"])
+    ]
+    assert {r.arch for r in nested} == set(ARCHS)
+    for r in nested:
+        for pointer in ("w_ptr", "x_ptr"):
+            assert f"{pointer}: [{r.stages - 1}]" in r.hazards["ahead"]
 
 
 #: Kernels that spill registers where 16 divides no size and no stride, and where: their tiles are
