@@ -198,15 +198,15 @@ WAIT = r"async_wait(.*)num = (\d+)"
 CHANGES = {
     "a wait for too few copies, sm_80": (
         ("same load", 80, once(WAIT, deeper)),
-        r"race: local_load .* reads dz\[0\] before async_copy",
+        r"race: local_load .* reads dz\[0\] while async_copy",
     ),
     "a wait for too few copies, sm_90": (
         ("plain", 90, once(WAIT, deeper)),
-        r"race: warp_group_dot .* reads x\[0\] before async_copy",
+        r"race: warp_group_dot .* reads x\[0\] while async_copy",
     ),
     "a wait for too few copies, sm_100": (
         ("plain", 100, once(WAIT, deeper)),
-        r"race: tc_gen5_mma .* reads x\[\d\] before async_copy",
+        r"race: tc_gen5_mma .* reads x\[\d\] while async_copy",
     ),
     "a matmul more in flight": (
         ("plain", 90, once("pendings = 1", "pendings = 2")),
