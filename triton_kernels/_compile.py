@@ -6,7 +6,6 @@ specialisation of ones and multiples of 16, the launch table of the architecture
 disassembler come with the Triton wheel.
 
     python -m fastplm.triton_kernels._compile [--all] [--arch 90] [name …]     prints the table
-    python -m fastplm.triton_kernels._compile --markdown docs/kernels.md       writes the page
     python -m fastplm.triton_kernels._compile --findings [--uneven]            what costs time
 """
 
@@ -592,13 +591,10 @@ def main() -> int:
     parser.add_argument("--uneven", action="store_true", help="no size a multiple of 16")
     parser.add_argument("--findings", action="store_true", help="what costs time, not the table")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the page there")
     options = parser.parse_args()
     ops, archs = options.ops or kernel_modules(), options.arch or ARCHS
     reports = list(compile_all(ops, archs, options.all, uneven=options.uneven))
-    if options.markdown:
-        options.markdown.write_text(page(reports), encoding="utf-8")
-    elif options.json:
+    if options.json:
         print("\n".join(json.dumps(asdict(report)) for report in reports))
     elif options.findings:
         for r in reports:
