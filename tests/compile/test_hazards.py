@@ -333,6 +333,11 @@ TILES = (
     " product waits for memory (on sm_100 it stands before the inner loop)"
 )
 ONCE = "one program, a single pass over N numbers"
+NO_FENCE = "unfenced: tcgen05.mma with no fence since copies were waited for"
+IN_TENSOR_MEMORY = (
+    "may give wrong results: of a product whose left operand is in tensor memory, Triton puts no"
+    " fence behind the copies of the right one; nobody has run it on sm_100"
+)
 #: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
 #: applies fails: what was made good stays good.
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
@@ -351,6 +356,8 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("attention_stream_fwd", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_fwd", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_fwd", waits("mask_ptr")): (ARCHS, FLAGS),
+    ("attention_stream_fwd", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
+    ("linear_cross_entropy_bwd_input", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
     ("attention_tile_bwd", "narrow: 1-byte ld of mask_ptr"): ((90,), FLAGS),
     ("attention_tile_bwd", waits("mask_ptr")): ((90,), FLAGS),
     ("gather_rows_bwd", "narrow: 2-byte ld of dout_ptr"): (ARCHS, FORTY),
@@ -449,9 +456,13 @@ def test_a_matmul_needs_a_fence_after_copies_have_landed(planted, arch):
     kernel = planted["plain", arch]
     unfenced = kernel.ptx.replace("fence.proxy.async", "nop")
     assert unfenced != kernel.ptx and not kernel.hazards()["races"]
-    matmul = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch]
-    said = f"race: {matmul} with no fence since copies were waited for"
-    assert said in kernel.hazards(ptx=unfenced)["races"]
+    where, matmul = {
+        90: ("races", "race: wgmma.mma_async"),
+        100: ("findings", "unfenced: tcgen05.mma"),
+    }[arch]
+    said = f"{matmul} with no fence since copies were waited for"
+    assert said not in kernel.hazards()[where]
+    assert said in kernel.hazards(ptx=unfenced)[where]
 
 
 def test_no_race_is_overlooked(planted):
