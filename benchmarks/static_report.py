@@ -2,6 +2,8 @@
 
     python benchmarks/static_report.py             compile, write the rows and the page
     python benchmarks/static_report.py --check     compile, name every kernel that got worse
+    python benchmarks/static_report.py --long 86   compile all configurations for sm_86 (an hour):
+                                                   its row of results/static/long.csv and the page
 
 Every kernel in every shipped configuration becomes machine code for sm_80, sm_90 and sm_100. A row
 of ``results/static/kernels.csv``, and of docs/kernels.md, which explains its columns, says of the
@@ -34,10 +36,18 @@ from pathlib import Path
 import triton
 
 from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import ARCHS, Report, compile_all, kernel_modules, page
+from fastplm.triton_kernels._compile import (
+    ARCHS,
+    SMALLER_ARCHS,
+    Report,
+    compile_all,
+    kernel_modules,
+    page,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "static" / "kernels.csv"
+LONG = RESULTS.with_name("long.csv")
 PAGE = ROOT / "docs" / "kernels.md"
 
 Row = dict[str, str]
@@ -91,6 +101,58 @@ def write(path: Path, lines: list[Row]) -> None:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
+
+
+def long_row(arch: int, reports: Iterable[Report]) -> Row:
+    """Of one architecture in all configurations: which launches may not ship, and why."""
+    reports = list(reports)
+    spilling = sorted({f"{r.kernel} [{r.case}]" for r in reports if r.spills})
+    numbers = dict(
+        arch=arch,
+        triton=triton.__version__,
+        launches=len(reports),
+        shared_bytes=max(r.shared for r in reports),
+        refused=sum(r.shared > _sass.shared_limit(arch) for r in reports),
+        races=sum(bool(r.hazards["races"]) for r in reports),
+        spills=sum(bool(r.spills) for r in reports),
+        spilling="; ".join(spilling),
+    )
+    return {name: str(value) for name, value in numbers.items()}
+
+
+_LONG = "## Every configuration"
+
+
+def long_section(lines: Iterable[Row]) -> str:
+    """The rows of ``long_row`` as the last section of the page."""
+    head = "arch|Triton|launches|most shared KB|of|refused|races|spill registers".split("|")
+    rows: list[tuple[str, ...]] = [tuple(head), ("---",) * len(head)]
+    for line in lines:
+        most, limit = int(line["shared_bytes"]), _sass.shared_limit(int(line["arch"]))
+        sizes = (f"{most / 1024:.1f}", f"{limit / 1024:.0f}")
+        spills = line["spills"] + (f": {line['spilling']}" if line["spilling"] else "")
+        names = (f"sm_{line['arch']}", line["triton"], line["launches"])
+        rows.append((*names, *sizes, line["refused"], line["races"], spills))
+    about = (
+        "Written by `python benchmarks/static_report.py --long`, for one architecture at a time.\n"
+        "Refused is what needs more shared memory than a block may have. An architecture that has\n"
+        "no row was not compiled in all configurations."
+    )
+    return f"{_LONG}\n\n{about}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def text(reports: Iterable[Report]) -> str:
+    """The page."""
+    return f"{page(reports)}\n{long_section(read(LONG))}"
+
+
+def write_long(arch: int, reports: Iterable[Report]) -> None:
+    """The row of one architecture, in the file and in the page."""
+    lines = {line["arch"]: line for line in (read(LONG) if LONG.exists() else [])}
+    lines[str(arch)] = long_row(arch, reports)
+    write(LONG, [lines[name] for name in sorted(lines, key=int)])
+    before = PAGE.read_text(encoding="utf-8").split(f"\n{_LONG}")[0]
+    PAGE.write_text(f"{before}\n{long_section(read(LONG))}", encoding="utf-8")
 
 
 def by_key(lines: Iterable[Row]) -> dict[Key, Row]:
@@ -175,7 +237,12 @@ def not_comparable(before: Iterable[Row]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed rows")
+    parser.add_argument("--long", type=int, choices=ARCHS + SMALLER_ARCHS, help="all for an arch")
     options = parser.parse_args()
+    if options.long:
+        write_long(options.long, compile_all(kernel_modules(), (options.long,), all_cases=True))
+        print(f"{LONG}, {PAGE}")
+        return 0
     before = read(RESULTS) if options.check else []
     if options.check and (reason := not_comparable(before)):
         print(f"cannot compare: {reason}", file=sys.stderr)
@@ -184,7 +251,7 @@ def main() -> int:
     now = rows(reports)
     if not options.check:
         write(RESULTS, now)
-        PAGE.write_text(page(reports), encoding="utf-8")
+        PAGE.write_text(text(reports), encoding="utf-8")
         print(f"{len(now)} rows: {RESULTS}, {PAGE}")
         return 0
     slower, other = worse(now, before), changed(now, before)

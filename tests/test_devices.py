@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from fastplm._registry import OPS
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.ops.attention import _bucket_table, _filled_from_cpu
 from fastplm.reference.attention import t5_buckets
-from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels import _launch, _sass
 from fastplm.triton_kernels._launch import table_arch
 
 GPU = torch.device("cuda", 0)
@@ -184,6 +185,32 @@ def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
 )
 def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
     assert table_arch(arch, shared or _sass.shared_limit(arch)) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "warned"),
+    (
+        ("3.6.0", 9, True),
+        ("3.7.0+git12345", 9, True),
+        ("3.7.1", 9, False),
+        ("3.10.0", 9, False),
+        ("3.6.0", 10, True),
+        ("3.6.0", 8, False),
+        ("3.6.0", 12, False),
+    ),
+)
+def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warned):
+    memory = _sass.shared_limit(10 * major)
+    there = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: there)
+    monkeypatch.setattr(_launch.triton, "__version__", version)
+    monkeypatch.setattr(_launch, "_table_arch", lru_cache(_launch._table_arch.__wrapped__))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert _launch.arch_of(GPU) == _launch.arch_of(GPU)
+    assert ["Install Triton 3.7.1 or later" in str(each.message) for each in said] == [
+        True
+    ] * warned
 
 
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():

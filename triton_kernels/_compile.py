@@ -6,7 +6,6 @@ specialisation of ones and multiples of 16, the launch table of the architecture
 disassembler come with the Triton wheel.
 
     python -m fastplm.triton_kernels._compile [--all] [--arch 90] [name …]     prints the table
-    python -m fastplm.triton_kernels._compile --markdown docs/kernels.md       writes the page
     python -m fastplm.triton_kernels._compile --findings [--uneven]            what costs time
 """
 
@@ -80,7 +79,7 @@ class Report:
     flops: int  # of the matmuls of an iteration
     moved: int  # bytes that an iteration loads and stores
     overflows: list[str]
-    hazards: dict[str, list[str]]  # of _hazards: "races", "findings" and what they follow from
+    hazards: dict[str, list[str]]  # "races", "findings" and what they follow from
 
     def bound(self) -> tuple[str, float]:
         """The unit that an iteration of the inner loop keeps busy longest, and its cycles."""
@@ -184,6 +183,8 @@ def _compile(
     metadata = compiled.metadata
     mix, cycles = _sass.loop_mix(sass, metadata.num_warps, arch)
     flops, moved = tile_work(compiled.asm["ttir"])
+    hazards = _hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages)
+    hazards["races"] += _sass.overwritten(sass)
     tiles = (
         f"{parameter.name}={launch.arguments[parameter.name]}"
         for parameter in launch.kernel.params
@@ -211,7 +212,7 @@ def _compile(
         flops=flops,
         moved=moved,
         overflows=offset_overflows(compiled.asm["ttir"], launch),
-        hazards=_hazards.hazards(compiled.asm["ttgir"], compiled.asm["ptx"], metadata.num_stages),
+        hazards=hazards,
     )
 
 
@@ -590,13 +591,10 @@ def main() -> int:
     parser.add_argument("--uneven", action="store_true", help="no size a multiple of 16")
     parser.add_argument("--findings", action="store_true", help="what costs time, not the table")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the page there")
     options = parser.parse_args()
     ops, archs = options.ops or kernel_modules(), options.arch or ARCHS
     reports = list(compile_all(ops, archs, options.all, uneven=options.uneven))
-    if options.markdown:
-        options.markdown.write_text(page(reports), encoding="utf-8")
-    elif options.json:
+    if options.json:
         print("\n".join(json.dumps(asdict(report)) for report in reports))
     elif options.findings:
         for r in reports:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -251,10 +253,27 @@ def sm_count(device: torch.device) -> int:
     return _multiprocessors(device.index or 0)
 
 
+#: The first Triton that puts a proxy fence between copies and the wgmma or tcgen05 that reads them.
+_FENCED = (3, 7, 1)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
 @lru_cache
 def _table_arch(index: int) -> int:
     device = torch.cuda.get_device_properties(index)
-    return table_arch(10 * device.major + device.minor, device.shared_memory_per_block_optin)
+    arch = 10 * device.major + device.minor
+    table = table_arch(arch, device.shared_memory_per_block_optin)
+    if table >= 90 and _release(triton.__version__) < _FENCED:
+        warnings.warn(
+            f"matmuls on this GPU may be wrong with Triton {triton.__version__}: it puts no fence "
+            f"between copies to shared memory and the tensor cores of sm_{arch} that read them. "
+            f"Install Triton {'.'.join(map(str, _FENCED))} or later, or call use_backend('eager')",
+            stacklevel=2,
+        )
+    return table
 
 
 @lru_cache

@@ -182,6 +182,63 @@ def inner_loop(code: list[Instruction]) -> list[Instruction]:
     return [code[i] for i in sorted(best)]
 
 
+_REGISTER = re.compile(r"R(\d+)\b")
+
+
+def _written(instruction: Instruction) -> range:
+    """The registers that an instruction writes, but for what a matmul adds to."""
+    root, *parts = instruction.name.split(".")
+    operands = instruction.operands.split(", ")
+    behind_predicate = root in ("LOP3", "SHFL", "ATOM", "ATOMG", "ATOMS")
+    first = operands[behind_predicate and operands[0].startswith("P")]
+    if root == "HGMMA" or not (register := _REGISTER.match(first)):
+        return range(0)
+    if root in ("LDSM", "HMMA"):
+        count = 4 if root == "HMMA" else _width(instruction.name) // 128
+    elif "128" in parts:
+        count = 4
+    else:
+        wide = root == "CS2R" and "32" not in parts
+        count = 2 if wide or not {"64", "WIDE"}.isdisjoint(parts) else 1
+    return range(int(register[1]), int(register[1]) + count)
+
+
+def overwritten(sass: str) -> list[str]:
+    """Where a wgmma may still read an operand from registers that are written again.
+
+    Only the wait guards them, and some versions of ptxas give the registers of a matmul in flight
+    to what the next iteration loads.
+    """
+    code = parse(sass)
+    edges, found = _successors(code), []
+    for start, matmul in enumerate(code):
+        operands = matmul.operands.split(", ")
+        if not matmul.name.startswith("HGMMA") or not (a := _REGISTER.match(operands[1])):
+            continue
+        reads = range(int(a[1]), int(a[1]) + 4)
+        seen: set[tuple[int, int]] = set()
+        # Places that are reached, with the groups committed since: this matmul's is the first.
+        stack = [(place, int("gsb0" in matmul.operands)) for place in edges[start]]
+        while stack:
+            place, groups = stack.pop()
+            instruction = code[place]
+            if (place, groups) in seen:
+                continue
+            seen.add((place, groups))
+            if instruction.name == "WARPGROUP.DEPBAR.LE":
+                if int(instruction.operands.split(", ")[1], 16) < groups:
+                    continue
+            if not set(reads).isdisjoint(_written(instruction)):
+                found.append(
+                    f"race: {matmul.name} ({matmul.address:#x}) reads R{a[1]}, which"
+                    f" {instruction.name} ({instruction.address:#x}) writes before its wait"
+                )
+                break
+            groups += instruction.name.startswith("HGMMA") and "gsb0" in instruction.operands
+            stack += [(other, min(groups, 8)) for other in edges[place]]
+    return found
+
+
 def _width(name: str) -> int:
     """Bytes of shared memory that one warp moves with one instruction."""
     root, *parts = name.split(".")

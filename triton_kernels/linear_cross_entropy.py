@@ -127,10 +127,16 @@ _CONFIGS = {
     (80, False, "wide dX"): (64, 32, 64, 8, 2),
     (80, False, "wide dW"): (32, 64, 64, 8, 2),
     (80, False, "wide dW with more"): (32, 64, 64, 8, 1),
-    # On sm_120 the tiles of sm_80 spill.
+    # On sm_86 or sm_120 the tiles of sm_80 spill.
+    (86, True, "forward 32"): (128, 32, 32, 4, 2),
     (86, True, "forward 128"): (128, 32, 128, 8, 2),
+    (86, False, "wide forward"): (64, 64, 32, 8, 1),
+    (86, False, "wide forward with more"): (64, 64, 32, 8, 1),
+    (86, True, "wide forward with more"): (128, 32, 32, 4, 3),
     (86, False, "dX 128"): (32, 16, 128, 8, 1),
     (90, False, "dX 128"): (32, 32, 128, 8, 1),
+    (90, False, "wide forward"): (64, 64, 32, 8, 2),
+    (90, False, "wide forward with more"): (64, 64, 32, 8, 2),
     (90, True, "forward 32"): (128, 64, 32, 8, 2),
     (90, True, "forward 64"): (128, 128, 64, 8, 3),
     (90, True, "forward 128"): (128, 128, 128, 8, 3),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import Report, page, tile_work
+from fastplm.triton_kernels._compile import Report, tile_work
 
 pytestmark = pytest.mark.compile
 
@@ -62,7 +64,53 @@ def test_no_kernel_is_worse_than_the_committed_rows_and_these_are_todays(
     assert not static_report.worse(now, committed)
     meant = "if this is meant: python benchmarks/static_report.py"
     assert not static_report.changed(now, committed), meant
-    assert static_report.PAGE.read_text(encoding="utf-8") == page(reports), meant
+    assert static_report.PAGE.read_text(encoding="utf-8") == static_report.text(reports), meant
+
+
+COUNT = """
+import importlib, json, sys
+from fastplm.triton_kernels import _compile
+from fastplm.triton_kernels._launch import record_launches
+
+for arch in map(int, sys.argv[1:]):
+    found = set()
+    for op in _compile.kernel_modules():
+        for _, case in importlib.import_module(f"fastplm.triton_kernels.{op}").compile_cases():
+            with record_launches(arch) as launches:
+                case()
+            found |= {(op, _compile._source(launch)[2]) for launch in launches}
+    print(len(found))
+"""
+
+
+def test_the_rows_of_all_configurations_are_of_todays_launches(static_report):
+    rows = static_report.read(static_report.LONG)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COUNT, *(row["arch"] for row in rows)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert rows and run.stdout.split() == [row["launches"] for row in rows], run.stderr
+    assert all(row["refused"] == row["races"] == "0" for row in rows)
+
+
+def test_a_row_of_all_configurations_names_what_may_not_ship(
+    static_report, planted, tmp_path, monkeypatch
+):
+    shipped = planted["as shipped"]
+    monkeypatch.setattr(static_report, "LONG", tmp_path / "long.csv")
+    monkeypatch.setattr(static_report, "PAGE", tmp_path / "kernels.md")
+    static_report.PAGE.write_text("The page\n", encoding="utf-8")
+    limit = _sass.shared_limit(86)
+    bad = dataclasses.replace(shipped, shared=limit + 512, spills=3, hazards={"races": ["race: x"]})
+    static_report.write_long(90, [shipped])
+    static_report.write_long(86, [shipped, bad])
+    page = static_report.PAGE.read_text(encoding="utf-8")
+    assert page.startswith("The page\n")
+    first, second = (line.split(" | ") for line in page.splitlines()[-2:])
+    name = f"{bad.kernel} [{bad.case}]"
+    assert first[0] == "| sm_86" and first[2:] == ["2", "99.5", "99", "1", "1", f"1: {name} |"]
+    assert second[0] == "| sm_90" and second[2:] == ["1", "64.0", "227", "0", "0", "0 |"]
+    static_report.write_long(86, [shipped])
+    assert static_report.PAGE.read_text(encoding="utf-8").count("sm_86") == 1
 
 
 def test_badly_configured_kernels_are_flagged(static_report, committed, planted):
