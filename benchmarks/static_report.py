@@ -142,8 +142,8 @@ def long_section(lines: Iterable[Row]) -> str:
 
 
 def text(reports: Iterable[Report]) -> str:
-    """The page."""
-    return f"{page(reports)}\n{long_section(read(LONG))}"
+    """The page; its last section is left out until an architecture has a row."""
+    return page(reports) + (f"\n{long_section(read(LONG))}" if LONG.exists() else "")
 
 
 def write_long(arch: int, reports: Iterable[Report]) -> None:

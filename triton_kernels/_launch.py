@@ -253,8 +253,9 @@ def sm_count(device: torch.device) -> int:
     return _multiprocessors(device.index or 0)
 
 
-#: The first Triton that puts a proxy fence between copies and the wgmma or tcgen05 that reads them.
-_FENCED = (3, 7, 1)
+#: By launch table the first Triton that puts a proxy fence between copies and the wgmma or tcgen05
+#: that reads them; of sm_100 the first in which it was found where 3.7.1 leaves it out.
+_FENCED = {90: (3, 7, 1), 100: (3, 9)}
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -266,11 +267,12 @@ def _table_arch(index: int) -> int:
     device = torch.cuda.get_device_properties(index)
     arch = 10 * device.major + device.minor
     table = table_arch(arch, device.shared_memory_per_block_optin)
-    if table >= 90 and _release(triton.__version__) < _FENCED:
+    if _release(triton.__version__) < _FENCED.get(table, ()):
         warnings.warn(
             f"matmuls on this GPU may be wrong with Triton {triton.__version__}: it puts no fence "
             f"between copies to shared memory and the tensor cores of sm_{arch} that read them. "
-            f"Install Triton {'.'.join(map(str, _FENCED))} or later, or call use_backend('eager')",
+            f"Install Triton {'.'.join(map(str, _FENCED[table]))} or later, or call "
+            "use_backend('eager')",
             stacklevel=2,
         )
     return table
