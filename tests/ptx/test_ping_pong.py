@@ -50,10 +50,14 @@ def test_copies_that_nobody_is_told_of_hang(emulate):
     assert "hangs" in fault(emulate, "no word of copies")
 
 
+# Places in the PTX of Triton 3.7.1: of the producer, then the second and the first consumer.
+# Not those that others imply: Q has landed where K has, V of the last tile where K of this one has;
+# the second consumer gets its turn from the first one, which has waited for K; buffers of Q and
+# the very first turn matter only where a program takes several tiles of queries.
 @pytest.mark.slow
-@pytest.mark.parametrize("place", range(14))
+@pytest.mark.parametrize("place", (1, 2, 5, 8, 9, 11, 13, 15, 16))
 def test_every_phase_must_be_waited_for(emulate, place):
-    assert fault(emulate, "one phase not waited for", place, range(8)) != "passes"
+    assert fault(emulate, "one phase not waited for", place, range(6)) != "passes"
 
 
 # --- machine code ---------------------------------------------------------------------------------
