@@ -32,6 +32,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from fastplm.triton_kernels import _hazards, _sass
 from fastplm.triton_kernels._launch import Launch, record_launches
@@ -155,7 +156,8 @@ def _source(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str, 
             attributes[index,] = [["tt.divisibility", 16]]
     if given:
         raise TypeError(f"{kernel.__name__} has no arguments {sorted(given)}")
-    source = ASTSource(kernel, signature, constants, attributes)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, signature, constants, attributes)
     return source, options, f"{kernel.__name__} {signature} {constants} {attributes} {options}"
 
 

@@ -1993,6 +1993,10 @@ def _bias_rows(bias_weight: torch.Tensor | None, buckets: torch.Tensor | None) -
     return dict(bias_ptr=rows, max_distance=width // 2)
 
 
+#: Queries and keys from which ``_attention_sm90`` is chosen; None: never, as it was not timed yet.
+ping_pong_from: int | None = None
+
+
 def attention_fwd(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -2044,6 +2048,10 @@ def attention_fwd(
         query, key, value, key_mask, cu_seqlens_q, cu_seqlens_k, seed, sample_index
     )
     kernel, grid, fixed = shape.forward
+    if ping_pong_from is not None and min(max_seqlen_q, max_seqlen_k) >= ping_pong_from:
+        from fastplm.triton_kernels._attention_sm90 import ping_pong  # which imports this module
+
+        kernel, grid, fixed = ping_pong(shape, query, key, value) or shape.forward
     bias = _bias_rows(bias_weight, buckets) if kernel is _attention_stream_fwd_kernel else {}
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
     launch(

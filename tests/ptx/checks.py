@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
 import planted
 
@@ -190,6 +191,32 @@ def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
     return hold(arch, loss, linear_cross_entropy_ref, inputs, wrt, seeds)
 
 
+def with_ping_pong(name: str, **arguments):
+    """Another check, with the kernel of roles chosen where it serves."""
+    from fastplm.triton_kernels import attention as kernels
+
+    kernels.ping_pong_from = 1
+    try:
+        return globals()[name](**arguments)
+    finally:
+        kernels.ping_pong_from = None
+
+
+def machine_code(dtype: str, **options) -> tuple[str, int, int, str]:
+    """Of a forward at 1024 tokens on sm_90: kernel, warps, bytes of shared memory, machine code."""
+    from fastplm.triton_kernels import _compile, attention
+    from fastplm.triton_kernels._launch import record_launches
+
+    with record_launches(90) as launches:
+        attention.meta_case(getattr(torch, dtype), 64, 1024, 1024, **options)
+    forward = next(launch for launch in launches if launch.kernel.__name__.endswith("_fwd_kernel"))
+    source, chosen, _ = _compile._source(forward)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    sass, _ = _compile.disassemble(compiled.asm["cubin"])
+    metadata = compiled.metadata
+    return forward.kernel.__name__, metadata.num_warps, metadata.shared, sass
+
+
 # --- faults that must be seen ---------------------------------------------------------------------
 
 #: What is changed in the PTX: the pattern, what takes its place, and which of the places (all: -1).
@@ -199,6 +226,12 @@ EDITS = {
     "no barrier": (r"bar\.sync\s+0\s*;", lambda m: "", -1),
     "one barrier less": (r"bar\.sync\s+0\s*;", lambda m: "", 0),
     "no fence before products": (r"fence\.proxy\.async\S*;", lambda m: "", -1),
+    "one phase not waited for": (
+        r"(?s)\{\s*\.reg \.pred\s+complete;\s*waitLoop:.*?bra\.uni waitLoop;\s*\}",
+        lambda m: "",
+        0,
+    ),
+    "no word of copies": (r"cp\.async\.mbarrier\.arrive\S*\s+\S*;", lambda m: "", -1),
     "another comment": (r"// begin inline asm", lambda m: "// asm", -1),
 }
 
@@ -207,9 +240,10 @@ def later(match: re.Match) -> str:
     return match[0][: match.start(1) - match.start()] + str(int(match[1]) + 1)
 
 
-def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1)) -> str:
+def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1), place=None) -> str:
     """What the fault in the kernel's PTX leads to: "passes", "numbers" or an error's text."""
     pattern, change, which = EDITS[fault]
+    which = which if place is None else place
 
     def edit(text: str) -> str:
         places = list(re.finditer(pattern, text))
@@ -218,7 +252,7 @@ def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1))
             text = text[: match.start()] + change(match) + text[match.end() :]
         return text
 
-    edit.__name__ = fault
+    edit.__name__ = f"{fault} {which}"
     try:
         launched = attention(arch, dtype, shape, option, seeds, edits={kernel: edit})
     except (BudgetExceeded, AssertionError):

@@ -36,7 +36,7 @@ NUMPY = {
 }
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
 #: Instructions that say nothing to an emulator in which what is written is seen at once.
-NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync")
+NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg")
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
 _PURE: dict[str, Callable[..., Pure]] = {}
@@ -795,6 +795,20 @@ def _vote(group: Any, ins: Instruction) -> Pure:
     return vote, [target]
 
 
+@_pure("elect")
+def _elect(group: Any, ins: Instruction) -> Pure:
+    if ins.name != "elect.sync" or ins.operands[1] != "-1":
+        raise ins.error("an election that the emulator does not know")
+    lane, _, elected = ins.operands[0].partition("|")
+    who, chosen = group.target(lane, "b32"), group.row(elected)
+
+    def elect() -> None:
+        who.fill(0)
+        np.equal(group.lane, 0, out=chosen)
+
+    return elect, [who, chosen]
+
+
 @_masked("activemask")
 def _active(group: Any, ins: Instruction) -> Callable:
     target = group.target(ins.operands[0], "b32")
@@ -971,6 +985,8 @@ def _copy(group: Any, ins: Instruction) -> Callable:
     if ins.name == "cp.async.wait_all":
         return partial(group.copies.wait, -1)
     names = [part for part in ins.parts if "::" not in part]
+    if ins.name.startswith("cp.async.mbarrier.arrive.noinc.shared"):
+        return _copies_arrive(group, ins)
     if names not in (
         ["cp", "async", "ca", "shared", "global"],
         ["cp", "async", "cg", "shared", "global"],
@@ -1002,6 +1018,61 @@ def _copy(group: Any, ins: Instruction) -> Callable:
         group.copies.issue(lanes, land)
 
     return copy
+
+
+# --- phases of mbarrier objects -------------------------------------------------------------------
+
+
+def _copies_arrive(group: Any, ins: Instruction) -> Callable:
+    address = _addresses(group, ins, ins.operands[0], "shared")
+
+    def arrive(mask: np.ndarray | None) -> None:
+        lanes = np.arange(group.lanes) if mask is None else np.flatnonzero(mask)
+        blocks, places = group.block_start[lanes], address()[lanes].copy()
+        group.copies.signal(lanes, lambda which: group.shared.arrive(blocks[which], places[which]))
+
+    return arrive
+
+
+@_masked("mbarrier")
+def _phases(group: Any, ins: Instruction) -> Callable:
+    operation = ins.parts[1]
+    place, *count = ins.operands if operation == "init" else ins.operands[::-1][:1]
+    if operation not in ("init", "inval", "arrive") or ins.parts[2:] != ["shared::cta", "b64"]:
+        raise ins.error("what the emulator does not know of an mbarrier")
+    if operation == "arrive" and (ins.operands[0] != "_" or len(ins.operands) != 2):
+        raise ins.error("an arrival that the emulator does not know")
+    address = _addresses(group, ins, place, "shared")
+    threads = group.source(count[0], "u32") if count else None
+
+    def run(mask: np.ndarray | None) -> None:
+        lanes = np.arange(group.lanes) if mask is None else np.flatnonzero(mask)
+        given = () if threads is None else (threads[lanes],)
+        getattr(group.shared, operation)(group.block_start[lanes], address()[lanes], *given)
+
+    return run
+
+
+def trying(group: Any, ins: Instruction) -> Callable[[np.ndarray], np.ndarray]:
+    """Which threads of a mask find their phase complete; the predicate of theirs becomes true."""
+    if ins.parts[1:] != ["try_wait", "parity", "shared::cta", "b64"]:
+        raise ins.error("a wait that the emulator does not know")
+    done, place, parity = ins.operands
+    found, parities = group.row(done), group.source(parity, "u32")
+    address = _addresses(group, ins, place, "shared")
+
+    def passed(mask: np.ndarray) -> np.ndarray:
+        lanes = np.flatnonzero(mask)
+        try:
+            phases = group.shared.phases(group.block_start[lanes], address()[lanes])
+        except MemoryFault as fault:
+            raise ins.error(str(fault)) from None
+        result = np.zeros(group.lanes, bool)
+        result[lanes] = phases % 2 != parities[lanes]
+        found[result] = True
+        return result
+
+    return passed
 
 
 @_masked("fence")

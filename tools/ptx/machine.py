@@ -6,7 +6,12 @@ barrier happens in an order that the hardware may take, too, and seldom does. Se
 side by side: they are independent, and a group holds the same warps of all of them.
 
 A copy (``cp.async``) lands, and a product (``wgmma``) reads shared memory and writes its registers,
-at once or not before a wait forces it: as ``Schedule`` says.
+at once or not before a wait forces it: as ``Schedule`` says. A copy that an ``mbarrier`` is told of
+is forced when nothing else can go on.
+
+Warps of different roles meet at numbered barriers and at ``mbarrier`` objects. A thread that waits
+for a phase tries again after every round of the groups, of which one, by chance, only goes on where
+no other can. Where nobody can go on, the kernel hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from itertools import product
 
 import numpy as np
 
-from ptx.instructions import NUMPY, bind
+from ptx.instructions import NUMPY, bind, trying
 from ptx.memory import GlobalMemory, SharedMemory
 from ptx.parse import Instruction, Kernel, PtxError, number, parse
 
@@ -62,12 +67,14 @@ class Asynchronous:
         self.unit = unit  # threads
         self.ordered = ordered  # whether a warp's work is finished in the order of its issue
         self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray, Callable]] = []
+        self.signals: set[Callable] = set()  # which of ``pending`` only say that others are done
         self.mode = "late"
         self.random = np.random.default_rng(0)
 
     def reset(self, mode: str, random: np.random.Generator) -> None:
         self.committed.fill(0)
         self.pending.clear()
+        self.signals.clear()
         self.mode, self.random = mode, random
 
     def issue(self, who: np.ndarray, land: Callable[[np.ndarray], None]) -> None:
@@ -85,6 +92,47 @@ class Asynchronous:
             which = which[~early]
         if len(which):
             self.pending.append((who[which], self.committed[who[which]], which, land))
+
+    def signal(self, who: np.ndarray, arrive: Callable[[np.ndarray], None]) -> None:
+        """``arrive(which)`` once all earlier work of ``who[which]`` is done."""
+        early = np.full(len(who), self.mode == "early")
+        if self.mode == "random":
+            warps = who * self.unit // 32
+            early = self.random.integers(0, 2, warps.max(initial=0) + 1).astype(bool)[warps]
+        self._finish(lambda others, _: np.isin(others, who[early]))
+        which = np.arange(len(who))
+        if early.any():
+            arrive(which[early])
+        if not early.all():
+            self.signals.add(arrive)
+            late = which[~early]
+            self.pending.append((who[late], self.committed[who[late]], late, arrive))
+
+    def next_signals(self) -> bool:
+        """Finish the work of some warps up to their first signals; whether there was any."""
+        waiting = [who for who, _, _, land in self.pending if land in self.signals]
+        if not waiting:
+            return False
+        warps = np.unique(np.concatenate(waiting) * self.unit // 32)
+        chosen = self.random.permutation(warps)[: self.random.integers(1, len(warps) + 1)]
+        left = np.zeros(len(self.committed) * self.unit // 32, bool)
+        left[chosen] = True
+        signalled = set()
+
+        def is_due(who: np.ndarray, group: np.ndarray) -> np.ndarray:
+            return left[who * self.unit // 32]
+
+        pending, self.pending = self.pending, []
+        for item in pending:
+            who, _, _, land = item
+            if land in self.signals:
+                signalled.update(np.unique(who[is_due(*item[:2])] * self.unit // 32).tolist())
+            self.pending.append(item)
+            before, self.pending = self.pending[:-1], self.pending[-1:]
+            self._finish(is_due)
+            self.pending = before + self.pending
+            left[list(signalled)] = False
+        return True
 
     def commit(self, mask: np.ndarray | None) -> None:
         if mask is None:
@@ -141,6 +189,7 @@ class Group:
         self.shared: SharedMemory
         self.pcs = np.empty(self.lanes, np.int64)
         self.blocked = np.empty(self.lanes, bool)
+        self.at = np.empty(self.lanes, np.int64)  # 2^16 number + threads of a barrier, -1 at none
         self._constants: dict[tuple[int, str], np.ndarray] = {}
         self._place_warps = self.warp.reshape(blocks, warps, 32)
         self.code = [
@@ -150,6 +199,11 @@ class Group:
         self.every = [[every for every, _ in code] for code in self.code]
         self.masked = [[masked for _, masked in code] for code in self.code]
         self.ends = [self._end(program, index) for index in range(len(program.spans))]
+        self.meets = [_barrier(ins) if ins else -1 for ins in program.ends]
+        self.trying = [
+            trying(self, ins) if ins and ins.parts[0] == "mbarrier" else None
+            for ins in program.ends
+        ]
 
     # --- what an instruction is bound to ---
 
@@ -227,11 +281,11 @@ class Group:
         if head == "bra":
             target = program.targets[ins.operands[0]]
         else:
-            target = {"ret": _DONE, "exit": _DONE, "bar": index + 1, "barrier": index + 1}[head]
-        kind = "barrier" if head in ("bar", "barrier") else "jump"
+            target = _DONE if head in ("ret", "exit") else index + 1
+        kind = {"bar": "barrier", "barrier": "barrier", "mbarrier": "try"}.get(head, "jump")
         if ins.guard is None:
             return kind, target, None, True
-        if kind == "barrier":
+        if kind != "jump":
             raise ins.error("a barrier with a predicate")
         return kind, target, self.row(ins.guard), not ins.negated
 
@@ -258,15 +312,24 @@ class Group:
             rows.view(np.uint8).fill(0 if bits == 1 else 0xFF)
         self.pcs.fill(0)
         self.blocked.fill(False)
+        self.at.fill(-1)
 
-    def advance(self) -> None:
-        """Run until every thread is at a barrier or done."""
+    def advance(self) -> bool:
+        """Run until every thread waits or is done; whether one of them did anything."""
+        moved = False
         while True:
             running = ~self.blocked & (self.pcs < _DONE)
             if not running.any():
-                return
+                return moved
             pc = int(self.pcs[running].min())
             mask = running & (self.pcs == pc)
+            if self.ends[pc][0] == "try":
+                passed = self.trying[pc](mask)
+                self.pcs[passed] = pc + 1
+                self.blocked[mask & ~passed] = True
+                moved |= bool(passed.any())
+                continue
+            moved = True
             if mask.all():
                 self._run_all(pc)
             else:
@@ -275,9 +338,12 @@ class Group:
     def _run_all(self, pc: int) -> None:
         """All threads are at ``pc``: run until they are not, or wait."""
         while True:
+            kind, target, guard, wanted = self.ends[pc]
+            if kind == "try":
+                self.pcs.fill(pc)
+                return
             for run in self.every[pc]:
                 run()
-            kind, target, guard, wanted = self.ends[pc]
             if guard is not None:
                 taken = np.count_nonzero(guard)
                 if taken not in (0, self.lanes):
@@ -287,6 +353,7 @@ class Group:
             if kind == "barrier" or target == _DONE:
                 self.pcs.fill(target)
                 self.blocked.fill(kind == "barrier")
+                self.at.fill(self.meets[pc])
                 return
             pc = target
 
@@ -300,6 +367,7 @@ class Group:
             self.pcs[mask] = np.where(guard[mask] == wanted, target, pc + 1)
         if kind == "barrier":
             self.blocked[mask] = True
+            self.at[mask] = self.meets[pc]
 
 
 class Program:
@@ -312,6 +380,7 @@ class Program:
             raise PtxError(f"{self.kernel.name} is for {self.kernel.threads} threads")
         self.shared = self.kernel.static_shared + shared
         self.shared_stride = SharedMemory(0, self.shared).stride
+        self.has_phases = any(ins.parts[0] == "mbarrier" for ins in self.kernel.code)
         self._split()
         self._groups: dict[tuple[int, int], list[Group]] = {}
 
@@ -321,6 +390,7 @@ class Program:
         cuts = {0, *self.kernel.labels.values()}
         ends = {i: ins for i, ins in enumerate(code) if _is_end(ins)}
         cuts |= {i + 1 for i in ends}
+        cuts |= {i for i, ins in ends.items() if ins.parts[0] == "mbarrier"}  # it is tried again
         starts = sorted(cut for cut in cuts if cut <= len(code))
         self.spans, self.ends = [], []
         for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
@@ -357,21 +427,58 @@ class Program:
                 order = schedule.random.permutation(warps)
                 for group, part in zip(bound, np.split(order, groups), strict=True):
                     group.start(part, chunk, whole, params, memory, shared, schedule)
+                lazy = -1
                 while self._alive(bound):
-                    for index in schedule.random.permutation(groups):
-                        bound[index].advance()
+                    if self.has_phases and schedule.random.random() < 0.2:
+                        lazy = schedule.random.integers(groups)
+                    order = schedule.random.permutation(groups)
+                    moved = any([bound[index].advance() for index in order if index != lazy])
+                    moved |= self._open_barriers(bound, len(chunk))
+                    if not moved and lazy >= 0:
+                        moved = bound[lazy].advance() | self._open_barriers(bound, len(chunk))
+                    if not (moved or any(bound[index].copies.next_signals() for index in order)):
+                        raise PtxError(f"{self.kernel.name} hangs: no thread can go on")
                     for group in bound:
-                        group.blocked.fill(False)
+                        group.blocked[group.at < 0] = False
 
     @staticmethod
     def _alive(groups: list[Group]) -> bool:
         return any((group.pcs < _DONE).any() for group in groups)
 
+    def _open_barriers(self, groups: list[Group], blocks: int) -> bool:
+        """Let those go on who wait at a barrier at which all are; whether there were any."""
+        at = np.concatenate([group.at for group in groups])
+        block = np.concatenate([group.block for group in groups])
+        alive = np.concatenate([group.pcs < _DONE for group in groups])
+        opened = False
+        for meeting in np.unique(at[at >= 0]):
+            number, threads = divmod(int(meeting), 1 << 16)
+            if ((at >= 0) & (at >> 16 == number) & (at != meeting)).any():
+                raise PtxError(f"barrier {number} is for unlike numbers of threads")
+            there = np.bincount(block[at == meeting], minlength=blocks)
+            expected = np.bincount(block[alive], minlength=blocks) if threads == 0 else threads
+            if (there > expected).any():
+                raise PtxError(
+                    f"barrier {number} is for {threads} threads: {there.max()} are there"
+                )
+            full = (there == expected) & (there > 0)
+            for group in groups:
+                group.at[(group.at == meeting) & full[group.block]] = -1
+            opened |= bool(full.any())
+        return opened
+
 
 def _is_end(ins: Instruction) -> bool:
-    head = ins.parts[0]
-    if head in ("bar", "barrier") and not ins.name.startswith("bar.warp"):
-        if ins.name not in ("bar.sync", "barrier.sync") or ins.operands != ("0",):
-            raise ins.error("a barrier that the emulator does not know")
-        return True
-    return head in ("bra", "ret", "exit")
+    if ins.parts[0] in ("bar", "barrier"):
+        return not ins.name.startswith("bar.warp")
+    return ins.parts[0] in ("bra", "ret", "exit") or ins.name.startswith("mbarrier.try_wait")
+
+
+def _barrier(ins: Instruction) -> int:
+    """2^16 times the number of a barrier, and how many threads it is for (0: all of the block)."""
+    if ins.parts[0] not in ("bar", "barrier"):
+        return -1
+    numbers = [number(operand) for operand in ins.operands]
+    if ins.name not in ("bar.sync", "barrier.sync") or None in numbers:
+        raise ins.error("a barrier that the emulator does not know")
+    return (numbers[0] << 16) + sum(numbers[1:])

@@ -118,6 +118,7 @@ class SharedMemory:
         self.raw = np.full(blocks * self.stride, 0xFF, np.uint8)
         self.views = {size: self.raw.view(kind) for size, kind in WHOLE.items()}
         self.proxy = self.raw.copy() if fenced else self.raw
+        self.barriers: dict[int, list[int]] = {}  # place -> [threads, still to come, phases]
 
     def fence(self, blocks: np.ndarray) -> None:
         """What was written before is there for products of these blocks."""
@@ -145,3 +146,31 @@ class SharedMemory:
         self, blocks: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray
     ) -> None:
         self.views[size][(self.places(addresses, size) + blocks) // size] = values
+
+    # --- mbarrier objects ---
+
+    def init(self, blocks: np.ndarray, addresses: np.ndarray, threads: np.ndarray) -> None:
+        for place, count in zip(self.places(addresses, 8) + blocks, threads, strict=True):
+            self.barriers[int(place)] = [int(count), int(count), 0]
+
+    def inval(self, blocks: np.ndarray, addresses: np.ndarray) -> None:
+        for place in self.places(addresses, 8) + blocks:
+            self._barrier(place)
+            del self.barriers[int(place)]
+
+    def arrive(self, blocks: np.ndarray, addresses: np.ndarray) -> None:
+        for place in self.places(addresses, 8) + blocks:
+            barrier = self._barrier(place)
+            barrier[1] -= 1
+            if barrier[1] == 0:
+                barrier[1:] = barrier[0], barrier[2] + 1
+
+    def phases(self, blocks: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+        """How many phases are complete."""
+        places, which = np.unique(self.places(addresses, 8) + blocks, return_inverse=True)
+        return np.array([self._barrier(place)[2] for place in places])[which]
+
+    def _barrier(self, place: int) -> list[int]:
+        if int(place) not in self.barriers:
+            raise MemoryFault(f"no mbarrier at {int(place) % self.stride} of shared memory")
+        return self.barriers[int(place)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -94,8 +94,9 @@ def _place_shared(kernel: Kernel, text: str) -> None:
 
 
 def _read_body(kernel: Kernel, text: str, position: int) -> None:
-    depth, line, counted = 1, text.count("\n", 0, position) + 1, position
-    while depth:
+    line, counted = text.count("\n", 0, position) + 1, position
+    scopes: list[tuple[int, list[str]]] = [(0, [])]  # where each begins in the code, its labels
+    while scopes:
         skipped = re.compile(r"\s*\.(?:loc|file)\b[^\n]*").match(text, position)
         if skipped:
             position = skipped.end()
@@ -108,10 +109,25 @@ def _read_body(kernel: Kernel, text: str, position: int) -> None:
         position = token.end()
         if token["label"]:
             kernel.labels[token["label"]] = len(kernel.code)
+            scopes[-1][1].append(token["label"])
+        elif token["brace"] == "{":
+            scopes.append((len(kernel.code), []))
         elif token["brace"]:
-            depth += 1 if token["brace"] == "{" else -1
+            begin, labels = scopes.pop()
+            if scopes:
+                _make_local(kernel, begin, labels)
         else:
             _read_statement(kernel, token["text"][:-1].strip(), line)
+
+
+def _make_local(kernel: Kernel, begin: int, labels: list[str]) -> None:
+    """Labels of a scope that ends: the next one may have the same."""
+    for label in labels:
+        name = f"{label}@{begin}"
+        kernel.labels[name] = kernel.labels.pop(label)
+        for index, ins in enumerate(kernel.code[begin:], begin):
+            if ins.parts[0] == "bra" and ins.operands == (label,):
+                kernel.code[index] = replace(ins, operands=(name,))
 
 
 def _read_statement(kernel: Kernel, text: str, line: int) -> None:
