@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
@@ -46,6 +47,7 @@ class Op:
         self.smoke = smoke
         self.backends: dict[str, Backend] = {"eager": Backend("eager", accepts_all)}
         self._formula: type[torch.autograd.Function] | None = None
+        self._transformable: type[torch.autograd.Function] | None = None
         OPS[name] = self
 
     def backend(
@@ -95,6 +97,8 @@ class Op:
         """
         if is_watched(arguments):
             _refuse_dtensors(self.name, arguments)
+            if self._transformable is not None and _is_differentiated_by_functorch():
+                return self._transformable.apply(*arguments)
             return self._operator(*arguments)
         if (
             self._formula is not None
@@ -137,6 +141,7 @@ class Op:
         self._formula = _direct_formula(
             functools.partial(self._run, "forward"), setup_context, backward
         )
+        self._transformable = _transformable_formula(self._operator, setup_context, backward)
 
     def _run(self, attribute: str, arguments: tuple[Any, ...]) -> Any:
         if torch._C._is_any_autocast_enabled():
@@ -170,6 +175,32 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
         )
 
 
+def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    """In a traced graph nobody could choose the reference any more, and a tangent would be lost."""
+    if forward_ad._current_level < 0:
+        return
+    for value in arguments:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and forward_ad.unpack_dual(value).tangent is not None
+        ):
+            op = operator._schema.name.split("::")[1].removesuffix("_fwd")
+            raise UnsupportedError(
+                f"{op}: its operator makes no tangent, and the call was traced before forward-mode "
+                f"AD began. Trace it inside `with fastplm.use_backend('eager', '{op}')`, or do not "
+                "compile what forward-mode AD differentiates."
+            )
+
+
+def _is_differentiated_by_functorch() -> bool:
+    """Whether the innermost transform of ``torch.func`` is a gradient, such as grad, vjp, jacrev."""
+    if torch.compiler.is_compiling():
+        return False
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad
+
+
 def is_watched(arguments: tuple[Any, ...]) -> bool:
     """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
     return (
@@ -177,6 +208,7 @@ def is_watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
@@ -189,6 +221,7 @@ def is_eager(*tensors: torch.Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -216,10 +249,15 @@ def _once(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Once(torch.autograd.Function):
     """A gradient that cannot be differentiated again, and what it may depend on."""
 
+    generate_vmap_rule = True  # torch.func.jacrev runs a backward under vmap
+
     @staticmethod
-    def forward(ctx: Any, op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.op = op
+    def forward(op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -250,6 +288,23 @@ def _direct_formula(
     return Direct
 
 
+def _transformable_formula(
+    operator: torch._ops.OpOverload,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> type[torch.autograd.Function]:
+    """The formula as ``torch.func`` takes it: its forward is to be apart from its context."""
+    return type(
+        "Transformable",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(operator),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+        },
+    )
+
+
 def _autograd_kernel(
     operator: torch._ops.OpOverload,
     setup_context: Callable[..., None],
@@ -278,6 +333,7 @@ def _autograd_kernel(
             return *backward(ctx, *grads), None
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        _refuse_tangents(operator, arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return Differentiable.apply(*arguments, keyset)
         return below_autograd(keyset, arguments)
