@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class FastplmError(Exception):
@@ -52,6 +53,24 @@ def check(
     """Raise ``error`` with the house message unless ``condition`` holds."""
     if not condition:
         raise error(message(where, argument, got, expected, fix))
+
+
+def values_are_known(tensor: torch.Tensor) -> bool:
+    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor.
+
+    Nobody traces it, and it is no batch of ``torch.func.vmap``'s, whose values are many.
+    """
+    return tensor.device.type == "cpu" and values_exist(tensor)
+
+
+def values_exist(tensor: torch.Tensor) -> bool:
+    """The same of any device, where looking may wait for it."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return True
+    levels = torch._C._functorch.get_interpreter_stack()
+    return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def check_tensor(where: str, argument: str, value: object, *, ndim: int | None = None) -> None:

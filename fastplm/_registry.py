@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
@@ -47,7 +48,6 @@ class Op:
         self.smoke = smoke
         self.backends: dict[str, Backend] = {"eager": Backend("eager", accepts_all)}
         self._formula: type[torch.autograd.Function] | None = None
-        self._transformable: type[torch.autograd.Function] | None = None
         OPS[name] = self
 
     def backend(
@@ -97,8 +97,6 @@ class Op:
         """
         if is_watched(arguments):
             _refuse_dtensors(self.name, arguments)
-            if self._transformable is not None and _is_differentiated_by_functorch():
-                return self._transformable.apply(*arguments)
             return self._operator(*arguments)
         if (
             self._formula is not None
@@ -141,7 +139,6 @@ class Op:
         self._formula = _direct_formula(
             functools.partial(self._run, "forward"), setup_context, backward
         )
-        self._transformable = _transformable_formula(self._operator, setup_context, backward)
 
     def _run(self, attribute: str, arguments: tuple[Any, ...]) -> Any:
         if torch._C._is_any_autocast_enabled():
@@ -193,22 +190,13 @@ def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]
             )
 
 
-def _is_differentiated_by_functorch() -> bool:
-    """Whether the innermost transform of ``torch.func`` is a gradient, such as grad, vjp, jacrev."""
-    if torch.compiler.is_compiling():
-        return False
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad
-
-
 def is_watched(arguments: tuple[Any, ...]) -> bool:
     """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.profiler._is_profiler_enabled
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
@@ -220,8 +208,14 @@ def is_eager(*tensors: torch.Tensor) -> bool:
         _PLAIN.issuperset(map(type, tensors))
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and not is_transformed()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a call is inside of a transform of ``torch.func`` or of forward-mode AD."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
 
 
@@ -288,23 +282,6 @@ def _direct_formula(
     return Direct
 
 
-def _transformable_formula(
-    operator: torch._ops.OpOverload,
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
-) -> type[torch.autograd.Function]:
-    """The formula as ``torch.func`` takes it: its forward is to be apart from its context."""
-    return type(
-        "Transformable",
-        (torch.autograd.Function,),
-        {
-            "forward": staticmethod(operator),
-            "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(backward),
-        },
-    )
-
-
 def _autograd_kernel(
     operator: torch._ops.OpOverload,
     setup_context: Callable[..., None],
@@ -320,11 +297,15 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    class Differentiable(torch.autograd.Function):
+    # Of a single level: what torch.func does to a call it does around this kernel, level by level.
+    class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keyset = arguments  # last, so that the gradients of the inputs come first
-            output = below_autograd(keyset, tuple(inputs))
+            # An autograd function turns gradients off, and so it would for the levels below.
+            below = torch._C._functorch.peek_interpreter_stack() is not None
+            with torch.set_grad_enabled(below):
+                output = below_autograd(keyset, tuple(inputs))
             setup_context(ctx, tuple(inputs), output)
             return output
 
@@ -335,7 +316,8 @@ def _autograd_kernel(
     def kernel(keyset: Any, *arguments: Any) -> Any:
         _refuse_tangents(operator, arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return Differentiable.apply(*arguments, keyset)
+            with enable_single_level_autograd_function():
+                return Differentiable.apply(*arguments, keyset)
         return below_autograd(keyset, arguments)
 
     return kernel

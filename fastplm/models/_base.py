@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import INTEGER, check, check_dtype, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_tensor, values_are_known
 from fastplm.hf import NAME
-from fastplm.models._ragged import values_are_known
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu

@@ -16,17 +16,10 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import check_shape
+from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import FastplmModel, asked_for, check_input_ids
-from fastplm.models._ragged import (
-    LastRows,
-    RaggedBatch,
-    flags,
-    take,
-    values_are_known,
-    values_can_be_read,
-)
+from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
 
 # Above this share of the rows, cutting the last layer down to some of them saves too little.
 _WORTH_CUTTING = 0.75

@@ -13,11 +13,18 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    values_are_known,
+)
 from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
-from fastplm.models._ragged import flags, values_are_known
+from fastplm.models._ragged import flags
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import if_faster
 

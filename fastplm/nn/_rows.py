@@ -8,10 +8,9 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
@@ -29,7 +28,7 @@ def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
         the device, so P = N, and the slots after the last are -1.
     """
     ignored = labels.flatten() == ignore_index
-    if ignored.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values_are_known(ignored):
         return _cpu_positions(~ignored)
     order = ignored.to(torch.uint8).argsort(stable=True)
     return order.masked_fill(ignored[order], -1)
@@ -82,7 +81,7 @@ def labels_at(
     else:
         check_tensor(where, "masked_positions", positions, ndim=1)
         check_dtype(where, "masked_positions", positions, (torch.int64,))
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        if values_are_known(positions):
             _check_positions(where, positions, labels.numel())
     # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
@@ -90,7 +89,7 @@ def labels_at(
 
 
 def _check_positions(where: str, positions: Tensor, total: int) -> None:
-    if isinstance(positions, FakeTensor) or positions.numel() == 0:
+    if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in positions.aminmax())
     check(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastplm._backends import is_recorded, needs_cpu, needs_triton, requested
+from fastplm._backends import is_recorded, needs_cpu, needs_plain_pytorch, needs_triton, requested
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
@@ -538,6 +538,7 @@ def _short_way(
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
         or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
         or torch._C._is_any_autocast_enabled()
+        or needs_plain_pytorch() is not None
     ):
         return None
     # Asked of a forced call, too, as `fastplm measure` times calls with their question.

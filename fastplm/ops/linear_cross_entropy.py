@@ -21,6 +21,7 @@ from fastplm._checks import (
     check_shape,
     check_tensor,
     message,
+    values_are_known,
 )
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous
@@ -321,7 +322,7 @@ def _vocabulary_pass(
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
     sample = statistics = None
     if backend == "eager":
-        if not torch.compiler.is_compiling():  # the values of a traced tensor are not known
+        if values_are_known(target):
             check_targets(target, linear_weight, ignore_index)
         rows: dict[str, Any] = {"linear_bias": linear_bias, "ignore_index": ignore_index}
         loss = linear_cross_entropy_ref(
