@@ -121,8 +121,8 @@ class _Choice:
 
 
 # The choices of the blocks that a thread is inside of, the newest last. Not a ContextVar, which
-# torch.compile cannot trace: what it reads here is guarded, thread by thread, so a compiled function
-# is retraced when the choice changes.
+# torch.compile cannot trace: what it reads here is guarded, thread by thread, so a compiled
+# function is retraced when the choice changes.
 _OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND", "auto"), {})]
 _thread = threading.local()
 if threading.current_thread() is threading.main_thread():
@@ -159,8 +159,8 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
             message holds the reason of every backend.
 
     The setting is the thread's own. A thread that has none follows the main thread, as those do
-    that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the initial
-    value of all.
+    that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the
+    initial value of all.
     """
     from fastplm._registry import OPS
 
