@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from fastplm._checks import check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import FastplmModel, asked_for, check_input_ids
 from fastplm.models._encoder import _rows_at, cross_inputs
 from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
-from fastplm.nn._rows import IGNORE_INDEX, labels_at, vocabulary_loss
+from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 Unpad = bool | int | RaggedBatch | None
@@ -388,11 +389,13 @@ class ConditionalGeneration(FastplmModel):
         lookup = SharedLookup(self.lm_head, self._embedding_kind)
         positions = targets = None
         if labels is not None:
+            check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
             assert given is not None
+            labels = as_tokens(type(self).__name__, labels, given.shape[:2])
             positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
             kwargs["lookup"] = lookup
             if output_logits:

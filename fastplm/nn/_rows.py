@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -63,19 +64,14 @@ def labels_at(
 
     Args:
         where: what an error message calls the caller.
-        labels: int64 [...], -100 = none.
-        shape: that of the tokens, which the labels must have.
+        labels: int64 [...] or flat, -100 = none.
+        shape: that of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = find them.
 
     Returns:
         (positions int64 [P], targets int64 [P] with -100 in unused slots).
     """
-    check_tensor(where, "labels", labels)
-    check_dtype(where, "labels", labels, INTEGER)
-    check_shape(
-        where, "labels", labels, shape, "one label a token", "Use -100 where there is none."
-    )
-    labels = labels.flatten().long()
+    labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
         positions = labelled_positions(labels)
     else:
@@ -86,6 +82,18 @@ def labels_at(
     # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
     return positions, targets
+
+
+def as_tokens(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Labels in the shape of the tokens; as in Transformers they may come flat."""
+    check_tensor(where, "labels", labels)
+    check_dtype(where, "labels", labels, INTEGER)
+    if labels.dim() == 1 and labels.shape[0] == math.prod(shape):
+        return labels.view(shape)
+    check_shape(
+        where, "labels", labels, shape, "one label a token", "Use -100 where there is none."
+    )
+    return labels
 
 
 def _check_positions(where: str, positions: Tensor, total: int) -> None:
