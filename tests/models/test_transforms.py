@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from fastplm import models
 from fastplm._backends import record_decisions
@@ -87,3 +88,28 @@ def test_tangents_are_those_of_the_parent(name):
     assert {decision.backend for decision in decisions} == {"eager"}
     with KeptDouble():
         check_in_fp64(tangent(model.double()), tangent(parent.double()), single)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_a_static_cache_takes_one_graph(name):
+    """To the last step, in which the mask of the cache hides nothing."""
+    config = config_of(name)
+    graphs = []
+
+    def record(graph, _, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, backend=record)
+    compile_config._compile_all_devices = True
+    model = getattr(models, name)(config).eval()
+    model.generation_config.update(eos_token_id=None, forced_eos_token_id=None)
+    model.generate(
+        torch.randint(4, config.vocab_size, (2, 9)),
+        max_new_tokens=6,
+        do_sample=False,
+        cache_implementation="static",
+        compile_config=compile_config,
+    )
+    torch._dynamo.reset()
+    assert len(graphs) == 1
