@@ -80,18 +80,25 @@ def needs_plain_pytorch() -> str | None:
 
     Gradients of ``torch.func``, and ``vmap`` alone, have what they need of our operators.
     """
-    if torch.compiler.is_compiling():  # where ``_registry._refuse_tangents`` looks
+    if is_written_down():
+        return "torch.jit.trace or an ONNX export, which write down operators of PyTorch alone"
+    if torch.compiler.is_compiling():  # tangents are ``_registry._refuse_tangents``'s there
         return None
     if forward_ad._current_level >= 0:
         return "forward-mode AD: a kernel makes no tangent"
-    if torch.jit.is_tracing():
-        return "torch.jit.trace or an ONNX export: a kernel is nothing they could write down"
     if torch._C._functorch.peek_interpreter_stack() is None:
         return None
     kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack()}
     if kinds == {_TRANSFORMS.Grad} or kinds == {_TRANSFORMS.Vmap}:
         return None
     return "several transforms of torch.func at once: a kernel takes vmap or gradients alone"
+
+
+def is_written_down() -> bool:
+    """Whether a call is traced for another program to run, which has PyTorch's operators alone."""
+    if torch.compiler.is_compiling():
+        return torch.onnx.is_in_onnx_export()
+    return torch.jit.is_tracing()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
+from fastplm._backends import is_written_down
 from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import FastplmModel, asked_for, check_input_ids
@@ -243,7 +244,7 @@ class EncoderModel(FastplmModel):
     ) -> LastRows | None:
         """The last layer's rows, or None where all of them may as well be computed."""
         index = self._last_layer()
-        if index is None:
+        if index is None or is_written_down():  # ONNX has no stable sort
             return None
         capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
         total = needed.numel() if ragged is None else ragged.positions.shape[0]

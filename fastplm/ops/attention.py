@@ -547,7 +547,6 @@ def _short_way(
     if (
         training(query, key, value) == "training"
         or is_watched((query, key, value))
-        or torch.jit.is_tracing()
         or _cpp_rejects(query, forced=False) is not None
     ):
         return None

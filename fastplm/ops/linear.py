@@ -87,7 +87,7 @@ def if_faster(
     fifty of them, of few rows, so the question that most calls end with comes first.
     """
     wanted = requested("linear")
-    if not _BUILT or wanted not in ("auto", "cpp") or torch.compiler.is_compiling():
+    if not _BUILT or wanted not in ("auto", "cpp") or _is_traced():
         return None
     if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
         return None
@@ -182,8 +182,8 @@ def _short_way(
     """
     wanted = requested("linear")
     if (
-        torch.compiler.is_compiling()
-        or wanted not in ("auto", "cpp")
+        wanted not in ("auto", "cpp")
+        or _is_traced()
         or is_recorded()
         or not _fits(input, weight, bias)
     ):
@@ -194,6 +194,10 @@ def _short_way(
     if _is_simple(input, weight, bias):
         return torch.ops.fastplm_C.linear.default(input, weight, bias)
     return None
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _fits(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -220,7 +224,6 @@ def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and min(input.numel(), weight.numel()) > 0
         and input.dim() <= _MOST_DIMS
         and not is_watched((input, weight, bias))
-        and not torch.jit.is_tracing()
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
+import transformers
 from transformers import CompileConfig
 
+import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.testing import KeptDouble, check_in_fp64
@@ -113,3 +116,80 @@ def test_a_static_cache_takes_one_graph(name):
     )
     torch._dynamo.reset()
     assert len(graphs) == 1
+
+
+class Plain(torch.nn.Module):
+    """A model as a function of two tensors, which is what is traced and exported."""
+
+    def __init__(self, name):
+        super().__init__()
+        config = with_classes(name, config_of(name))
+        self.model = getattr(models, name)(config).eval()
+        inputs = inputs_of(name, config, PADDINGS["right"])
+        self.inputs = inputs["input_ids"], inputs["attention_mask"]
+
+    def forward(self, ids, mask):
+        out = self.model(ids, attention_mask=mask, return_dict=False)[0]
+        return out * mask[..., None] if out.shape[:2] == mask.shape else out
+
+
+exported = pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "BertForSequenceClassification", "GPT2Model", "T5EncoderModel"]
+)
+
+
+@exported
+def test_a_trace_holds_operators_of_pytorch(name):
+    model = Plain(name)
+    traced = torch.jit.trace(model, model.inputs)
+    nodes = traced.inlined_graph.findAllNodes("prim::PythonOp")
+    kinds = {node.kind().split("::")[0] for node in traced.inlined_graph.nodes()}
+    assert not nodes and kinds <= {"aten", "prim"}
+    torch.testing.assert_close(traced(*model.inputs), model(*model.inputs))
+
+
+@exported
+def test_onnx_takes_a_drop_in_model(name):
+    """Up to the file, for which the package onnx is needed."""
+    model = Plain(name)
+    try:
+        torch.onnx.export(model, model.inputs, io.BytesIO(), dynamo=False, opset_version=17)
+    except torch.onnx.errors.OnnxExporterError as error:
+        assert "onnx is not installed" in str(error)
+
+
+@exported
+def test_torch_export_keeps_operators_unless_told_otherwise(name):
+    model = Plain(name)
+
+    def operators(program):
+        return {str(node.target).split(".")[0] for node in program.graph.nodes}
+
+    assert "fastplm" in operators(torch.export.export(model, model.inputs))
+    with fastplm.use_backend("eager"):
+        program = torch.export.export(model, model.inputs)
+    assert "fastplm" not in operators(program)
+    torch.testing.assert_close(program.module()(*model.inputs), model(*model.inputs))
+
+
+def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
+    model = Plain("BertForSequenceClassification")
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    program = torch.export.export(model, model.inputs)
+    assert not any("fastplm" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
+def test_quantization_says_whom_it_leaves_out():
+    """It looks for nn.Linear by its exact class, and ours would stay in fp32 in silence."""
+    parent = transformers.BertModel(config_of("BertModel"))
+    model = models.BertModel(config_of("BertModel"))
+
+    def quantized(model):
+        changed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+        return sum("quantized" in type(module).__module__ for module in changed.modules())
+
+    with pytest.warns(UserWarning, match=r"fastplm\.restore\(model\)"):
+        assert quantized(model) == 0
+    expected = quantized(parent)
+    assert quantized(fastplm.restore(model)) == expected > 0
