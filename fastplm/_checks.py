@@ -170,5 +170,36 @@ def check_choice(where: str, argument: str, value: object, choices: Sequence[str
         )
 
 
+def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
+    """An int in ``[low, high)``."""
+    expected = f"an int from {low} to {high - 1}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
+    check(low <= value < high, where, argument, value, expected, fix)
+
+
+def check_number(
+    where: str, argument: str, value: object, low: float, high: float, expected: str, fix: str
+) -> None:
+    """A number in ``[low, high]``; NaN is in none."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
+    check(low <= value <= high, where, argument, value, expected, fix)
+
+
+def check_probability(where: str, argument: str, value: object, fix: str) -> None:
+    """A number in [0, 1]."""
+    check_number(where, argument, value, 0.0, 1.0, "a probability in [0, 1]", fix)
+
+
+def check_seed_form(where: str, seed: object) -> None:
+    """An int of 64 bits, or a 0-d int64 tensor, of any device."""
+    if isinstance(seed, torch.Tensor):
+        check_tensor(where, "seed", seed, ndim=0)
+        check_dtype(where, "seed", seed, (torch.int64,))
+    else:
+        check_int(where, "seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")  # type: ignore[arg-type]
+
+
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER = (torch.int64, torch.int32)

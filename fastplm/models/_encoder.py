@@ -19,7 +19,13 @@ from fastplm import ops
 from fastplm._backends import is_written_down
 from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, check_input_ids
+from fastplm.models._base import (
+    FastplmModel,
+    asked_for,
+    check_input_ids,
+    check_mask,
+    check_positions,
+)
 from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
 
 # Above this share of the rows, cutting the last layer down to some of them saves too little.
@@ -89,6 +95,11 @@ class EncoderModel(FastplmModel):
         vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
         check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
+        check_mask(where, "attention_mask", attention_mask)
+        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
+        if position_ids is None:
+            longest = self._positions_taken(input_ids, given)
+            check_positions(where, self._position_table(), longest, past_key_values)
         if past_key_values is None:
             attention_mask = _mask_of(where, attention_mask, batch, seqlen)
             if position_ids is None:
@@ -167,6 +178,12 @@ class EncoderModel(FastplmModel):
             # The parent pooled the first row of all; what it made of that is not used.
             changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
         return type(outputs)(**{**outputs, **changed})
+
+    def _position_table(self) -> nn.Module | None:
+        return getattr(self.embeddings, "position_embeddings", None)
+
+    def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
+        return given.shape[1]
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
         """The positions that the parent would give: int64 [1 or B, T]."""

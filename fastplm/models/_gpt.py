@@ -67,6 +67,9 @@ class CausalModel(EncoderModel):
                 "output_attentions: fused attention has no weights to return, so this runs on "
                 "unfused attention, at its cost in time and memory."
             )
+        for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+            if given is not None:
+                check_tensor(type(self).__name__, name, given)
         lead = None
         if input_ids is not None and input_ids.dim() > 2:
             lead = input_ids.shape[:-1]
@@ -92,6 +95,9 @@ class CausalModel(EncoderModel):
                 outputs.hidden_states[-1].unflatten(0, lead),
             )
         return type(outputs)(**{**outputs, **changed})
+
+    def _position_table(self) -> nn.Module | None:
+        return getattr(self, "wpe", None)
 
     def _is_causal(self) -> bool:
         return True

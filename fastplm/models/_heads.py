@@ -447,8 +447,10 @@ class TokenClassification(ScaledLoss):
         **kwargs: Any,
     ) -> Any:
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and attention_mask is not None and given is not None:
-            kwargs["extra_rows"] = labelled_rows(type(self).__name__, labels, given.shape[:2])
+        if labels is not None and isinstance(given, Tensor):
+            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
+            if attention_mask is not None:
+                kwargs["extra_rows"] = labelled
         outputs = super().forward(  # type: ignore[misc]
             input_ids,
             attention_mask=attention_mask,

@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import check_tensor
+from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, check_input_ids
+from fastplm.models._base import (
+    FastplmModel,
+    asked_for,
+    check_input_ids,
+    check_mask,
+    check_positions,
+)
 from fastplm.models._encoder import _rows_at, cross_inputs
 from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
@@ -178,9 +184,20 @@ class Stack(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+        where = type(self).__name__
+        check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
         caching = caching or {}
+        check_mask(where, "attention_mask", attention_mask)
+        check_mask(where, "encoder_attention_mask", states_mask)
+        table = getattr(self, "embed_positions", None)
+        check_positions(where, table, seqlen, caching.get("past_key_values"))
+        if (
+            attention_mask is not None
+            and attention_mask.dim() == 2
+            and not caching.get("past_key_values")
+        ):
+            check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = dict(kwargs, return_dict=True)
 
         # --- which rows are computed ---
@@ -278,6 +295,8 @@ class EncoderDecoder(FastplmModel):
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._default_decoder_ids(input_ids)
+        check_mask(type(self).__name__, "attention_mask", attention_mask)
+        check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
         kwargs["return_dict"] = True
         rows = None
         # Beside a cache the decoder reads padded states, if any.

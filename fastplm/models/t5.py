@@ -237,8 +237,10 @@ class T5ForTokenClassification(ScaledLoss, transformers.T5ForTokenClassification
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and attention_mask is not None and given is not None:
-            kwargs["extra_rows"] = labelled_rows(type(self).__name__, labels, given.shape[:2])
+        if labels is not None and isinstance(given, Tensor):
+            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
+            if attention_mask is not None:
+                kwargs["extra_rows"] = labelled
         outputs = super().forward(
             input_ids,
             attention_mask=attention_mask,

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from fastplm._checks import (
-    ArgumentTypeError,
     check,
     check_dtype,
+    check_int,
     check_same_device,
+    check_seed_form,
     check_shape,
     check_tensor,
-    message,
     values_are_known,
 )
 
@@ -149,20 +149,9 @@ def check_sample_index(
 
 def check_seed(where: str, input_ids: torch.Tensor, seed: int | torch.Tensor) -> None:
     """An int of 64 bits, or a 0-d int64 tensor beside the tokens."""
+    check_seed_form(where, seed)
     if isinstance(seed, torch.Tensor):
-        check_tensor(where, "seed", seed, ndim=0)
-        check_dtype(where, "seed", seed, (torch.int64,))
         check_same_device(where, input_ids=input_ids, seed=seed)
-    else:
-        check_int(where, "seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")
-
-
-def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
-    """An int in ``[low, high)``."""
-    expected = f"an int from {low} to {high - 1}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value < high, where, argument, value, expected, fix)
 
 
 def check_step(where: str, step: int) -> None:

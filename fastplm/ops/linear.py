@@ -7,7 +7,15 @@ import math
 import torch
 
 from fastplm._backends import is_recorded, requested
-from fastplm._checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check,
+    check_dtype,
+    check_same,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from fastplm._measured import CallClass, slower
 from fastplm._registry import Op, is_watched
 from fastplm.ops._common import rejects_of_csrc
@@ -125,10 +133,12 @@ def dense(matrix: torch.Tensor) -> torch.Tensor:
 
 def _check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     check_dtype("linear", "input", input, FLOATING)
+    check(input.dim() > 0, "linear", "input", "0 dimensions", "[..., K]", "Pass a row.")
     check_shape(
         "linear", "input", input, (*input.shape[:-1], weight.shape[1]), "[..., K], weight is [M, K]"
     )
-    check_same_device("linear", input=input, weight=weight, bias=bias)
+    same = check_same_device if torch._C._is_any_autocast_enabled() else check_same
+    same("linear", input=input, weight=weight, bias=bias)
     if bias is not None:
         check_shape("linear", "bias", bias, (weight.shape[0],), "[M]")
 
