@@ -191,8 +191,8 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
 @contextlib.contextmanager
 def record_decisions() -> Iterator[list[Decision]]:
     """Collect a ``Decision`` for every op that this thread calls inside the block."""
-    previous, record = getattr(_thread, "record", None), []
-    _thread.record = record
+    record: list[Decision] = []
+    previous, _thread.record = getattr(_thread, "record", None), record
     try:
         yield record
     finally:

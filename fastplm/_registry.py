@@ -317,7 +317,7 @@ def _autograd_kernel(
         _refuse_tangents(operator, arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             with enable_single_level_autograd_function():
-                return Differentiable.apply(*arguments, keyset)
+                return Differentiable.apply(*arguments, keyset)  # type: ignore[attr-defined]
         return below_autograd(keyset, arguments)
 
     return kernel

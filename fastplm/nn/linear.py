@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ class Linear(torch.nn.Linear):
         out = if_faster(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias) if out is None else out
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":  # torch.ao.quantization asks for nn.Linear by its exact class
             warnings.warn(
                 "torch.ao.quantization does not know fastplm's linear layers and leaves them as "
