@@ -230,7 +230,7 @@ def _check_tensors(
         "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.",
     )
     if values_are_known(sentinel_ids):
-        low = min(sentinel_ids.tolist())
+        low = int(sentinel_ids.min())
         check(low >= 0, _WHERE, "sentinel_ids", f"id {low}", "ids from 0 on", "Pass their ids.")
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
 

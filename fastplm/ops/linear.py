@@ -101,7 +101,7 @@ def if_faster(
         return None
     if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
         return torch.ops.fastplm_C.linear.default(input, weight, bias)
-    return linear(input, weight, bias) if OP.is_faster(input, weight) else None
+    return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
