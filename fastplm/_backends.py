@@ -97,7 +97,7 @@ def needs_plain_pytorch() -> str | None:
 def is_written_down() -> bool:
     """Whether a call is traced for another program to run, which has PyTorch's operators alone."""
     if torch.compiler.is_compiling():
-        return torch.onnx.is_in_onnx_export()
+        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
     return torch.jit.is_tracing()
 
 
