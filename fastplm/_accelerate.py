@@ -130,7 +130,8 @@ def restore(model: _Model) -> _Model:
     """Make a model what it was before ``accelerate``, in place: same classes, same attention.
 
     Its outputs are again those of Transformers bit for bit. A model that was made of classes of
-    ``fastplm.models`` becomes one of Transformers' classes, with their default attention.
+    ``fastplm.models`` becomes one of Transformers' classes, with their default attention. What
+    looks for ``nn.Linear`` by its exact class, as ``torch.ao.quantization`` does, finds it then.
 
     Args:
         model: what ``accelerate`` was given, or a part of it. Others stay as they are.

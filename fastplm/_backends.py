@@ -21,12 +21,14 @@ import contextlib
 import functools
 import importlib.util
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastplm._checks import BackendError, check_choice
 from fastplm._measured import CallClass, slower
@@ -34,6 +36,7 @@ from fastplm._measured import CallClass, slower
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")
 _CHOICES = ("auto", *BACKENDS)
+_TRANSFORMS = torch._C._functorch.TransformType
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,40 @@ class Backend:
 
         A graph that is traced serves calls of any size, so there nobody asks for the faster one.
         """
+        reason = None if self.name == "eager" else needs_plain_pytorch()
+        if reason is not None:
+            return reason
         reason = self.rejects(*arguments, forced=forced)
         if reason is not None or forced or self.measured is None or torch.compiler.is_compiling():
             return reason
         call = self.measured(*arguments)
         return None if call is None else slower(op, call)
+
+
+def needs_plain_pytorch() -> str | None:
+    """Why nothing but the reference can run a call: who transforms it must see into it.
+
+    Gradients of ``torch.func``, and ``vmap`` alone, have what they need of our operators.
+    """
+    if is_written_down():
+        return "torch.jit.trace or an ONNX export, which write down operators of PyTorch alone"
+    if torch.compiler.is_compiling():  # tangents are ``_registry._refuse_tangents``'s there
+        return None
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD: a kernel makes no tangent"
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return None
+    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack()}
+    if kinds == {_TRANSFORMS.Grad} or kinds == {_TRANSFORMS.Vmap}:
+        return None
+    return "several transforms of torch.func at once: a kernel takes vmap or gradients alone"
+
+
+def is_written_down() -> bool:
+    """Whether a call is traced for another program to run, which has PyTorch's operators alone."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
+    return torch.jit.is_tracing()
 
 
 @dataclass(frozen=True)
@@ -84,27 +116,40 @@ class Decision:
         return "\n".join(lines)
 
 
-class _State:
-    """Process-wide, not a ContextVar: torch.compile cannot trace ``ContextVar.get``, and plain
-    attributes are guarded, so a compiled function is retraced when the choice changes."""
+class _Choice:
+    """What a ``use_backend`` block asks for. (A plain class, which torch.compile can make.)"""
 
-    def __init__(self) -> None:
-        self.default = os.environ.get("FASTPLM_BACKEND", "auto")
-        self.per_op: dict[str, str] = {}
-        self.record: list[Decision] | None = None
+    def __init__(self, default: str, per_op: dict[str, str]) -> None:
+        self.default = default
+        self.per_op = per_op
+
+    def of(self, op: str) -> str:
+        return self.per_op.get(op, self.default)
 
 
-_state = _State()
+# The choices of the blocks that a thread is inside of, the newest last. Not a ContextVar, which
+# torch.compile cannot trace: what it reads here is guarded, thread by thread, so a compiled
+# function is retraced when the choice changes.
+_OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND", "auto"), {})]
+_thread = threading.local()
+if threading.current_thread() is threading.main_thread():
+    _thread.choices = _OF_MAIN_THREAD
+
+
+def _choices() -> list[_Choice]:
+    """Those of this thread, or of the main thread if it has none: a backward on a GPU runs in a
+    thread of PyTorch's, and what it computes again is to take the backend of the forward."""
+    return getattr(_thread, "choices", None) or _OF_MAIN_THREAD
 
 
 def requested(op: str) -> str:
     """What the user asked for ``op``: "auto" or the name of a backend."""
-    return _state.per_op.get(op, _state.default)
+    return _choices()[-1].of(op)
 
 
 def is_recorded() -> bool:
     """Whether every call is to leave a ``Decision``."""
-    return _state.record is not None
+    return getattr(_thread, "record", None) is not None
 
 
 @contextlib.contextmanager
@@ -120,33 +165,38 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
         BackendError: raised later, by the call of an op that the forced backend cannot run; the
             message holds the reason of every backend.
 
-    The setting is process-wide, as PyTorch's own backend switches are. The environment variable
-    ``FASTPLM_BACKEND`` sets the initial value.
+    The setting is the thread's own. A thread that has none follows the main thread, as those do
+    that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the
+    initial value of all.
     """
     from fastplm._registry import OPS
 
     check_choice("use_backend", "backend", backend, _CHOICES)
     for op in ops:
         check_choice("use_backend", "ops", op, tuple(OPS))
-    previous = _state.default, dict(_state.per_op)
+    choices = getattr(_thread, "choices", None)
+    if choices is None:
+        choices = _thread.choices = []
+    choice = _Choice(backend, {})
     if ops:
-        _state.per_op.update(dict.fromkeys(ops, backend))
-    else:
-        _state.default, _state.per_op = backend, {}
+        outer = _choices()[-1]
+        choice = _Choice(outer.default, {**outer.per_op, **dict.fromkeys(ops, backend)})
+    choices.append(choice)
     try:
         yield
     finally:
-        _state.default, _state.per_op = previous
+        choices.remove(choice)  # which blocks of coroutines may leave in any order
 
 
 @contextlib.contextmanager
 def record_decisions() -> Iterator[list[Decision]]:
-    """Collect a ``Decision`` for every op called inside the block."""
-    previous, _state.record = _state.record, []
+    """Collect a ``Decision`` for every op that this thread calls inside the block."""
+    record: list[Decision] = []
+    previous, _thread.record = getattr(_thread, "record", None), record
     try:
-        yield _state.record
+        yield record
     finally:
-        _state.record = previous
+        _thread.record = previous
 
 
 def resolve(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...]) -> str:
@@ -156,8 +206,8 @@ def resolve(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...]) -
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
-    if _state.record is not None:
-        _state.record.append(_decide(op, backends, arguments, wanted))
+    if is_recorded():
+        _thread.record.append(_decide(op, backends, arguments, wanted))
     if wanted == "auto":
         for backend in backends.values():
             if backend.refuses(op, arguments, forced=False) is None:

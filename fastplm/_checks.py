@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class FastplmError(Exception):
@@ -52,6 +53,24 @@ def check(
     """Raise ``error`` with the house message unless ``condition`` holds."""
     if not condition:
         raise error(message(where, argument, got, expected, fix))
+
+
+def values_are_known(tensor: torch.Tensor) -> bool:
+    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor.
+
+    Nobody traces it, and it is no batch of ``torch.func.vmap``'s, whose values are many.
+    """
+    return tensor.device.type == "cpu" and values_exist(tensor)
+
+
+def values_exist(tensor: torch.Tensor) -> bool:
+    """The same of any device, where looking may wait for it."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return True
+    levels = torch._C._functorch.get_interpreter_stack()
+    return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def check_tensor(where: str, argument: str, value: object, *, ndim: int | None = None) -> None:
@@ -149,6 +168,37 @@ def check_choice(where: str, argument: str, value: object, choices: Sequence[str
         raise ArgumentValueError(
             message(where, argument, repr(value), " | ".join(choices), "Choose one of these.")
         )
+
+
+def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
+    """An int in ``[low, high)``."""
+    expected = f"an int from {low} to {high - 1}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
+    check(low <= value < high, where, argument, value, expected, fix)
+
+
+def check_number(
+    where: str, argument: str, value: object, low: float, high: float, expected: str, fix: str
+) -> None:
+    """A number in ``[low, high]``; NaN is in none."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
+    check(low <= value <= high, where, argument, value, expected, fix)
+
+
+def check_probability(where: str, argument: str, value: object, fix: str) -> None:
+    """A number in [0, 1]."""
+    check_number(where, argument, value, 0.0, 1.0, "a probability in [0, 1]", fix)
+
+
+def check_seed_form(where: str, seed: object) -> None:
+    """An int of 64 bits, or a 0-d int64 tensor, of any device."""
+    if isinstance(seed, torch.Tensor):
+        check_tensor(where, "seed", seed, ndim=0)
+        check_dtype(where, "seed", seed, (torch.int64,))
+    else:
+        check_int(where, "seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")  # type: ignore[arg-type]
 
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

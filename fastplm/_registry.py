@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
@@ -170,13 +172,31 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
         )
 
 
+def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    """In a traced graph nobody could choose the reference any more, and a tangent would be lost."""
+    if forward_ad._current_level < 0:
+        return
+    for value in arguments:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and forward_ad.unpack_dual(value).tangent is not None
+        ):
+            op = operator._schema.name.split("::")[1].removesuffix("_fwd")
+            raise UnsupportedError(
+                f"{op}: its operator makes no tangent, and the call was traced before forward-mode "
+                f"AD began. Trace it inside `with fastplm.use_backend('eager', '{op}')`, or do not "
+                "compile what forward-mode AD differentiates."
+            )
+
+
 def is_watched(arguments: tuple[Any, ...]) -> bool:
     """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.profiler._is_profiler_enabled
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_transformed()
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
@@ -188,7 +208,14 @@ def is_eager(*tensors: torch.Tensor) -> bool:
         _PLAIN.issuperset(map(type, tensors))
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_transformed()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a call is inside of a transform of ``torch.func`` or of forward-mode AD."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
 
 
@@ -216,10 +243,15 @@ def _once(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Once(torch.autograd.Function):
     """A gradient that cannot be differentiated again, and what it may depend on."""
 
+    generate_vmap_rule = True  # torch.func.jacrev runs a backward under vmap
+
     @staticmethod
-    def forward(ctx: Any, op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.op = op
+    def forward(op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -265,11 +297,15 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    class Differentiable(torch.autograd.Function):
+    # Of a single level: what torch.func does to a call it does around this kernel, level by level.
+    class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keyset = arguments  # last, so that the gradients of the inputs come first
-            output = below_autograd(keyset, tuple(inputs))
+            # An autograd function turns gradients off, and so it would for the levels below.
+            below = torch._C._functorch.peek_interpreter_stack() is not None
+            with torch.set_grad_enabled(below):
+                output = below_autograd(keyset, tuple(inputs))
             setup_context(ctx, tuple(inputs), output)
             return output
 
@@ -278,8 +314,10 @@ def _autograd_kernel(
             return *backward(ctx, *grads), None
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        _refuse_tangents(operator, arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return Differentiable.apply(*arguments, keyset)
+            with enable_single_level_autograd_function():
+                return Differentiable.apply(*arguments, keyset)  # type: ignore[attr-defined]
         return below_autograd(keyset, arguments)
 
     return kernel

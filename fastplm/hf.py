@@ -102,7 +102,8 @@ def fastplm_mask(
             # One query in a static cache: the keys past it are padding, as far as it can see.
             device = kwargs.get("device", "cpu")
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
-            key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
+            # A mask in the last step too, which hides nothing: a graph serves all steps.
+            return seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
         return None if _hides_nothing(key_mask) else key_mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import INTEGER, check, check_dtype, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_tensor, values_are_known
 from fastplm.hf import NAME
-from fastplm.models._ragged import values_are_known
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu
@@ -159,6 +158,39 @@ def asked_for(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool
     """Whether an output such as "output_hidden_states" is wanted, by argument or configuration."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
+
+
+def check_mask(where: str, name: str, mask: Any) -> None:
+    """A padding mask [B, T], or a complete one of more dimensions."""
+    if mask is None:
+        return
+    check_tensor(where, name, mask)
+    expected = "[batch, tokens], 1 = token and 0 = padding"
+    fix = "Pass what the tokenizer returns, with return_tensors='pt'."
+    check(mask.dim() > 1, where, name, f"shape {tuple(mask.shape)}", expected, fix)
+
+
+def check_positions(where: str, table: nn.Module | None, length: int, cache: Any = None) -> None:
+    """No more tokens than a table of positions has rows, without a look at any value.
+
+    Args:
+        table: of learned positions; None = they are computed, and any will do.
+        length: tokens of a row.
+        cache: of the tokens before them.
+    """
+    rows = getattr(table, "num_embeddings", None)
+    if rows is None:
+        return
+    # BART's and RoBERTa's first rows stand for no position.
+    padding = getattr(table, "padding_idx", None)
+    most = rows - getattr(table, "offset", 0 if padding is None else padding + 1)
+    before = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+    if not isinstance(before, int) or before + length <= most:  # else the words would cost a graph
+        return
+    got = f"{length} tokens" + (f" after {before} in the cache" if before else "")
+    fix = f"Cut the text: tokenizer(..., truncation=True, max_length={most})."
+    expected = f"at most {most}, the positions of this model (max_position_embeddings)"
+    check(False, where, "input_ids", got, expected, fix)
 
 
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import check_shape
+from fastplm._backends import is_written_down
+from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, check_input_ids
-from fastplm.models._ragged import (
-    LastRows,
-    RaggedBatch,
-    flags,
-    take,
-    values_are_known,
-    values_can_be_read,
+from fastplm.models._base import (
+    FastplmModel,
+    asked_for,
+    check_input_ids,
+    check_mask,
+    check_positions,
 )
+from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
 
 # Above this share of the rows, cutting the last layer down to some of them saves too little.
 _WORTH_CUTTING = 0.75
@@ -95,6 +95,11 @@ class EncoderModel(FastplmModel):
         vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
         check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
+        check_mask(where, "attention_mask", attention_mask)
+        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
+        if position_ids is None:
+            longest = self._positions_taken(input_ids, given)
+            check_positions(where, self._position_table(), longest, past_key_values)
         if past_key_values is None:
             attention_mask = _mask_of(where, attention_mask, batch, seqlen)
             if position_ids is None:
@@ -174,6 +179,12 @@ class EncoderModel(FastplmModel):
             changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
         return type(outputs)(**{**outputs, **changed})
 
+    def _position_table(self) -> nn.Module | None:
+        return getattr(self.embeddings, "position_embeddings", None)
+
+    def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
+        return given.shape[1]
+
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
         """The positions that the parent would give: int64 [1 or B, T]."""
         return torch.arange(given.shape[1], device=given.device)[None]
@@ -250,7 +261,7 @@ class EncoderModel(FastplmModel):
     ) -> LastRows | None:
         """The last layer's rows, or None where all of them may as well be computed."""
         index = self._last_layer()
-        if index is None:
+        if index is None or is_written_down():  # ONNX has no stable sort
             return None
         capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
         total = needed.numel() if ragged is None else ragged.positions.shape[0]

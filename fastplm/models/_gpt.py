@@ -13,11 +13,18 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    values_are_known,
+)
 from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
-from fastplm.models._ragged import flags, values_are_known
+from fastplm.models._ragged import flags
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import if_faster
 
@@ -60,6 +67,9 @@ class CausalModel(EncoderModel):
                 "output_attentions: fused attention has no weights to return, so this runs on "
                 "unfused attention, at its cost in time and memory."
             )
+        for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+            if given is not None:
+                check_tensor(type(self).__name__, name, given)
         lead = None
         if input_ids is not None and input_ids.dim() > 2:
             lead = input_ids.shape[:-1]
@@ -85,6 +95,9 @@ class CausalModel(EncoderModel):
                 outputs.hidden_states[-1].unflatten(0, lead),
             )
         return type(outputs)(**{**outputs, **changed})
+
+    def _position_table(self) -> nn.Module | None:
+        return getattr(self, "wpe", None)
 
     def _is_causal(self) -> bool:
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fastplm.models._base import FastplmModel, TiedLookup
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_normalizer,
+    as_tokens,
     batch_share,
     labels_at,
     vocabulary_loss,
@@ -72,6 +74,7 @@ def labelled_loss(
     where = type(model).__name__
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
     shape = labels.shape if given is None else given.shape[:2]
+    labels = as_tokens(where, labels, shape)
     positions, targets = labels_at(where, labels, shape, positions)
     lookup = None
     if inputs["inputs_embeds"] is None:
@@ -122,7 +125,7 @@ class MaskedLM(FastplmModel):
         """As the parent, with these differences.
 
         Args:
-            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None.
+            labels: int64 [B, T] or flat, -100 = none. With labels, ``logits`` are None.
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
                 shapes of the head, for compiled models and CUDA. Without it they are found.
             output_logits: return the logits beside the loss after all.
@@ -295,6 +298,8 @@ class CausalLM(FastplmModel):
                 fit.
         """
         transform, decoder = self._head()
+        if labels is not None:
+            check_tensor(type(self).__name__, "labels", labels)
         targets = shifted(labels) if shift_labels is None else shift_labels
         ignored = kwargs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
@@ -318,6 +323,9 @@ class CausalLM(FastplmModel):
         loss = logits = None
         if targets is None or own_loss:
             if targets is not None:
+                given = input_ids if inputs_embeds is None else inputs_embeds
+                shape = targets.shape if given is None else given.shape[:2]
+                targets = as_tokens(type(self).__name__, targets, shape)
                 inputs["extra_rows"] = targets != IGNORE_INDEX
             outputs = self.base_model(**inputs, return_dict=True)
         else:
@@ -359,10 +367,13 @@ class CausalLM(FastplmModel):
 
 
 def shifted(labels: Tensor | None) -> Tensor | None:
-    """[B, T] -> [B, T]: at t the label of t + 1, and none at the end."""
+    """[B, T] -> [B, T]: at t the label of t + 1, and none at the end.
+
+    Flat labels have one end alone, as in Transformers.
+    """
     if labels is None:
         return None
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class ScaledLoss(FastplmModel):
@@ -413,6 +424,13 @@ class MultipleChoice(SequenceClassification):
     """Mixin of ``…ForMultipleChoice``: [B, choices, T]; the rest as in sequence classification."""
 
 
+def labelled_rows(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """bool [B, T]: the tokens of a classifier that have a label, of any shape of as many."""
+    check_tensor(where, "labels", labels)
+    check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
+    return (labels != IGNORE_INDEX).reshape(shape)
+
+
 class TokenClassification(ScaledLoss):
     """Mixin of ``…ForTokenClassification``. Tokens with a label count, whatever the mask says."""
 
@@ -429,15 +447,10 @@ class TokenClassification(ScaledLoss):
         **kwargs: Any,
     ) -> Any:
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and attention_mask is not None and given is not None:
-            check_shape(
-                type(self).__name__,
-                "labels",
-                labels.flatten(),
-                (given.shape[:2].numel(),),
-                "one label a token",
-            )
-            kwargs["extra_rows"] = (labels != IGNORE_INDEX).view(given.shape[:2])
+        if labels is not None and isinstance(given, Tensor):
+            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
+            if attention_mask is not None:
+                kwargs["extra_rows"] = labelled
         outputs = super().forward(  # type: ignore[misc]
             input_ids,
             attention_mask=attention_mask,

@@ -12,23 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
-from fastplm._checks import check
+from fastplm._checks import check, values_are_known, values_exist
 
 _WHERE = "unpad"
 
 
-def values_are_known(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return tensor.device.type == "cpu" and not traced and not isinstance(tensor, FakeTensor)
-
-
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether a tensor's values can be looked at, be it after waiting for its device."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
+    if not values_exist(tensor):
         return False
     if tensor.device.type == "cuda":
         return not torch.cuda.is_current_stream_capturing()

@@ -17,11 +17,18 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, check_input_ids
+from fastplm.models._base import (
+    FastplmModel,
+    asked_for,
+    check_input_ids,
+    check_mask,
+    check_positions,
+)
 from fastplm.models._encoder import _rows_at, cross_inputs
 from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
-from fastplm.nn._rows import IGNORE_INDEX, labels_at, vocabulary_loss
+from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 Unpad = bool | int | RaggedBatch | None
@@ -177,9 +184,20 @@ class Stack(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+        where = type(self).__name__
+        check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
         caching = caching or {}
+        check_mask(where, "attention_mask", attention_mask)
+        check_mask(where, "encoder_attention_mask", states_mask)
+        table = getattr(self, "embed_positions", None)
+        check_positions(where, table, seqlen, caching.get("past_key_values"))
+        if (
+            attention_mask is not None
+            and attention_mask.dim() == 2
+            and not caching.get("past_key_values")
+        ):
+            check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = dict(kwargs, return_dict=True)
 
         # --- which rows are computed ---
@@ -277,6 +295,8 @@ class EncoderDecoder(FastplmModel):
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._default_decoder_ids(input_ids)
+        check_mask(type(self).__name__, "attention_mask", attention_mask)
+        check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
         kwargs["return_dict"] = True
         rows = None
         # Beside a cache the decoder reads padded states, if any.
@@ -388,11 +408,13 @@ class ConditionalGeneration(FastplmModel):
         lookup = SharedLookup(self.lm_head, self._embedding_kind)
         positions = targets = None
         if labels is not None:
+            check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
             assert given is not None
+            labels = as_tokens(type(self).__name__, labels, given.shape[:2])
             positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
             kwargs["lookup"] = lookup
             if output_logits:

@@ -14,10 +14,18 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_choice, check_dtype, check_shape, check_tensor
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_choice,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    values_are_known,
+)
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import RaggedBatch, values_are_known
+from fastplm.models._ragged import RaggedBatch
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labelled_positions
 from fastplm.nn.rtd_head import rtd_loss

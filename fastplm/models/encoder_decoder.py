@@ -290,6 +290,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         counted = decoder_unpad is None or decoder_unpad is True
         reaches = decoder_unpad is not False and (not counted or values_can_be_read(labels))
         mask = decoder_attention_mask
+        in_rows = labels is not None and labels.dim() == 2  # flat ones are the decoder's business
+        reaches = reaches and in_rows
         if fused and loss_alone and reaches and (mask is None or mask.shape == labels.shape):
             # No loss depends on the rows after the last label, as the decoder is causal.
             read = until_last(labels != IGNORE_INDEX)

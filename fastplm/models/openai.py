@@ -137,6 +137,9 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
 
     _attention = Attention
 
+    def _position_table(self) -> nn.Module:
+        return self.positions_embed
+
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,

@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.roberta import modeling_roberta
 
+from fastplm._checks import values_are_known
 from fastplm.models._base import drop_in
 from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (
@@ -39,6 +40,16 @@ class RobertaModel(EncoderModel, transformers.RobertaModel):
     Positions are counted as in the parent, before padding is left out: from ``pad_token_id + 1``
     over the ids that are not padding, whatever the mask says.
     """
+
+    def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
+        """Padding takes none, so that only a look at the values can tell that there are too few."""
+        if input_ids is None:
+            return given.shape[1]
+        table = self.embeddings
+        fits = given.shape[1] + table.padding_idx < table.position_embeddings.num_embeddings
+        if fits or input_ids.numel() == 0 or not values_are_known(input_ids):
+            return 0
+        return int((input_ids != table.padding_idx).sum(1).max())
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
         table = self.embeddings

@@ -30,7 +30,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm.hf import NO_BIAS
 from fastplm.models._base import FastplmModel, drop_in
-from fastplm.models._heads import ScaledLoss
+from fastplm.models._heads import ScaledLoss, labelled_rows
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
@@ -39,7 +39,6 @@ from fastplm.models._seq2seq import (
     Unpad,
     is_fused,
 )
-from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
@@ -237,8 +236,11 @@ class T5ForTokenClassification(ScaledLoss, transformers.T5ForTokenClassification
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
-        if labels is not None and attention_mask is not None:
-            kwargs["extra_rows"] = labels != IGNORE_INDEX
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and isinstance(given, Tensor):
+            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
+            if attention_mask is not None:
+                kwargs["extra_rows"] = labelled
         outputs = super().forward(
             input_ids,
             attention_mask=attention_mask,

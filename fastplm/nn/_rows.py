@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
@@ -29,7 +29,7 @@ def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
         the device, so P = N, and the slots after the last are -1.
     """
     ignored = labels.flatten() == ignore_index
-    if ignored.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values_are_known(ignored):
         return _cpu_positions(~ignored)
     order = ignored.to(torch.uint8).argsort(stable=True)
     return order.masked_fill(ignored[order], -1)
@@ -64,33 +64,40 @@ def labels_at(
 
     Args:
         where: what an error message calls the caller.
-        labels: int64 [...], -100 = none.
-        shape: that of the tokens, which the labels must have.
+        labels: int64 [...] or flat, -100 = none.
+        shape: that of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = find them.
 
     Returns:
         (positions int64 [P], targets int64 [P] with -100 in unused slots).
     """
-    check_tensor(where, "labels", labels)
-    check_dtype(where, "labels", labels, INTEGER)
-    check_shape(
-        where, "labels", labels, shape, "one label a token", "Use -100 where there is none."
-    )
-    labels = labels.flatten().long()
+    labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
         positions = labelled_positions(labels)
     else:
         check_tensor(where, "masked_positions", positions, ndim=1)
         check_dtype(where, "masked_positions", positions, (torch.int64,))
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        if values_are_known(positions):
             _check_positions(where, positions, labels.numel())
     # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
     return positions, targets
 
 
+def as_tokens(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Labels in the shape of the tokens; as in Transformers they may come flat."""
+    check_tensor(where, "labels", labels)
+    check_dtype(where, "labels", labels, INTEGER)
+    if labels.dim() == 1 and labels.shape[0] == math.prod(shape):
+        return labels.view(shape)
+    check_shape(
+        where, "labels", labels, shape, "one label a token", "Use -100 where there is none."
+    )
+    return labels
+
+
 def _check_positions(where: str, positions: Tensor, total: int) -> None:
-    if isinstance(positions, FakeTensor) or positions.numel() == 0:
+    if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in positions.aminmax())
     check(

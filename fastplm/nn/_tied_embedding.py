@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastplm._registry import is_transformed
 from fastplm.nn.linear import Linear
 
 # The sums of the lookup's gradient exist for this share of the columns at a time.
@@ -67,6 +68,7 @@ def shares_table(
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
+        and (torch.compiler.is_compiling() or not is_transformed())
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse

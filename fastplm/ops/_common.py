@@ -12,7 +12,13 @@ import torch
 
 from fastplm import _extension
 from fastplm._backends import needs_cpu, needs_nvidia, told
-from fastplm._checks import check, check_choice, check_dtype, check_same_device, check_tensor
+from fastplm._checks import (
+    check,
+    check_choice,
+    check_same_device,
+    check_seed_form,
+    check_tensor,
+)
 
 
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,9 +54,8 @@ def checked_seed(where: str, seed: int | torch.Tensor | None, device: torch.devi
     """A seed as int64, 0-d; without one a new one from PyTorch's generator."""
     if seed is None:
         return torch.randint(2**63 - 1, (), device=device)
+    check_seed_form(where, seed)
     if isinstance(seed, torch.Tensor):
-        check_tensor(where, "seed", seed, ndim=0)
-        check_dtype(where, "seed", seed, (torch.int64,))
         return seed
     return torch.full((), seed, dtype=torch.int64, device=device)
 

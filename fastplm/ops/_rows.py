@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from fastplm._checks import (
-    ArgumentTypeError,
     check,
     check_dtype,
+    check_int,
     check_same_device,
+    check_seed_form,
     check_shape,
     check_tensor,
-    message,
+    values_are_known,
 )
 
 #: Counters of different draws of a row are at least so far apart.
@@ -39,7 +40,7 @@ def check_rows(
     most: Any = max_seqlen
     check_int(where, "max_seqlen", most, 0, _MOST_TOKENS, fix)
     check_cu_seqlens(where, cu_seqlens, input_ids)
-    if has_values(cu_seqlens) and cu_seqlens.shape[0] > 1:
+    if values_are_known(cu_seqlens) and cu_seqlens.shape[0] > 1:
         longest = int(cu_seqlens.diff().max())
         expected = f"at least {longest}, the longest row of `cu_seqlens`"
         check(longest <= most, where, "max_seqlen", most, expected, "Raise it, or cut the row.")
@@ -97,7 +98,7 @@ def check_boundaries(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tens
 
 def check_boundary_values(where: str, cu_seqlens: torch.Tensor, input_ids: torch.Tensor) -> None:
     """The values of ``cu_seqlens``, where looking at them is free."""
-    if not has_values(cu_seqlens):
+    if not values_are_known(cu_seqlens):
         return
     fix = "Pass the first places of all rows and the end of the last, [0, …]."
     tokens = input_ids.shape[0]
@@ -116,7 +117,7 @@ def check_lengths(where: str, lengths: torch.Tensor, input_ids: torch.Tensor) ->
     check_same_device(where, input_ids=input_ids, lengths=lengths)
     batch, length = input_ids.shape
     check_shape(where, "lengths", lengths, (batch,), "[B] of `input_ids`")
-    if not has_values(lengths) or batch == 0:
+    if not values_are_known(lengths) or batch == 0:
         return
     low, high = (int(bound) for bound in lengths.aminmax())
     check(
@@ -148,20 +149,9 @@ def check_sample_index(
 
 def check_seed(where: str, input_ids: torch.Tensor, seed: int | torch.Tensor) -> None:
     """An int of 64 bits, or a 0-d int64 tensor beside the tokens."""
+    check_seed_form(where, seed)
     if isinstance(seed, torch.Tensor):
-        check_tensor(where, "seed", seed, ndim=0)
-        check_dtype(where, "seed", seed, (torch.int64,))
         check_same_device(where, input_ids=input_ids, seed=seed)
-    else:
-        check_int(where, "seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")
-
-
-def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
-    """An int in ``[low, high)``."""
-    expected = f"an int from {low} to {high - 1}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value < high, where, argument, value, expected, fix)
 
 
 def check_step(where: str, step: int) -> None:
@@ -178,9 +168,4 @@ def seed_tensor(seed: int | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _values_on_cpu(tensor: torch.Tensor) -> list[int]:
     """The numbers of a tensor where looking at them is free, else none."""
-    return tensor.tolist() if has_values(tensor) else []
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether looking at values is free: not while compiling, and not on another device."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.tolist() if values_are_known(tensor) else []

@@ -5,18 +5,22 @@ Both are one op with two layouts: a ragged call carries ``cu_seqlens``, a dense 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
-from fastplm._backends import is_recorded, needs_cpu, needs_triton, requested
+from fastplm._backends import is_recorded, needs_cpu, needs_plain_pytorch, needs_triton, requested
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
     check,
     check_dtype,
+    check_number,
+    check_probability,
     check_same,
     check_same_device,
+    check_seed_form,
     check_shape,
     check_tensor,
 )
@@ -166,6 +170,7 @@ def attention(
         key_mask is relative_bias is seed is sample_index is None
         and dropout_p == 0.0
         and not (is_causal and query.shape[2] > 1)
+        and (scale is None or isinstance(scale, (float, int)) and scale == scale)
     ):
         out = _short_way(query, key, value, scale)
         if out is not None:
@@ -338,20 +343,19 @@ def _bias(where: str, bias: T5RelativeBias | None) -> tuple[torch.Tensor | None,
 
 def _scale(where: str, scale: float | None, head_dim: int) -> float:
     check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
-    return head_dim**-0.5 if scale is None else float(scale)
+    if scale is None:
+        return head_dim**-0.5
+    check_number(where, "scale", scale, -math.inf, math.inf, "a number", "None is D ** -0.5.")
+    return float(scale)
 
 
 def _seed(
     where: str, seed: int | torch.Tensor | None, dropout_p: float, device: torch.device
 ) -> torch.Tensor | None:
-    check(
-        0.0 <= dropout_p <= 1.0,
-        where,
-        "dropout_p",
-        dropout_p,
-        "a probability in [0, 1]",
-        "Pass the share of attention probabilities to drop.",
-    )
+    fix = "Pass the share of attention probabilities to drop."
+    check_probability(where, "dropout_p", dropout_p, fix)
+    if seed is not None:
+        check_seed_form(where, seed)
     if dropout_p == 0.0:
         return None
     return checked_seed(where, seed, device)
@@ -402,14 +406,8 @@ def _check_ragged(call: _Call) -> None:
         ("k", cu_seqlens_k, call.max_seqlen_k),
     ):
         check_dtype(where, f"cu_seqlens_{name}", cu_seqlens, (torch.int32,))
-        check(
-            longest >= 0,
-            where,
-            f"max_seqlen_{name}",
-            longest,
-            "the length of the longest sequence",
-            "Pass it, or any upper bound.",
-        )
+        expected, fix = "the length of the longest sequence", "Pass it, or any upper bound."
+        check_number(where, f"max_seqlen_{name}", longest, 0, math.inf, expected, fix)
 
 
 def _check_lengths(call: _Call) -> None:
@@ -548,6 +546,7 @@ def _short_way(
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
         or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
         or torch._C._is_any_autocast_enabled()
+        or needs_plain_pytorch() is not None
     ):
         return None
     # Asked of a forced call, too, as `fastplm measure` times calls with their question.
@@ -556,7 +555,6 @@ def _short_way(
     if (
         training(query, key, value) == "training"
         or is_watched((query, key, value))
-        or torch.jit.is_tracing()
         or _cpp_rejects(query, forced=False) is not None
     ):
         return None

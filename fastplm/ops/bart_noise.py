@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from fastplm._backends import accepts_all
-from fastplm._checks import INTEGER, check, check_dtype, check_tensor
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_dtype,
+    check_int,
+    check_number,
+    check_probability,
+    check_tensor,
+)
 from fastplm._registry import Op
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.ops._rows import (
-    check_int,
     check_row_length,
     check_rows,
     check_sample_index,
@@ -199,10 +207,11 @@ def bart_noise(
 
 def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
     for argument, value in probabilities.items():
-        check(0 <= value <= 1, _WHERE, argument, value, "a number from 0 to 1", "It is a share.")
+        check_probability(_WHERE, argument, value, "It is a share.")
     fix = "BART uses 3."
     expected = "a number above 0 and at most 20"
-    check(0 < poisson_lambda <= 20, _WHERE, "poisson_lambda", poisson_lambda, expected, fix)
+    least = math.ulp(0.0)
+    check_number(_WHERE, "poisson_lambda", poisson_lambda, least, 20.0, expected, fix)
     mask, delete = probabilities["mask_probability"], probabilities["delete_probability"]
     # The slack is what fixed-point probabilities cannot tell apart.
     check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from fastplm._checks import (
     INTEGER,
     check,
     check_dtype,
+    check_int,
+    check_number,
     check_same_device,
     check_tensor,
+    values_are_known,
 )
 from fastplm._registry import Op
 from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
-    check_int,
     check_row_length,
     check_rows,
     check_sample_index,
@@ -226,6 +229,9 @@ def _check_tensors(
         "one id at least",
         "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.",
     )
+    if values_are_known(sentinel_ids):
+        low = int(sentinel_ids.min())
+        check(low >= 0, _WHERE, "sentinel_ids", f"id {low}", "ids from 0 on", "Pass their ids.")
     check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
 
 
@@ -243,22 +249,11 @@ def _settings(
 
 
 def _check_shares(where: str, noise_density: float, mean_span_length: float) -> None:
-    check(
-        0 < noise_density < 1,
-        where,
-        "noise_density",
-        noise_density,
-        "a number between 0 and 1",
-        "T5 uses 0.15.",
-    )
-    check(
-        1 <= mean_span_length <= _LONGEST,
-        where,
-        "mean_span_length",
-        mean_span_length,
-        "a number from 1 to 2^31",
-        "T5 uses 3.",
-    )
+    least, most = math.ulp(0.0), math.nextafter(1.0, 0.0)
+    expected, fix = "a number between 0 and 1", "T5 uses 0.15."
+    check_number(where, "noise_density", noise_density, least, most, expected, fix)
+    expected, fix = "a number from 1 to 2^31", "T5 uses 3."
+    check_number(where, "mean_span_length", mean_span_length, 1, _LONGEST, expected, fix)
 
 
 # --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------

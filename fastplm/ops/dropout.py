@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from fastplm._backends import requested
-from fastplm._checks import FLOATING, check, check_dtype, check_same_device, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check_dtype,
+    check_probability,
+    check_same_device,
+    check_tensor,
+)
 from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op
 from fastplm.ops._common import checked_seed, rejects_of_csrc
@@ -50,14 +56,7 @@ def dropout(
     """
     check_tensor("dropout", "input", input)
     check_dtype("dropout", "input", input, FLOATING)
-    check(
-        0.0 <= p <= 1.0,
-        "dropout",
-        "p",
-        p,
-        "a probability in [0, 1]",
-        "Pass the share of elements to drop.",
-    )
+    check_probability("dropout", "p", p, "Pass the share of elements to drop.")
     seed = checked_seed("dropout", seed, input.device)
     check_same_device("dropout", input=input, seed=seed)
     if p == 0.0:

@@ -15,6 +15,7 @@ from fastplm._checks import (
     check_same_device,
     check_tensor,
     message,
+    values_are_known,
 )
 from fastplm._registry import Op
 from fastplm.ops._common import kernels, rejects_of_csrc
@@ -68,8 +69,7 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     _check(input, positions)
     backend = OP.resolve(input, positions)
     if backend == "eager":
-        if not torch.compiler.is_compiling():  # the values of a traced tensor are not known
-            _check_range(input, positions)
+        _check_range(input, positions)
         return gather_rows_ref(input, positions)
     if input.stride(1) != 1:
         input = input.contiguous()
@@ -92,7 +92,7 @@ def _check(input: torch.Tensor, positions: torch.Tensor) -> None:
 
 def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
     """Every position of a CPU tensor lies in [-1, N)."""
-    if positions.device.type != "cpu" or positions.numel() == 0:
+    if positions.numel() == 0 or not values_are_known(positions):
         return
     rows = input.shape[0]
     low, high = (int(bound) for bound in positions.aminmax())

@@ -7,7 +7,15 @@ import math
 import torch
 
 from fastplm._backends import is_recorded, requested
-from fastplm._checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check,
+    check_dtype,
+    check_same,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from fastplm._measured import CallClass, slower
 from fastplm._registry import Op, is_watched
 from fastplm.ops._common import rejects_of_csrc
@@ -87,13 +95,13 @@ def if_faster(
     fifty of them, of few rows, so the question that most calls end with comes first.
     """
     wanted = requested("linear")
-    if not _BUILT or wanted not in ("auto", "cpp") or torch.compiler.is_compiling():
+    if not _BUILT or wanted not in ("auto", "cpp") or _is_traced():
         return None
     if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
         return None
     if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
         return torch.ops.fastplm_C.linear.default(input, weight, bias)
-    return linear(input, weight, bias) if OP.is_faster(input, weight) else None
+    return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,10 +133,12 @@ def dense(matrix: torch.Tensor) -> torch.Tensor:
 
 def _check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     check_dtype("linear", "input", input, FLOATING)
+    check(input.dim() > 0, "linear", "input", "0 dimensions", "[..., K]", "Pass a row.")
     check_shape(
         "linear", "input", input, (*input.shape[:-1], weight.shape[1]), "[..., K], weight is [M, K]"
     )
-    check_same_device("linear", input=input, weight=weight, bias=bias)
+    same = check_same_device if torch._C._is_any_autocast_enabled() else check_same
+    same("linear", input=input, weight=weight, bias=bias)
     if bias is not None:
         check_shape("linear", "bias", bias, (weight.shape[0],), "[M]")
 
@@ -182,8 +192,8 @@ def _short_way(
     """
     wanted = requested("linear")
     if (
-        torch.compiler.is_compiling()
-        or wanted not in ("auto", "cpp")
+        wanted not in ("auto", "cpp")
+        or _is_traced()
         or is_recorded()
         or not _fits(input, weight, bias)
     ):
@@ -194,6 +204,10 @@ def _short_way(
     if _is_simple(input, weight, bias):
         return torch.ops.fastplm_C.linear.default(input, weight, bias)
     return None
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _fits(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -220,7 +234,6 @@ def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and min(input.numel(), weight.numel()) > 0
         and input.dim() <= _MOST_DIMS
         and not is_watched((input, weight, bias))
-        and not torch.jit.is_tracing()
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
     )

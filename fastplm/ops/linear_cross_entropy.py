@@ -6,6 +6,7 @@ each step of the reduction.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,16 @@ import torch
 from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
     FLOATING,
-    ArgumentTypeError,
     ArgumentValueError,
     check,
     check_dtype,
+    check_number,
     check_same_device,
+    check_seed_form,
     check_shape,
     check_tensor,
     message,
+    values_are_known,
 )
 from fastplm._registry import Op, autocast
 from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous
@@ -253,20 +256,10 @@ class _Sampling(NamedTuple):
 
 
 def _seed(where: str, seed: int | torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    check_seed_form(where, seed)
     if isinstance(seed, torch.Tensor):
-        check_tensor(where, "seed", seed, ndim=0)
-        check_dtype(where, "seed", seed, (torch.int64,))
         check_same_device(where, input=input, seed=seed)
         return seed
-    check(
-        isinstance(seed, int),
-        where,
-        "seed",
-        f"a {type(seed).__name__}",
-        "an int or a 0-d int64 tensor",
-        "Pass the seed of the run.",
-        ArgumentTypeError,
-    )
     return torch.full((), seed, dtype=torch.int64, device=input.device)
 
 
@@ -303,25 +296,20 @@ def _vocabulary_pass(
     check_tensor(where, "linear_weight", linear_weight, ndim=2)
     check_tensor(where, "target", target, ndim=1)
     check_reduction(where, input, reduction, normalizer)
-    check(
-        0.0 <= label_smoothing <= 1.0,
-        where,
-        "label_smoothing",
-        label_smoothing,
-        "a share in [0, 1]",
-        "Usual values are 0.0 and 0.1.",
-    )
+    hint = "Usual values are 0.0 and 0.1."
+    check_number(where, "label_smoothing", label_smoothing, 0.0, 1.0, "a share in [0, 1]", hint)
     for name, value, unit, hint in (
         ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
         ("expected_targets", expected_targets, "rows", "None is for whoever does not know."),
     ):
-        check(value is None or value >= 0, where, name, value, f"{unit}, 0 or more, or None", hint)
+        if value is not None:
+            check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     _check(where, input, linear_weight, linear_bias, target)
     backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
     sample = statistics = None
     if backend == "eager":
-        if not torch.compiler.is_compiling():  # the values of a traced tensor are not known
+        if values_are_known(target):
             check_targets(target, linear_weight, ignore_index)
         rows: dict[str, Any] = {"linear_bias": linear_bias, "ignore_index": ignore_index}
         loss = linear_cross_entropy_ref(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from fastplm._checks import (
     check,
     check_choice,
     check_dtype,
+    check_int,
+    check_number,
+    check_probability,
     check_same_device,
     check_shape,
     check_tensor,
@@ -21,7 +25,6 @@ from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
     check_boundaries,
     check_boundary_values,
-    check_int,
     check_row_length,
     check_sample_index,
     check_seed,
@@ -289,26 +292,16 @@ def _check_numbers(
 def _check_probabilities(
     mlm_probability: float, mask_replace_prob: float, random_replace_prob: float
 ) -> None:
-    check(
-        0 < mlm_probability <= 1,
-        _WHERE,
-        "mlm_probability",
-        mlm_probability,
-        "a number above 0 and at most 1",
-        "BERT uses 0.15.",
+    expected = "a number above 0 and at most 1"
+    least = math.ulp(0.0)
+    check_number(
+        _WHERE, "mlm_probability", mlm_probability, least, 1.0, expected, "BERT uses 0.15."
     )
     for argument, value in (
         ("mask_replace_prob", mask_replace_prob),
         ("random_replace_prob", random_replace_prob),
     ):
-        check(
-            0 <= value <= 1,
-            _WHERE,
-            argument,
-            value,
-            "a number from 0 to 1",
-            "BERT uses 0.8 and 0.1.",
-        )
+        check_probability(_WHERE, argument, value, "BERT uses 0.8 and 0.1.")
     # The slack is what fixed-point probabilities cannot tell apart.
     check(
         mask_replace_prob + random_replace_prob <= 1 + 2**-32,

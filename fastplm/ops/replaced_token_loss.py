@@ -421,7 +421,8 @@ def _fake_backward(
 def _setup_context(ctx, inputs, output):
     input, weight, _, _, _, mask, _, reduction, _, sum_weight, ctx.backend = inputs
     _, slope, denominator, weight_sum, bias_sum, counts = output
-    ctx.mark_non_differentiable(slope, denominator, weight_sum, bias_sum, counts)
+    # Not the slope, which the gradients are made of: it tells that they depend on the inputs.
+    ctx.mark_non_differentiable(denominator, weight_sum, bias_sum, counts)
     ctx.set_materialize_grads(False)
     if reduction == "none":
         denominator = bias_sum = None

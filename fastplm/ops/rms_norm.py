@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastplm._checks import (
     FLOATING,
-    check,
     check_dtype,
+    check_number,
     check_same_device,
     check_shape,
     check_tensor,
@@ -69,7 +71,8 @@ def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     check_shape(
         "rms_norm", "weight", weight, input.shape[-1:], "[E], the last dimension of `input`"
     )
-    check(eps >= 0, "rms_norm", "eps", eps, "0 or more", "Pass the model's, such as 1e-6.")
+    fix = "Pass the model's, such as 1e-6."
+    check_number("rms_norm", "eps", eps, 0.0, math.inf, "0 or more", fix)
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------

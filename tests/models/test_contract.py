@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
 
 from fastplm import models, ops
+from fastplm.testing import KeptDouble, check_in_fp64
 
 from .conftest import (
     FAMILIES,
@@ -17,6 +19,7 @@ from .conftest import (
     inputs_of,
     parent_of,
     small_config,
+    with_classes,
 )
 
 PREFIXES = {
@@ -42,6 +45,12 @@ def config_of(name):
         # A cache keeps the padded path, which is not what is looked at here.
         config.use_cache = False
     return config
+
+
+def takes_flat_labels(name):
+    """Whether the parent of this class does."""
+    heads = ("MaskedLM", "CausalLM", "LMHeadModel", "TokenClassification", "ForPreTraining")
+    return name.endswith(heads) and name != "ElectraForPreTraining"
 
 
 def test_every_family_has_its_classes():
@@ -98,6 +107,22 @@ def test_arguments_come_in_the_parents_order(name):
         theirs = [argument for argument in theirs if not argument.startswith("encoder")]
     theirs = [argument for argument in theirs if argument != "kwargs"]
     assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])
+def test_labels_may_come_flat(name):
+    """As in Transformers, which looks at all of them as one row."""
+    config = with_classes(name, config_of(name))
+    inputs = inputs_of(name, config, PADDINGS["right"])
+    inputs["labels"] = inputs["labels"].flatten()
+    model = getattr(models, name)(copy.deepcopy(config)).eval()
+    parent = parent_of(type(model))(config).eval()
+    parent.load_state_dict(model.state_dict())
+    single = {"loss": parent(**inputs).loss.detach()}
+    with KeptDouble():
+        out = {"loss": model.double()(**inputs).loss.detach()}
+        gold = {"loss": parent.double()(**inputs).loss.detach()}
+    check_in_fp64(out, gold, single)
 
 
 @pytest.mark.parametrize(

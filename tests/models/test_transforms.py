@@ -1,0 +1,194 @@
+"""Whole models under PyTorch's transforms: torch.func, forward-mode AD, traces, exports."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import transformers
+from transformers import CompileConfig
+
+import fastplm
+from fastplm import models
+from fastplm._backends import record_decisions
+from fastplm.testing import KeptDouble, check_in_fp64
+
+from .conftest import PADDINGS, inputs_of, parent_of, with_classes
+from .test_contract import config_of
+
+#: A class of each family, and one whose last layer computes few rows.
+NAMES = (
+    "AlbertForPreTraining",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "ElectraForPreTraining",
+    "GPT2LMHeadModel",
+    "OpenAIGPTLMHeadModel",
+    "RobertaForMaskedLM",
+    "T5ForConditionalGeneration",
+)
+every_family = pytest.mark.parametrize("name", NAMES)
+
+
+def pair(name):
+    """A drop-in model, its parent with the same weights and attention in plain PyTorch; inputs."""
+    config = with_classes(name, config_of(name))
+    model = getattr(models, name)(copy.deepcopy(config)).eval()
+    config._attn_implementation = "eager"
+    parent = parent_of(type(model))(config).eval()
+    parent.load_state_dict(model.state_dict())
+    return model, parent, inputs_of(name, config, PADDINGS["right"])
+
+
+def loss_of(model, inputs):
+    """The loss as a function of the parameters, and those."""
+    parameters = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), inputs)["loss"]
+
+    return loss, parameters
+
+
+@every_family
+def test_torch_func_grad_is_that_of_the_parent(name):
+    model, parent, inputs = pair(name)
+
+    def gradients(model):
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        return {name: weight.grad for name, weight in model.named_parameters()}
+
+    single = gradients(copy.deepcopy(parent))
+    with KeptDouble():
+        gold = gradients(parent.double())
+        loss, parameters = loss_of(model.double(), inputs)
+        out = torch.func.grad(loss)(parameters)
+    gold = {name: gradient for name, gradient in gold.items() if gradient is not None}
+    check_in_fp64({name: out[name] for name in gold}, gold, single)
+    assert not any(gradient.any() for name, gradient in out.items() if name not in gold)
+
+
+@every_family
+def test_tangents_are_those_of_the_parent(name):
+    model, parent, inputs = pair(name)
+    directions = {
+        name: torch.linspace(-1, 1, weight.numel()).view_as(weight)
+        for name, weight in model.named_parameters()
+    }
+
+    def tangent(model):
+        loss, parameters = loss_of(model, inputs)
+        along = {name: directions[name].to(weight.dtype) for name, weight in parameters.items()}
+        return {"tangent": torch.func.jvp(loss, (parameters,), (along,))[1]}
+
+    single = tangent(parent)
+    with record_decisions() as decisions:
+        tangent(model)
+    assert {decision.backend for decision in decisions} == {"eager"}
+    with KeptDouble():
+        check_in_fp64(tangent(model.double()), tangent(parent.double()), single)
+
+
+def test_a_static_cache_takes_one_graph():
+    """To the last step, in which the mask of the cache hides nothing."""
+    config = config_of("T5ForConditionalGeneration")
+    graphs = []
+
+    def record(graph, _, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, backend=record)
+    compile_config._compile_all_devices = True
+    model = models.T5ForConditionalGeneration(config).eval()
+    model.generation_config.update(eos_token_id=None, forced_eos_token_id=None)
+    model.generate(
+        torch.randint(4, config.vocab_size, (2, 9)),
+        max_new_tokens=6,
+        do_sample=False,
+        cache_implementation="static",
+        compile_config=compile_config,
+    )
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+
+
+class Plain(torch.nn.Module):
+    """A model as a function of two tensors, which is what is traced and exported."""
+
+    def __init__(self, name):
+        super().__init__()
+        config = with_classes(name, config_of(name))
+        self.model = getattr(models, name)(config).eval()
+        inputs = inputs_of(name, config, PADDINGS["right"])
+        self.inputs = inputs["input_ids"], inputs["attention_mask"]
+
+    def forward(self, ids, mask):
+        out = self.model(ids, attention_mask=mask, return_dict=False)[0]
+        return out * mask[..., None] if out.shape[:2] == mask.shape else out
+
+
+exported = pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "BertForSequenceClassification", "GPT2Model", "T5EncoderModel"]
+)
+
+
+@exported
+def test_a_trace_holds_operators_of_pytorch(name):
+    model = Plain(name)
+    traced = torch.jit.trace(model, model.inputs)
+    nodes = traced.inlined_graph.findAllNodes("prim::PythonOp")
+    kinds = {node.kind().split("::")[0] for node in traced.inlined_graph.nodes()}
+    assert not nodes and kinds <= {"aten", "prim"}
+    torch.testing.assert_close(traced(*model.inputs), model(*model.inputs))
+
+
+@exported
+def test_onnx_takes_a_drop_in_model(name):
+    """Up to the file, for which the package onnx is needed."""
+    model = Plain(name)
+    try:
+        torch.onnx.export(model, model.inputs, io.BytesIO(), dynamo=False, opset_version=17)
+    except torch.onnx.errors.OnnxExporterError as error:
+        assert "onnx is not installed" in str(error)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "T5EncoderModel"])
+def test_torch_export_keeps_operators_unless_told_otherwise(name):
+    model = Plain(name)
+
+    def operators(program):
+        return {str(node.target).split(".")[0] for node in program.graph.nodes}
+
+    assert "fastplm" in operators(torch.export.export(model, model.inputs))
+    with fastplm.use_backend("eager"):
+        program = torch.export.export(model, model.inputs)
+    assert "fastplm" not in operators(program)
+    torch.testing.assert_close(program.module()(*model.inputs), model(*model.inputs))
+
+
+def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
+    model = Plain("BertForSequenceClassification")
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    program = torch.export.export(model, model.inputs)
+    assert not any("fastplm" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
+def test_quantization_says_whom_it_leaves_out():
+    """It looks for nn.Linear by its exact class, and ours would stay in fp32 in silence."""
+    parent = transformers.BertModel(config_of("BertModel"))
+    model = models.BertModel(config_of("BertModel"))
+
+    def quantized(model):
+        changed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+        return sum("quantized" in type(module).__module__ for module in changed.modules())
+
+    with pytest.warns(UserWarning, match=r"fastplm\.restore\(model\)"):
+        assert quantized(model) == 0
+    expected = quantized(parent)
+    assert quantized(fastplm.restore(model)) == expected > 0

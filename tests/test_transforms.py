@@ -1,0 +1,300 @@
+"""PyTorch's transforms of functions: forward-mode AD, torch.func, traces and exports."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import fastplm
+from fastplm import _backends, ops
+from fastplm._registry import OPS
+from fastplm.testing import FORWARD_FACTOR, check_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+ROWS, WIDTH = 6, 16
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR)
+
+
+POSITIONS = torch.tensor([4, 0, 4, -1])
+TARGET = torch.tensor([1, 2, -100, 4, 5, 0])
+REPLACED = torch.tensor([True, False, True, False, False, True])
+STARTS = torch.tensor([0, 2, 6], dtype=torch.int32)
+KEYS = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+QUERY, VOCABULARY, GAIN = drawn(2, 2, 5, WIDTH), drawn(11, WIDTH), drawn(WIDTH)
+
+
+def attend(x: Tensor, **options) -> Tensor:
+    return ops.attention(x, x.flip(2), x, **options)
+
+
+def vocabulary_loss(x: Tensor, **options) -> Tensor:
+    return ops.linear_cross_entropy(x, VOCABULARY.to(x.dtype), TARGET, **options)
+
+
+def biased(x: Tensor) -> Tensor:
+    query = QUERY.to(x.dtype)
+    return ops.attention(query, query, query, relative_bias=ops.T5RelativeBias(x))
+
+
+def sampled(x: Tensor) -> Tensor:
+    weight = VOCABULARY.to(x.dtype)
+    return ops.linear_cross_entropy_with_sample(x, weight, TARGET, seed=1, reduction="none")[0]
+
+
+def by_weight(x: Tensor) -> Tensor:
+    rows = drawn_rows(x.dtype)
+    return ops.linear_cross_entropy(rows, x, TARGET, linear_bias=x[:, 0])
+
+
+def drawn_rows(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1, 1, ROWS * WIDTH, dtype=dtype).view(ROWS, WIDTH).cos()
+
+
+#: Every op that has a gradient, as a function of one tensor, and that tensor.
+FUNCTIONS = {
+    "gather_rows": (lambda x: ops.gather_rows(x, POSITIONS), drawn(ROWS, WIDTH)),
+    "attention": (lambda x: attend(x, key_mask=KEYS), QUERY),
+    "attention, plain": (attend, QUERY),
+    "attention, dropout": (lambda x: attend(x, dropout_p=0.3, seed=3, is_causal=True), QUERY),
+    "attention, bias": (biased, drawn(32, 2)),
+    "attention_varlen": (
+        lambda x: ops.attention_varlen(x, x, x, STARTS, STARTS, 4, 4),
+        drawn(ROWS, 2, WIDTH),
+    ),
+    "linear_cross_entropy": (vocabulary_loss, drawn(ROWS, WIDTH)),
+    "linear_cross_entropy, weight": (by_weight, VOCABULARY),
+    "linear_cross_entropy_with_sample": (sampled, drawn(ROWS, WIDTH)),
+    "replaced_token_loss": (
+        lambda x: ops.replaced_token_loss(x, GAIN.to(x.dtype), REPLACED),
+        drawn(ROWS, WIDTH),
+    ),
+    "rms_norm": (lambda x: ops.rms_norm(x, GAIN.to(x.dtype)), drawn(ROWS, WIDTH)),
+    "gelu": (lambda x: ops.gelu(x, approximate="tanh"), drawn(ROWS, WIDTH)),
+    "dropout": (lambda x: ops.dropout(x, 0.3, seed=3), drawn(ROWS, WIDTH)),
+    "linear": (lambda x: ops.linear(x, VOCABULARY.to(x.dtype)), drawn(ROWS, WIDTH)),
+}
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def number(name: str):
+    """One of these as a number that depends on all it gives, and its argument."""
+    function, x = FUNCTIONS[name]
+    return lambda x: function(x).sin().sum(), x
+
+
+def tangent(function, x: Tensor, direction: Tensor) -> Tensor:
+    return torch.func.jvp(function, (x,), (direction,))[1]
+
+
+def test_every_op_with_a_gradient_is_here():
+    differentiable = {name for name, op in OPS.items() if op._formula is not None}
+    assert differentiable <= {name.split(",")[0] for name in FUNCTIONS}
+
+
+@every_function
+@pytest.mark.parametrize("how", ["torch.func.jvp", "dual numbers"])
+def test_tangents_are_those_of_the_reference(name, how):
+    function, x = FUNCTIONS[name]
+    direction = torch.linspace(-1, 1, x.numel()).view_as(x)
+    with fastplm.use_backend("eager"):
+        gold = tangent(function, x.double(), direction.double())
+        base = tangent(function, x, direction)
+        flipped = -tangent(function, x, -direction)
+    if how == "dual numbers":
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
+    else:
+        out = tangent(function, x, direction)
+    assert out is not None and out.any()
+    check_error(name, out, gold, [base, flipped], FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_a_forced_kernel_says_that_it_has_no_tangent(backend):
+    function, x = FUNCTIONS["attention"]
+    with (
+        fastplm.use_backend(backend),
+        pytest.raises(fastplm.FastplmError, match="forward-mode AD") as caught,
+    ):
+        tangent(function, x, x)
+    assert "eager: can run it" in str(caught.value)
+
+
+def test_a_graph_of_kernels_does_not_lose_a_tangent():
+    """A compiled function has its operators, and the reference could be chosen no more."""
+    function, x = FUNCTIONS["gather_rows"]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(fastplm.FastplmError, match=r"use_backend\('eager', 'gather_rows'\)"),
+    ):
+        compiled(forward_ad.make_dual(x, x))
+    torch._dynamo.reset()
+
+
+@every_function
+def test_torch_func_grad_is_backward(name):
+    function, x = number(name)
+    leaf = x.clone().requires_grad_()
+    function(leaf).backward()
+    assert torch.equal(torch.func.grad(function)(x), leaf.grad)
+    assert torch.equal(torch.func.vjp(function, x)[1](torch.ones(()))[0], leaf.grad)
+    # Of two numbers; the backward runs under vmap.
+    both = torch.func.jacrev(lambda x: torch.stack((function(x), 2 * function(x))))(x)
+    assert torch.equal(both[0], leaf.grad) and torch.equal(both[1], 2 * leaf.grad)
+
+
+@pytest.mark.parametrize("name", ["attention", "linear_cross_entropy"])
+def test_a_compiled_gradient(name):
+    function, x = number(name)
+    compiled = torch.compile(torch.func.grad(function), backend="eager", fullgraph=True)
+    check_same(compiled(x), torch.func.grad(function)(x))
+    torch._dynamo.reset()
+
+
+def check_same(out: Tensor, expected: Tensor) -> None:
+    """What was traced runs by kernels that need not be the fastest, of other orders of sums."""
+    torch.testing.assert_close(out, expected)
+
+
+@every_function
+def test_gradients_of_samples(name):
+    """vmap of a gradient, as for differential privacy, and the product of a Hessian."""
+    function, x = number(name)
+    samples = torch.stack((x, x.flip(0)))
+    out = torch.vmap(torch.func.grad(function), randomness="same")(samples)
+    with fastplm.use_backend("eager"):
+        expected = torch.vmap(torch.func.grad(function), randomness="same")(samples)
+        product = torch.func.jvp(torch.func.grad(function), (x,), (x,))[1]
+    check_same(out, expected)
+    check_same(torch.vmap(function, randomness="same")(samples)[0], function(x))
+    check_same(torch.func.jvp(torch.func.grad(function), (x,), (x,))[1], product)
+
+
+def test_samples_bring_labels_of_their_own():
+    x, targets = drawn(2, ROWS, WIDTH), torch.stack((TARGET, TARGET.flip(0)))
+
+    def loss(x, target):
+        kept = ops.gather_rows(x, target.clamp(max=ROWS - 1, min=-1))
+        return ops.linear_cross_entropy(kept, VOCABULARY, target)
+
+    per_sample = torch.vmap(torch.func.grad(loss))(x, targets)
+    one_by_one = [torch.func.grad(loss)(*sample) for sample in zip(x, targets, strict=True)]
+    check_same(per_sample, torch.stack(one_by_one))
+
+
+@every_function
+def test_a_second_gradient_is_right_or_refused(name):
+    function, x = number(name)
+    twice = torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum())
+    with fastplm.use_backend("eager"):
+        expected = twice(x)
+    try:
+        out = twice(x)
+    except (fastplm.FastplmError, RuntimeError) as error:
+        said = str(error)
+        assert "gradient of its own" in said or "scaled_dot_product" in said
+    else:
+        check_same(out, expected)
+
+
+def test_a_gradient_of_a_loss_is_no_constant():
+    """By its input alone, too, whose slope the forward of the loss has made."""
+    x = drawn(ROWS, WIDTH).requires_grad_()
+    loss = ops.replaced_token_loss(x, GAIN, REPLACED)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(fastplm.FastplmError, match="use_backend"):
+        (grad.square().sum() + x.sum()).backward()
+
+
+# --- use_backend and threads ----------------------------------------------------------------------
+
+
+def test_overlapping_blocks_of_threads_leave_nothing_behind():
+    entered, left = threading.Barrier(2), threading.Barrier(2)
+    seen = {}
+
+    def run(backend, first):
+        with fastplm.use_backend(backend):
+            entered.wait()
+            seen[backend] = _backends.requested("attention")
+            if not first:
+                left.wait()
+        if first:
+            left.wait()
+        seen[backend, "after"] = _backends.requested("attention")
+
+    threads = [
+        threading.Thread(target=run, args=arguments) for arguments in (("eager", 1), ("torch", 0))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen.pop("eager") == "eager" and seen.pop("torch") == "torch"
+    assert set(seen.values()) == {"auto"} and _backends.requested("attention") == "auto"
+
+
+def test_blocks_may_be_left_in_any_order():
+    """As those of coroutines of one thread."""
+    first, second = fastplm.use_backend("eager"), fastplm.use_backend("torch", "attention")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert _backends.requested("attention") == "torch"
+    second.__exit__(None, None, None)
+    assert _backends.requested("attention") == "auto"
+
+
+def test_threads_without_a_choice_follow_the_main_thread():
+    """Such as those in which PyTorch runs a backward on a GPU, and recomputes a checkpoint."""
+    seen = []
+    with fastplm.use_backend("eager"):
+        thread = threading.Thread(target=lambda: seen.append(_backends.requested("gelu")))
+        thread.start()
+        thread.join()
+    assert seen == ["eager"]
+
+
+def test_a_compiled_function_follows_the_choice_of_its_thread():
+    function, x = FUNCTIONS["gather_rows"]
+    graphs = []
+
+    def record(graph, _):
+        graphs.append("fastplm" in graph.code)
+        return graph.forward
+
+    compiled = torch.compile(function, backend=record, fullgraph=True)
+
+    def in_a_thread():
+        with fastplm.use_backend("eager"):
+            compiled(x)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    compiled(x)
+    with fastplm.use_backend("eager"):
+        compiled(x)
+    compiled(x)
+    assert graphs[:2] == [False, True]
+
+    @torch.compile(backend=record, fullgraph=True)
+    def inside(x):
+        with fastplm.use_backend("eager"):
+            return function(x)
+
+    graphs.clear()
+    inside(x)
+    assert graphs == [False] and _backends.requested("gather_rows") == "auto"
+    torch._dynamo.reset()
