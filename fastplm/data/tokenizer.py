@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
 from fastplm.data._cache import build_once
-from fastplm.data.corpus import fingerprint
+from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +102,7 @@ def train_tokenizer(
     from transformers import AutoTokenizer
 
     check_choice("train_tokenizer", "kind", kind, KINDS)
+    check_documents("train_tokenizer", documents)
     builders = {"wordpiece": _bert, "bytelevel": _roberta, "unigram": _t5}
 
     def build(directory: Path) -> None:
