@@ -19,6 +19,7 @@ from fastplm._checks import DataError, message
 _WHERE, _ARGUMENT = "read_documents", "paths"
 _EXPECTED = "text files in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or folders of them"
 _AT_ONCE = 1 << 16
+_PACKED_AT_ONCE = 1 << 13  # which may hold a thousand times as much text
 _HEAD = 1 << 12
 
 #: What the names of text files in a folder end with.
@@ -192,18 +193,21 @@ class _Decompressed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            part = self._file.read1(_AT_ONCE)
+        # A byte-order mark may lie in two frames, so a few bytes are no answer.
+        while len(self._ready) < min(_HEAD, len(buffer)):
+            part = self._file.read1(_PACKED_AT_ONCE)
+            ended = not part
             if self._frame.eof:
-                # A file may be padded with zeros.
-                part = (self._frame.unused_data + part).lstrip(b"\0")
-                if not part and not self._file.peek(1):
-                    return 0
+                part = (self._frame.unused_data + part).lstrip(b"\0")  # files are padded with zeros
+                if ended and not part:
+                    break
+                if not part:
+                    continue
                 self._frame = self._new()
-            elif not part:
+            elif ended:
                 raise _DamagedError("ends too early")
             try:
-                self._ready = self._frame.decompress(part)
+                self._ready += self._frame.decompress(part)
             except Exception as error:  # each library has errors of its own
                 raise _DamagedError(f"is damaged ({error})") from error
         count = min(len(buffer), len(self._ready))

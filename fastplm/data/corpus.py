@@ -127,7 +127,7 @@ def fingerprint(documents: Iterable[str]) -> str:
             encoded = document.encode()
         except (AttributeError, UnicodeEncodeError) as error:
             got = f"{document!r:.60} as document {number}"
-            if isinstance(document, str):
+            if isinstance(error, UnicodeEncodeError):
                 got = f"document {number}, where letter {error.start} is half a surrogate pair"
             fix = "Pass a list of texts, e.g. of read_documents."
             raise DataError(message("fingerprint", "documents", got, "texts", fix)) from error
