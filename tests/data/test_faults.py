@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -166,6 +167,9 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
 
     assert damage(10, touched=True) == damage(8999, touched=False) == "a.bin has other contents"
     assert damage(10, touched=False) is None
+    file.write_bytes(data[:-1])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert _cache.damage(folder) == "a.bin has 8999 bytes of 9000"
     file.write_bytes(data)
     assert _cache.damage(folder) is None
 
@@ -173,7 +177,6 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
 def test_those_who_build_at_once_and_those_who_read(tmp_path):
     """Each lock is of its own open file, so that threads stand for processes."""
     expected = random.Random(0).randbytes(9000)
-    done = threading.Event()
 
     def use(number: int) -> bool:
         folder = _cache.build_once(tmp_path, "key", write)
@@ -190,8 +193,33 @@ def test_those_who_build_at_once_and_those_who_read(tmp_path):
         for number in range(10):
             spoilt(number)
             assert all(pool.map(use, range(8)))
-    done.set()
     assert os.listdir(tmp_path) == ["key"]
+
+
+def test_who_comes_second_takes_what_is_there(tmp_path):
+    inodes = []
+
+    def slow(folder: Path) -> None:
+        other = _cache.build_once(tmp_path, "key", write)
+        inodes.append(other.stat().st_ino)
+        write(folder)
+
+    assert _cache.build_once(tmp_path, "key", slow).stat().st_ino == inodes[0]
+    assert os.listdir(tmp_path) == ["key"]
+
+
+def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
+    file = _cache.build_once(tmp_path, "key", write) / "a.bin"
+    data = file.read_bytes()
+    with _cache._locked(tmp_path):
+        file.write_bytes(b"half")
+        thread = threading.Thread(target=_cache.build_once, args=(tmp_path, "key", write))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        file.write_bytes(data)
+    thread.join(60)
+    assert not thread.is_alive() and capsys.readouterr().err == ""
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
@@ -213,6 +241,20 @@ def test_a_full_disk(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_disk_with_no_room_for_a_map(whole, tmp_path, monkeypatch):
+    """Written to, such a map kills the process; so the room is asked for before."""
+
+    def full(descriptor: int, begin: int, size: int) -> None:
+        assert size % 24 == 0 < size
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (store,) = whole[2].glob("tokens-*")
+    shutil.copytree(store, tmp_path / "store", ignore=shutil.ignore_patterns("chunks-*"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        SentenceChunks(TokenStore(tmp_path / "store"), 32)
+
+
 def test_a_rebuild_that_fails_leaves_what_is_there(tmp_path, capsys):
     folder = _cache.build_once(tmp_path, "key", write)
     (folder / "a.bin").write_bytes(b"damaged")
@@ -231,3 +273,6 @@ def test_a_manifest_is_what_it_says(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["a"]["hash"] == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
     assert manifest["files"]["a"]["size"] == 3
+    manifest["files"]["a"]["changed"] += 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert _cache.damage(folder) == "manifest.json is not what was written"
