@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm._checks import DataError, UnsupportedError, check
-from fastplm.data._cache import build_once
-from fastplm.data.corpus import fingerprint
+from fastplm.data._cache import MANIFEST, build_once, damage
+from fastplm.data.corpus import check_documents, fingerprint
 from fastplm.data.index import first_descent, first_outside, map_file, refuse_file
 
 if TYPE_CHECKING:
@@ -126,6 +126,10 @@ class TokenStore:
         return build_once(self.directory, f"{name}-{self._state}", build)
 
     def _read_all(self) -> None:
+        # A store that other means wrote has no manifest.
+        if (self.directory / MANIFEST).exists() and (damaged := damage(self.directory)):
+            got = f"beside which {damaged}"
+            refuse_file(self.directory / MANIFEST, got, "the files that were written")
         for name, boundaries in ("sentences", self.sentences), ("documents", self.documents):
             wrong = first_descent(boundaries)
             if wrong >= 0:
@@ -151,7 +155,9 @@ def tokenize(
     Raises:
         DataError: the documents hold no token at all.
         UnsupportedError: the tokenizer is not a fast one.
+        ArgumentTypeError: one text, or documents that can be read only once.
     """
+    check_documents("tokenize", documents)
     check(
         tokenizer.is_fast,
         "tokenize",

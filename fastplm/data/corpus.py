@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
-from fastplm._checks import DataError, check, message
+from fastplm._checks import ArgumentTypeError, DataError, check, message
+from fastplm.data._files import SUFFIXES, lines_of, refuse
 
 #: How a file marks where a document begins.
 Boundary = Literal["title", "blank", "line"]
@@ -40,6 +42,10 @@ class TextFiles(Iterable[str]):
 def read_documents(paths: Iterable[str | Path]) -> TextFiles:
     """The documents of the files named and of every ``*.txt`` file below the folders named.
 
+    Files are UTF-8, or UTF-16 or UTF-32 with a byte-order mark, and may be compressed by gzip,
+    bzip2, xz or zstd (``*.txt.gz`` and so on in a folder): the same text gives the same documents.
+    Before Python 3.14 zstd needs the package ``zstandard``.
+
     Args:
         paths: files or folders; files of a folder come in sorted order.
 
@@ -47,23 +53,29 @@ def read_documents(paths: Iterable[str | Path]) -> TextFiles:
         An iterable that may be iterated many times and gives one ``str`` a document.
 
     Raises:
-        DataError: a path is missing, a file is empty or not UTF-8, a folder has no text in it.
+        DataError: a path is missing or cannot be read twice, a file is empty, binary, damaged or in
+            another encoding, a folder has no text in it or a file both packed and unpacked.
+        ArgumentTypeError: one path instead of several.
     """
+    if isinstance(paths, (str, Path)):
+        got, fix = f"{type(paths).__name__} {str(paths)!r}", f"Pass [{str(paths)!r}]."
+        raise ArgumentTypeError(message("read_documents", "paths", got, "a list of paths", fix))
     files: list[tuple[Path, Boundary]] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = [(file, _boundary_of(file)) for file in sorted(path.rglob("*.txt"))]
+    for name in paths:
+        path = Path(name)
+        if str(name) == "":
+            refuse(path, "which an empty name stands for", "Name a file or a folder.")
+        if os.path.isdir(path):
+            inside = [(file, _boundary_of(file)) for file in _texts_in(path)]
             found = [(file, boundary) for file, boundary in inside if boundary is not None]
             if not found:
-                _refuse(path, f"a folder with {len(inside)} .txt files and no text in them")
+                refuse(path, f"a folder with {len(inside)} .txt files and no text in them")
             files += found
-        elif path.is_file():
+        else:
             boundary = _boundary_of(path)
             if boundary is None:
-                _refuse(path, "an empty file")
+                refuse(path, "an empty file")
             files.append((path, boundary))
-        else:
-            _refuse(path, "a path that does not exist")
     check(
         bool(files), "read_documents", "paths", "no path", "one at least", "Name a file.", DataError
     )
@@ -98,39 +110,54 @@ def embedded_corpus() -> list[str]:
     return sorted(cleaned, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
+def check_documents(where: str, documents: object) -> None:
+    """Texts that can be read several times, which neither one text nor a generator is."""
+    one = isinstance(documents, (str, bytes))
+    if one or not isinstance(documents, Iterable) or iter(documents) is documents:
+        got = f"a {type(documents).__name__}{', which is read only once' if not one else ''}"
+        expected = "a list of texts, or another iterable that can be read several times"
+        raise ArgumentTypeError(message(where, "documents", got, expected, "Pass a list."))
+
+
 def fingerprint(documents: Iterable[str]) -> str:
     """A hex digest of the documents and their boundaries; the key of caches."""
     digest = hashlib.sha256()
-    for document in documents:
-        encoded = document.encode()
+    for number, document in enumerate(documents):
+        try:
+            encoded = document.encode()
+        except (AttributeError, UnicodeEncodeError) as error:
+            got = f"{document!r:.60} as document {number}"
+            if isinstance(error, UnicodeEncodeError):
+                got = f"document {number}, where letter {error.start} is half a surrogate pair"
+            fix = "Pass a list of texts, e.g. of read_documents."
+            raise DataError(message("fingerprint", "documents", got, "texts", fix)) from error
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise DataError(
-            message(
-                "read_documents",
-                "paths",
-                f"{path}, which is not UTF-8 ({error.reason})",
-                "UTF-8 text",
-                f"Convert it, e.g. iconv -f latin1 -t utf-8 {path}.",
-            )
-        ) from error
-    except OSError as error:
-        _refuse(path, f"a file that cannot be read ({error.strerror})")
+def _texts_in(folder: Path) -> list[Path]:
+    """The text files below a folder, sorted."""
+    texts = [
+        path
+        for path in sorted(folder.rglob("*.txt*"))
+        if path.name.endswith(SUFFIXES) and not path.is_dir()
+    ]
+    unpacked: dict[str, Path] = {}
+    for path in texts:
+        name = str(path)[: str(path).rindex(".txt")]
+        if name in unpacked:
+            fix = "Delete one of the two, or name the files."
+            refuse(path, f"beside {unpacked[name].name}, the same text twice", fix)
+        unpacked[name] = path
+    return texts
 
 
 def _boundary_of(path: Path) -> Boundary | None:
     """What marks the documents of a file; None for a file without text. Reads the whole file, so
-    that a file that is not UTF-8 fails before any work is done."""
+    that a file that is not text fails before any work is done."""
     text = blank = blank_inside = title = False
-    for line in _lines(path):
+    for line in lines_of(path):
         if line.isspace():
             blank = text
         else:
@@ -144,7 +171,7 @@ def _boundary_of(path: Path) -> Boundary | None:
 
 def _documents_of(path: Path, boundary: Boundary) -> Iterator[str]:
     document: list[str] = []
-    for line in _lines(path):
+    for line in lines_of(path):
         blank = line.isspace()
         begins = {
             "title": _TITLE.fullmatch(line) is not None,
@@ -158,18 +185,6 @@ def _documents_of(path: Path, boundary: Boundary) -> Iterator[str]:
             document.append(line.strip())
     if document:
         yield "\n".join(document)
-
-
-def _refuse(path: Path, got: str) -> NoReturn:
-    raise DataError(
-        message(
-            "read_documents",
-            "paths",
-            f"{path}, {got}",
-            "UTF-8 text files, or folders of .txt files",
-            "Check the path.",
-        )
-    )
 
 
 def _pydoc_topics(source: Path) -> list[str]:

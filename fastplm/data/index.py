@@ -8,10 +8,12 @@ may be memory maps.
 from __future__ import annotations
 
 import bisect
+import math
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -43,7 +45,16 @@ def map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
 
 def new_file(path: Path) -> Callable[..., np.ndarray]:
     """The ``empty`` of a function of this module that has it put its result into a file."""
-    return lambda shape, dtype: np.memmap(path, dtype, "w+", shape=shape).view(np.ndarray)
+
+    def empty(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+        with path.open("wb") as file:
+            # On a full disk this raises; writing to a map that has no room kills the process.
+            if hasattr(os, "posix_fallocate") and (size := math.prod(shape)):
+                os.posix_fallocate(file.fileno(), 0, size * np.dtype(dtype).itemsize)
+        mode: Literal["r+", "w+"] = "r+" if path.stat().st_size else "w+"
+        return np.memmap(path, dtype, mode, shape=shape).view(np.ndarray)
+
+    return empty
 
 
 def refuse_file(path: Path, got: str, expected: str) -> NoReturn:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
-from fastplm.data._cache import build_once
-from fastplm.data.corpus import fingerprint
+from fastplm.data._cache import build_once, say
+from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +28,9 @@ T5_SENTINELS = tuple(f"<extra_id_{i}>" for i in reversed(range(100)))
 
 KINDS = ("wordpiece", "bytelevel", "unigram")
 _ALPHABET = 1000
+_MOST_TOKENS = 10**7  # the trainers have room for as many as are asked for, from the beginning
+#: Longer words are cut into pieces of so many letters before a vocabulary is trained on them.
+LONGEST_WORD = 1000
 _SPACE = "▁"
 _WORDS_AT_ONCE = 1 << 14
 _ROLES = ("pad", "mask", "cls", "sep", "bos", "eos", "unk")
@@ -53,11 +58,15 @@ def load_tokenizer(
     check(path.is_dir(), where, "directory", path, expected, "Check the path.", DataError)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            message(where, "directory", f"{path} ({reason})", expected, "Check the path.")
-        ) from error
+    except Exception as error:  # files of other contents raise whatever they lead to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "Check the path; if it is right, the files are damaged: save the tokenizer anew."
+        raise DataError(message(where, "directory", f"{path} ({reason})", expected, fix)) from error
+    # Without such a file Transformers makes a tokenizer that knows no word.
+    files = sorted(tokenizer.vocab_files_names.values())
+    got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"
+    found = not files or any((path / file).is_file() for file in files)
+    check(found, where, "directory", got, expected, "Save the tokenizer anew.", DataError)
     vocabulary = tokenizer.get_vocab()
     for need in needs:
         role = f"{need}_token"
@@ -86,6 +95,10 @@ def train_tokenizer(
     - "unigram" (T5): pieces of words with probabilities; ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, and
       100 sentinels at the end, ``<extra_id_0>`` the last.
 
+    A word of more than 1000 letters (bytes for "bytelevel") is cut every 1000, as the time that
+    training takes grows with the square of a word's length; a line on stderr says so. WordPiece
+    encodes words of more than 100 letters as ``[UNK]``.
+
     The same documents give the same vocabulary in every process. ``AutoTokenizer`` loads what the
     cache holds as ``BertTokenizer``, ``RobertaTokenizer`` or ``T5Tokenizer``.
 
@@ -96,19 +109,72 @@ def train_tokenizer(
         kind: as above.
 
     Raises:
-        ArgumentValueError: an unknown kind.
+        ArgumentValueError: an unknown kind, or a size that is none.
+        ArgumentTypeError: one text, or documents that can be read only once.
         DataError: the alphabet of the documents alone is larger.
     """
     from transformers import AutoTokenizer
 
     check_choice("train_tokenizer", "kind", kind, KINDS)
+    check_documents("train_tokenizer", documents)
+    check(
+        isinstance(vocab_size, int) and 1 <= vocab_size <= _MOST_TOKENS,
+        "train_tokenizer",
+        "vocab_size",
+        repr(vocab_size),
+        f"an integer from 1 to {_MOST_TOKENS:,}",
+        "30522 and 50265 are usual.",
+    )
     builders = {"wordpiece": _bert, "bytelevel": _roberta, "unigram": _t5}
 
     def build(directory: Path) -> None:
-        builders[kind](documents, vocab_size).save_pretrained(directory)
+        tokenizer = builders[kind](documents, vocab_size)
+        try:
+            tokenizer.save_pretrained(directory)
+        except Exception as error:
+            # The tokenizers library raises a plain Exception where the disk is full.
+            if (code := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
     key = f"{kind}-{vocab_size}-{fingerprint(documents)[:24]}"
     return AutoTokenizer.from_pretrained(build_once(cache, key, build), local_files_only=True)
+
+
+class _WatchedWords(Iterable[str]):
+    """Documents; once all were read, it is said if there is a word that will be cut."""
+
+    def __init__(self, documents: Iterable[str], words_of: Callable[[str], Iterable[str]]) -> None:
+        self.documents, self.words_of, self.longest = documents, words_of, 0
+
+    def __iter__(self) -> Iterator[str]:
+        known = self.longest
+        for document in self.documents:
+            for text in document.split():
+                # What stands between spaces may be several words, as it is in Chinese.
+                if len(text) > max(LONGEST_WORD // 4, self.longest):
+                    self.longest = max(self.longest, *map(len, self.words_of(text)))
+            yield document
+        if self.longest > max(LONGEST_WORD, known):
+            say(
+                f"the longest word of the corpus has {self.longest:,} letters: for the vocabulary, "
+                f"words are cut every {LONGEST_WORD:,}"
+            )
+
+
+def _words_by(pre_tokenizer: Any, normalizer: Any = None) -> Callable[[str], list[str]]:
+    def words_of(text: str) -> list[str]:
+        text = normalizer.normalize_str(text) if normalizer else text
+        return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+    return words_of
+
+
+def _cut(pre_tokenizer: Any) -> Any:
+    """The pre-tokenizer, whose words are then cut where they are too long."""
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([pre_tokenizer, pre_tokenizers.FixedLength(LONGEST_WORD)])
 
 
 def _bert(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -155,6 +221,8 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    documents = _WatchedWords(documents, _words_by(pre_tokenizer, normalizer))
     frequency: Counter[str] = Counter()
     for document in documents:
         frequency.update(normalizer.normalize_str(document))
@@ -163,7 +231,7 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
     def train(size: int, first_tokens: list[str]) -> dict[str, int]:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizer
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.pre_tokenizer = _cut(pre_tokenizer)
         tokenizer.train_from_iterator(
             documents,
             trainers.WordPieceTrainer(
@@ -194,6 +262,7 @@ def _bytelevel(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _check_size(vocab_size, len(ROBERTA_TOKENS) + len(alphabet) + 1)
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    documents = _WatchedWords(documents, _words_by(pre_tokenizer))
     bpe = _bpe(documents, pre_tokenizer, alphabet, vocab_size - 1, ROBERTA_TOKENS)
     model = json.loads(bpe.to_str())["model"]
     vocabulary = {**model["vocab"], ROBERTA_MASK: len(model["vocab"])}
@@ -214,8 +283,10 @@ def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words: Counter[str] = Counter()
-    for document in documents:
-        words.update(_SPACE + word for word in document.split())
+    for document in _WatchedWords(documents, str.split):
+        for word in document.split():
+            spaced = _SPACE + word
+            words.update(spaced[i : i + LONGEST_WORD] for i in range(0, len(spaced), LONGEST_WORD))
     letters: Counter[str] = Counter()
     for word, frequency in words.items():
         for letter in word:
@@ -255,7 +326,7 @@ def _bpe(
     from tokenizers import Tokenizer, models, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.pre_tokenizer = _cut(pre_tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(first_tokens),

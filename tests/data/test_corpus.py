@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import random
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -51,6 +56,77 @@ def test_folders_are_read_in_order_and_again(tmp_path):
 
 def test_byte_order_mark_is_no_text(tmp_path):
     assert list(read_documents([write(tmp_path / "a.txt", "\ufeffone")])) == ["one"]
+
+
+STORIES = "Größe – 😀 one.\n\ntwo, naïve.\r\nits second line\r\rthree\u2028four"
+
+
+def halves(compress):
+    """Compressed in two frames, which are cut within a letter."""
+    return lambda data: compress(data[:3]) + compress(data[3:])
+
+
+def zstd(data):
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress, zstd])
+@pytest.mark.parametrize("frames", [1, 2])
+def test_the_same_text_however_it_is_written(tmp_path, encoding, compress, frames):
+    expected = list(read_documents([write(tmp_path / "plain.txt", STORIES)]))
+    assert expected == ["Größe – 😀 one.", "two, naïve.\nits second line", "three\u2028four"]
+    data = STORIES.encode(encoding)
+    if encoding == "utf-16-be":
+        data = b"\xfe\xff" + data
+    if frames == 2 and compress is not bytes:
+        compress = halves(compress)
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "a.txt.gz"  # the contents tell, whatever the name says
+    file.write_bytes(compress(data))
+    for path in file, file.parent:
+        documents = read_documents([path])
+        assert list(documents) == list(documents) == expected
+    assert fingerprint(documents) == fingerprint(expected)
+
+
+def test_names_of_texts_in_a_folder(tmp_path):
+    for name, pack in ("c.txt", bytes), ("b.txt.gz", gzip.compress), ("a.txt.xz", lzma.compress):
+        (tmp_path / name).write_bytes(pack(name.encode()))
+    for name in ("d.txt.bak", "e.txt~", "f.gz", "g.txt.gz.part"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder.txt").mkdir()
+    assert list(read_documents([tmp_path])) == ["a.txt.xz", "b.txt.gz", "c.txt"]
+
+
+def test_padding_after_a_compressed_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"one\n") + b"\0" * 70_000)
+    assert list(read_documents([tmp_path])) == ["one"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "longer"])
+def test_damaged_zstd(tmp_path, damage):
+    data = zstd(random.Random(0).randbytes(3000).hex().encode())
+    flipped = data[:1500] + bytes([data[1500] ^ 4]) + data[1501:]
+    (tmp_path / "a.txt").write_bytes(
+        {"cut": data[:-700], "flip": flipped, "longer": data + b"more"}[damage]
+    )
+    with pytest.raises(DataError, match="a compressed file that (ends too early|is damaged)"):
+        read_documents([tmp_path])
+
+
+def test_compressed_text_is_never_whole_in_memory(tmp_path):
+    lines = "".join(f"line {number} of a text that is not long\n" for number in range(9000))
+    with gzip.open(tmp_path / "a.txt.gz", "wt", compresslevel=1) as file:
+        for _ in range(8):
+            file.write(lines)
+    tracemalloc.start()
+    try:
+        assert sum(map(len, read_documents([tmp_path]))) > 2_500_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,40 @@ def test_cached(documents, tmp_path, monkeypatch):
     assert train_tokenizer(documents, 100, tmp_path).get_vocab() == first.get_vocab()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_words_are_not_cut(documents, tmp_path, monkeypatch, capsys, kind):
+    expected = train_tokenizer(documents, 300, tmp_path / "cut", kind)
+    assert "cut" not in capsys.readouterr().err
+    monkeypatch.setattr("fastplm.data.tokenizer._cut", lambda pre_tokenizer: pre_tokenizer)
+    tokenizer = train_tokenizer(documents, 300, tmp_path / "not", kind)
+    assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_words_are_cut_and_it_is_said_once(documents, tmp_path, monkeypatch, capsys, kind):
+    text = [*documents, *["abcdefghijklmnopqrstuvwxyz" * 9] * 50]
+
+    def longest(vocabulary):
+        return max(len(token.removeprefix("##")) for token in vocabulary if token[0] not in "<[")
+
+    whole = train_tokenizer(text, 500, tmp_path / "whole", kind).get_vocab()
+    assert capsys.readouterr().err == ""
+    assert longest(whole) > 16
+    monkeypatch.setattr("fastplm.data.tokenizer.LONGEST_WORD", 16)
+    for _ in range(2):  # the second time it comes from the cache
+        cut = train_tokenizer(text, 500, tmp_path / "cut", kind).get_vocab()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has 234 letters" in line and "cut every 16" in line
+    assert longest(cut) <= 16
+
+
+def test_chinese_is_no_long_word_of_wordpiece(tmp_path, capsys):
+    train_tokenizer(["你好世界" * 500], 300, tmp_path)
+    assert capsys.readouterr().err == ""
+    train_tokenizer(["你好世界" * 500], 300, tmp_path, "unigram")
+    assert "has 2,000 letters" in capsys.readouterr().err
+
+
 def test_small_corpus_gives_a_smaller_vocabulary(tmp_path):
     assert len(train_tokenizer(["only a few words"], 1000, tmp_path)) < 60
 
