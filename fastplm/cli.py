@@ -244,9 +244,11 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: bf16 where the hardware multiplies it",
     )
     add("--workers", type=int, default=0, help="processes that prepare batches")
+    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between logged losses")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out", **none)
+    add("--overwrite", action="store_true", help="move aside what is in --out", **none)
     add("--cache", metavar="DIR", help="of token ids (without it ~/.cache/fastplm)", **none)
     _add_finetune(commands)
     return parser
@@ -322,4 +324,6 @@ def _add_finetune(commands: Any) -> None:
     )
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between logged losses")
+    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
     add("--resume", action="store_true", help="go on with the run in --out", **none)
+    add("--overwrite", action="store_true", help="move aside what is in --out", **none)
