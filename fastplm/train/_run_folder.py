@@ -311,7 +311,7 @@ def _sync_folder(folder: Path) -> None:
 
 def write_record(out: Path, run: dict[str, Any]) -> None:
     """Write ``run.json``."""
-    write_json(out / RECORD, {**run, "blake2b": _hash_of(run)})
+    write_json(out / RECORD, {**run, "blake2b": content_hash(run)})
 
 
 def read_record(where: str, out: Path) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def read_record(where: str, out: Path) -> dict[str, Any]:
     path = out / RECORD
     try:
         run = json.loads(path.read_text())
-        if run.pop("blake2b") == _hash_of(run):
+        if run.pop("blake2b") == content_hash(run):
             return run
         got = f"{path}, which is damaged or was edited"
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
@@ -354,7 +354,8 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
             )
 
 
-def _hash_of(run: dict[str, Any]) -> str:
+def content_hash(run: dict[str, Any]) -> str:
+    """Of what JSON keeps."""
     content = json.dumps(run, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

@@ -53,7 +53,9 @@ def pretraining(
         f"{flops_a_token(model, args.block_size) / 1e6:,.1f} MFLOP a token (6 N + 12 layers width "
         "length; N without embeddings and vocabulary head)",
         "training": f"steps {done + 1:,} to {args.steps:,}, {samples_a_step:,} samples of "
-        f"{args.block_size} tokens each",
+        f"{args.block_size} tokens each"
+        if done < args.steps
+        else f"all {done:,} steps are done",
         "precision": _precision(args, training_arguments),
         "device": f"{_device(training_arguments)}, {processes} process"
         f"{'es' if processes > 1 else ''}",

@@ -27,10 +27,10 @@ from fastplm._checks import DataError, DivergenceError, check, check_choice
 from fastplm.data import load_tokenizer
 from fastplm.train._run_folder import (
     MANIFEST,
-    RECORD,
     check_same,
     checkpoints,
     claimed,
+    content_hash,
     damage,
     last_checkpoint,
     loaded,
@@ -216,7 +216,7 @@ def _finetune(
     task = prepare_task(args)
     run = _record(args, task)
     if before is not None:
-        check_same("finetune", {name: run[name] for name in run.keys() - {"examples"}}, before)
+        check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
         check(
             run["examples"] == before["examples"],
             "finetune",
@@ -237,9 +237,11 @@ def _finetune(
         if processes.device.type == "cpu":
             say(busy_cores())
     results = []
+    trained = False
     for seed in range(args.seed, args.seed + args.seeds):
         result = _finished(out / f"seed-{seed}", processes)
         if result is None:
+            trained = True
             try:
                 result = _run(args, task, train, seed, processes.is_main_process)
             except DivergenceError as error:
@@ -261,10 +263,24 @@ def _finetune(
             name: interval([result["scores"][name] for result in results]) for name in task.metrics
         },
     }
+    before_this = _metrics(out)
+    if not trained and before_this is not None and before_this["seeds"] == results:
+        say(f"The run in {out} is finished, all its seeds: nothing was changed.")
+        return before_this
+    processes.wait_for_everyone()
     if processes.is_main_process:
         with writing("finetune", out):
-            write_json(out / "metrics.json", metrics)
+            write_json(out / "metrics.json", {**metrics, "blake2b": content_hash(metrics)})
     return metrics
+
+
+def _metrics(out: Path) -> dict[str, Any] | None:
+    """What an earlier start wrote, if it is whole."""
+    try:
+        metrics = json.loads((out / "metrics.json").read_text())
+        return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
 
 
 def _announcement(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,7 @@ HELD_OUT = 0.05
 HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
+_A_WHILE = 2.0  # seconds
 # What may differ between a run and its continuation without changing the loss curve; with another
 # number of threads or another interval of the log, its last digits and its points.
 _FREE_ON_RESUME = {
@@ -302,7 +304,8 @@ def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
     if before is not None:
         _take_over(args, before, done)
     training_arguments = _training_arguments(args, out)
-    data = _load(args, training_arguments, checkpoint)
+    with _said_later("Preparing the data: a vocabulary is trained or the text tokenized ..."):
+        data = _load(args, training_arguments, checkpoint)
     tokenizer = data.tokenizer
     run = _record(args, data, training_arguments)
     if before is not None:
@@ -458,6 +461,17 @@ def hardware_has_bf16() -> bool:
 
 
 @contextmanager
+def _said_later(line: str) -> Iterator[None]:
+    """A line that is said if what is done within takes a while."""
+    timer = threading.Timer(_A_WHILE, say, [line])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
     """PyTorch's number of threads, for a while."""
     before = torch.get_num_threads()
@@ -513,7 +527,6 @@ def _load(
     with training_arguments.main_process_first(desc="preparing the data"):
         cache = Path(args.cache)
         there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
-        say("Preparing the data: the first time a vocabulary is trained and the text tokenized ...")
         documents = open_corpus(args.corpus)
         tokenizer = _tokenizer(args, checkpoint, documents)
         everything = tokenize(documents, tokenizer, args.cache)
@@ -699,6 +712,8 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
         "tokens), as in the run that is resumed",
         "Give the same text, or another --out.",
     )
+    apart = {"corpus", "held_out", "steps", "threads", "starts"}
+    check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
     held, kept = run["held_out"], before["held_out"]
     check(
         held == kept,
@@ -708,8 +723,6 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
         f"{kept['samples']}, as in the run that is resumed",
         "Delete the tokens there: they are made again.",
     )
-    free = {"corpus", "held_out", "steps", "threads", "starts"}
-    check_same("pretrain", {name: run[name] for name in run.keys() - free}, before)
     if run["threads"] != before["threads"]:
         say(
             f"The run began with {before['threads']} threads and goes on with {run['threads']}: "
