@@ -677,7 +677,7 @@ def _record(
     """What the loss curve depends on, and some of what it does not."""
     settings = asdict(args)
     names = sorted(settings.keys() - _FREE_ON_RESUME - _SEEN_APART)
-    description = data.tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    description = data.tokenizer.backend_tokenizer.to_str()
     return {
         **{name: settings[name] for name in names},
         "steps": args.steps,

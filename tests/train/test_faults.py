@@ -1,7 +1,7 @@
 """A run whose process is killed, whose disk fills and whose files are damaged, at random.
 
-After each fault the run goes on with ``--resume``: it ends with the very losses of a run that nothing
-happened to, or one line says what is lost and what to do. Each test prints how often it was which.
+After each fault the run goes on with ``--resume``: it ends with the very losses of a run that
+nothing happened to, or one line says what is lost and what to do. Each test prints the counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,7 +66,10 @@ class Finetuning:
             [{k: v for k, v in entry.items() if "second" not in k} for entry in seed["history"]]
             for seed in seeds
         ]
-        weights = [(Path(seed["model"]) / "model.safetensors").read_bytes() for seed in seeds]
+        weights = [
+            (out / f"seed-{seed['seed']}" / "model" / "model.safetensors").read_bytes()
+            for seed in seeds
+        ]
         return curves, [seed["scores"] for seed in seeds], weights
 
 
@@ -148,11 +150,11 @@ def spoil(path, draw):
     return way
 
 
-def report(name, counts):
-    total = sum(counts.values())
-    sys.__stderr__.write(f"\n{name}: {total} faults\n")
-    for what, count in counts.most_common():
-        sys.__stderr__.write(f"  {count:4}  {what}\n")
+def report(capsys, name, counts):
+    with capsys.disabled():
+        print(f"\n{name}")
+        for what, count in counts.most_common():
+            print(f"  {count:4}  {what}")
 
 
 @pytest.mark.parametrize("state, faults", [("stopped", 45), ("whole", 15)])
@@ -175,7 +177,7 @@ def test_damaged_files(training, state, faults, tmp_path, capsys, request):
         except Exception as error:
             raise AssertionError(f"after {text}") from error
         shutil.rmtree(work)
-    report(request.node.name, counts)
+    report(capsys, f"{request.node.name}: {faults} faults", counts)
 
 
 @pytest.mark.parametrize("faults", [40])
@@ -195,7 +197,7 @@ def test_damaged_cache(training, faults, tmp_path, capsys, request):
         except Exception as error:
             raise AssertionError(f"after {way} {path.relative_to(work)}") from error
         shutil.rmtree(work)
-    report(request.node.name, counts)
+    report(capsys, f"{request.node.name}: {faults} faults", counts)
 
 
 @pytest.mark.parametrize("faults", [25])
@@ -250,7 +252,7 @@ def test_killed(training, faults, tmp_path, capsys, request):
         else:
             counts[what] += 1
         shutil.rmtree(tmp_path / str(number - 1))
-    report(f"{request.node.name}, {killed} kills", counts)
+    report(capsys, f"{request.node.name}, {killed} kills", counts)
 
 
 @pytest.mark.parametrize("faults", [20])
@@ -298,4 +300,4 @@ def test_a_disk_that_fills(training, faults, tmp_path, capsys, request):
     finally:
         if mounted:
             subprocess.run(["umount", str(disk)], check=True)
-    report(f"{request.node.name} ({'disk' if mounted else 'size of files'})", counts)
+    report(capsys, f"{request.node.name} ({'disk' if mounted else 'size of files'})", counts)
