@@ -79,7 +79,9 @@ def claimed(
         yield
         return
     if resume and not (out / RECORD).is_file():
-        _refuse_to_resume(where, out, f"{out}, which holds no {RECORD} of a run, and no checkpoint")
+        if checkpoints(out):
+            read_record(where, out)
+        _refuse_to_resume(where, f"{out}, which holds no run, and no checkpoint")
     new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,7 @@ def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
     raise DataError(message(where, "out", got, expected, fix))
 
 
-def _refuse_to_resume(where: str, out: Path, got: str, fix: str = "") -> NoReturn:
+def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
     fix = fix or "Check --out, or start afresh without --resume."
     expected = "the output folder of an interrupted run"
     raise DataError(message(where, "resume", got, expected, fix))
@@ -252,10 +254,10 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
     fix = "The steps made are lost: start again with --overwrite, which moves the folder aside."
     if checkpoint is None and passed:
         reasons = " ".join(passed)
-        _refuse_to_resume(where, out, f"{out}, none of whose checkpoints is whole. {reasons}", fix)
+        _refuse_to_resume(where, f"{out}, none of whose checkpoints is whole. {reasons}", fix)
     if checkpoint is None:
         got = f"{out}, which holds no checkpoint: the run ended before its first one"
-        _refuse_to_resume(where, out, got, fix)
+        _refuse_to_resume(where, got, fix)
     for line in passed:
         say(line)
     return checkpoint
@@ -332,7 +334,7 @@ def read_record(where: str, out: Path) -> dict[str, Any]:
         "What the run was cannot be known, so it does not go on; its checkpoints are as they were. "
         "Put the file back, or start again with --overwrite."
     )
-    _refuse_to_resume(where, out, got, fix)
+    _refuse_to_resume(where, got, fix)
 
 
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
