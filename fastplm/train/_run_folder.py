@@ -410,5 +410,7 @@ def loaded(
 def _first_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if "inline_container" in str(error):  # all that PyTorch's writer says
+        return "PyTorch could not write a file to its end: the disk may be full"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
