@@ -36,6 +36,14 @@ class DataError(FastplmError, ValueError):
     """A corpus, tokenizer, checkpoint or file on disk is missing, empty or of the wrong kind."""
 
 
+class TooLittleTextError(DataError):
+    """A corpus is whole, and too small for what is asked of it."""
+
+
+class DivergenceError(FastplmError, ArithmeticError):
+    """A training came to a loss, gradient or weight that is not finite."""
+
+
 def message(where: str, argument: str, got: object, expected: str, fix: str) -> str:
     """The one form every error takes: ``where: `argument` got …; expected …; fix.``"""
     return f"{where}: `{argument}` got {got}; expected {expected}. {fix}"

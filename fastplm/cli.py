@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fastplm._checks import FastplmError
+from fastplm._checks import DivergenceError, FastplmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code.
 
-    0: done. 1: the demo did not show all that it should. 2: one line said what is wrong with the
-    input.
+    0: done. 1: the demo did not show all that it should, or a training diverged. 2: one line said
+    what is wrong with the input or the machine. 130: Ctrl-C.
     """
-    args = vars(_parser().parse_args(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = vars(_parser().parse_args(words))
     command = args.pop("command")
     try:
-        return command(**args)
-    except FastplmError as error:
+        if "out" not in args:
+            return command(**args)
+        from fastplm.train._interrupt import answered
+
+        with answered(words, args["out"]):
+            return command(**args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        line = _line_of(error)
+        if line is None or os.environ.get("FASTPLM_TRACEBACK") == "1":
+            raise
         if os.environ.get("RANK", "0") == "0":
-            print(f"fastplm: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+            print(f"fastplm: error: {' '.join(line.split())}", file=sys.stderr)
+        return 1 if isinstance(error, DivergenceError) else 2
+
+
+def _line_of(error: Exception) -> str | None:
+    """What to say of an error of the input or the machine; None for one of the program."""
+    if isinstance(error, FastplmError):
+        return str(error)
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    # The libraries written in Rust have errors of their own for what the system says.
+    if isinstance(error, OSError) or "(os error " in str(error):
+        fix = "Make room on the disk." if full or "(os error 28)" in str(error) else ""
+        return f"the system refused: {error}. {fix}"
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        return f"too little memory: {error} A smaller --batch-size may fit."
+    if "can't allocate memory" in str(error):
+        return "too little memory. A smaller --batch-size or --block-size may fit."
+    return None
 
 
 def _info() -> int:
@@ -244,9 +272,11 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: bf16 where the hardware multiplies it",
     )
     add("--workers", type=int, default=0, help="processes that prepare batches")
+    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between logged losses")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out", **none)
+    add("--overwrite", action="store_true", help="move aside what is in --out", **none)
     add("--cache", metavar="DIR", help="of token ids (without it ~/.cache/fastplm)", **none)
     _add_finetune(commands)
     return parser
@@ -322,4 +352,6 @@ def _add_finetune(commands: Any) -> None:
     )
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between logged losses")
+    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
     add("--resume", action="store_true", help="go on with the run in --out", **none)
+    add("--overwrite", action="store_true", help="move aside what is in --out", **none)

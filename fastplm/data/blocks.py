@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm._checks import DataError, UnsupportedError, check
+from fastplm._checks import TooLittleTextError, UnsupportedError, check
 from fastplm.data._cache import MANIFEST, build_once, damage
 from fastplm.data.corpus import check_documents, fingerprint
 from fastplm.data.index import first_descent, first_outside, map_file, refuse_file
@@ -153,7 +153,7 @@ def tokenize(
         cache: a folder where the ids are kept under the hash of documents and tokenizer.
 
     Raises:
-        DataError: the documents hold no token at all.
+        TooLittleTextError: the documents hold no token at all.
         UnsupportedError: the tokenizer is not a fast one.
         ArgumentTypeError: one text, or documents that can be read only once.
     """
@@ -190,7 +190,8 @@ class BlockDataset(Dataset):
 
     Raises:
         ArgumentValueError: a block has no room for text.
-        DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
+        TooLittleTextError: fewer tokens than one block needs.
+        DataError: see ``TokenStore.validate``.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ def check_enough_tokens(where: str, store: TokenStore, needed: int) -> None:
         f"{len(store)} tokens",
         f"at least the {needed} tokens of one block",
         "Give more text or a smaller block size.",
-        DataError,
+        TooLittleTextError,
     )
 
 
@@ -278,7 +279,8 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
                     document_file.write(array("q", [sentences]).tobytes())
             sentence_file.write(ends.tobytes())
             ends = array("q")
-    check(total > 0, "tokenize", "documents", "no tokens", "text", "Give more text.", DataError)
+    where, got, fix = "tokenize", "no tokens", "Give more text."
+    check(total > 0, where, "documents", got, "text", fix, TooLittleTextError)
     (directory / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab_size}))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm._checks import DataError, check
+from fastplm._checks import TooLittleTextError, check
 from fastplm.data.blocks import TokenStore, check_enough_tokens
 from fastplm.data.index import map_file, new_file, refuse_file, sentence_chunks
 from fastplm.data.stream import PretrainingStream
@@ -41,7 +41,8 @@ class SentenceChunks(Dataset):
         document: int64 ``[chunks]``, the document of each run.
 
     Raises:
-        DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
+        TooLittleTextError: fewer tokens than one block needs.
+        DataError: see ``TokenStore.validate``.
     """
 
     def __init__(self, store: TokenStore, block_size: int) -> None:
@@ -65,7 +66,7 @@ class SentenceChunks(Dataset):
                 "documents of one token",
                 "a document of two tokens at least",
                 "Give more text.",
-                DataError,
+                TooLittleTextError,
             )
             return new_file(folder / "chunks.bin")(shape, dtype)
 
@@ -173,7 +174,7 @@ class NextSentencePairs(_SegmentPairs):
         cls_token_id, sep_token_id: the ids put around the segments.
 
     Raises:
-        DataError: there is no second document to take a random segment from.
+        TooLittleTextError: there is no second document to take a random segment from.
     """
 
     label = "next_sentence_label"
@@ -187,7 +188,7 @@ class NextSentencePairs(_SegmentPairs):
             "a corpus of one document",
             "two or more, since a random segment comes from another document",
             "Separate documents by blank lines, or train without pairs (--no-nsp).",
-            DataError,
+            TooLittleTextError,
         )
 
     def _spoil(self, chunk: int, pair: _Pair, limit: int, words: list[int]) -> _Pair:

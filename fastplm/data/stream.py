@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastplm._checks import DataError, check
+from fastplm._checks import TooLittleTextError, check
 from fastplm.reference.philox import Stream, draw
 
 # Each turn changes one half by a function of the other; four are pseudo-random, six have room.
@@ -31,14 +31,21 @@ class PretrainingStream(Dataset):
         length: the number of samples of the whole run.
 
     Raises:
-        DataError: the dataset is empty.
+        TooLittleTextError: the dataset is empty.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int, length: int) -> None:
         self.dataset, self.seed, self.length = dataset, seed, length
         self.size = len(dataset)  # type: ignore[arg-type]
-        where, fix = "PretrainingStream", "Give more text or a smaller block size."
-        check(self.size > 0, where, "dataset", "no elements", "one or more", fix, DataError)
+        check(
+            self.size > 0,
+            "PretrainingStream",
+            "dataset",
+            "no elements",
+            "one or more",
+            "Give more text or a smaller block size.",
+            TooLittleTextError,
+        )
 
     def __len__(self) -> int:
         return self.length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
+from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
     PretrainArguments,
@@ -44,7 +44,7 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
     """Pre-train, print the results, compare with Hugging Face, and load the checkpoints there.
 
     Args:
-        out: the folder of the run; a demo that is already there is replaced.
+        out: the folder of the run; a demo that is already there is moved aside.
         minutes: what all of it is to take; the number of steps follows from it and from the speed
             of the machine, within ``LEAST_STEPS`` and ``MOST_STEPS``.
         seed: of the training.
@@ -58,8 +58,9 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
     check(0 < minutes < math.inf, "demo", "minutes", minutes, "more than 0", "Change it.")
     disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
     out = Path(out)
-    if (out / "demo.json").is_file():
-        shutil.rmtree(out)
+    cache = out / "cache"
+    if (cache / "demo.json").is_file():
+        print(f"The demo that was there is now in {move_aside(out)}.")
     args = PretrainArguments(
         arch="electra-tiny",
         corpus=["embedded"],
@@ -70,14 +71,16 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
         batch_size=32,
         seed=seed,
         dropout=0.0,
-        cache=out / "cache",
+        cache=cache,
     )
     print(f"Pre-training {args.arch} on the English documentation inside Python ...", flush=True)
+    with claimed("demo", out, resume=False, overwrite=None):
+        cache.mkdir()
+        write_json(cache / "demo.json", {})  # what is here was made by a demo
     steps = _choose_steps(args, end)
     # The schedule of the learning rate depends on the number of steps.
     args = replace(args, steps=steps, warmup=None, save_every=steps, log_every=max(1, steps // 40))
     metrics = pretrain(args)
-    write_json(out / "demo.json", {"steps": steps})
     print(f"\n{summary(metrics)}\n")
 
     print("Fused path against Hugging Face: forward and backward of the same batches, same weights")
@@ -118,7 +121,6 @@ def _data(args: PretrainArguments) -> tuple[PreTrainedTokenizerBase, TokenStore]
 
 def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:
     from fastplm.models.electra_joint import ElectraForJointPreTraining
-    from fastplm.train.trainer import last_checkpoint
 
     model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(args.out)))
     tokenizer, store = _data(args)

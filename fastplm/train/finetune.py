@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import math
 import os
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,27 +17,45 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 import fastplm.models
-from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
+from fastplm._checks import DataError, DivergenceError, check, check_choice
 from fastplm.data import load_tokenizer
+from fastplm.train._run_folder import (
+    MANIFEST,
+    check_same,
+    checkpoints,
+    claimed,
+    content_hash,
+    damage,
+    last_checkpoint,
+    loaded,
+    move_aside,
+    read_record,
+    replace_folder,
+    say,
+    seal,
+    write_record,
+    writing,
+)
+from fastplm.train.announce import block, busy_cores
 from fastplm.train.finetune_data import hold_out, read_examples, some
 from fastplm.train.finetune_tasks import TASKS, Classification, Feature, Logits, Task
-from fastplm.train.pretrain import hardware_has_bf16
+from fastplm.train.pretrain import check_out, hardware_has_bf16, using_threads
 from fastplm.train.report import curve, versions, write_json
-from fastplm.train.trainer import LogLastStep, Progress, last_checkpoint
+from fastplm.train.trainer import RunTrainer
 
 LIBRARIES = ("fastplm", "transformers")
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # What may differ between a run and its continuation; more seeds are new runs beside the old ones.
-_FREE_ON_RESUME = {"resume", "out", "save_every", "log_every", "seeds"}
+_FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
+#: Beyond it a number of steps is a slip of the hand.
+_MOST_STEPS = 1 << 40
 _DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -87,9 +105,12 @@ class FinetuneArguments:
     library: str = "fastplm"
     save_every: int = 1000
     log_every: int = 10
+    threads: int | None = None
     resume: bool = False
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
+        check_out("finetune", self.out)
         check_choice("finetune", "task", self.task, list(TASKS))
         check_choice("finetune", "library", self.library, LIBRARIES)
         kind = TASKS[self.task]
@@ -102,9 +123,14 @@ class FinetuneArguments:
             "seeds",
             "save_every",
             "log_every",
+            "threads",
         ):
             value = getattr(self, name)
             check(value is None or value >= 1, "finetune", name, value, "1 or more", "Raise it.")
+        for name in ("steps", "epochs", "seeds"):
+            value = getattr(self, name) or 0
+            expected = f"{_MOST_STEPS} at most"
+            check(value <= _MOST_STEPS, "finetune", name, value, expected, "Lower it.")
         for name in ("epochs", "learning_rate"):
             value = getattr(self, name)
             check(value is None or value > 0, "finetune", name, value, "more than 0", "Raise it.")
@@ -178,23 +204,48 @@ def finetune(
 
     processes = PartialState(cpu=not torch.cuda.is_available())
     out = Path(args.out)
-    _check_output(args, out)
+    folder = claimed("finetune", out, resume=args.resume, overwrite=args.overwrite)
+    with folder, using_threads(args.threads):
+        return _finetune(args, out, processes, tell)
+
+
+def _finetune(
+    args: FinetuneArguments, out: Path, processes: Any, tell: Callable[[str], object]
+) -> dict[str, Any]:
+    before = read_record("finetune", out) if args.resume else None
     task = prepare_task(args)
     run = _record(args, task)
-    if args.resume:
-        _check_same_run(run, out)
+    if before is not None:
+        check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
+        check(
+            run["examples"] == before["examples"],
+            "finetune",
+            "data",
+            f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
+            f"have changed since ({len(task.train)} and {len(task.test)} now)",
+            "the examples of the run that is resumed",
+            "Give the same file, or another --out.",
+        )
+    train = FeatureDataset(task.features(task.train)[0])
+    # What a setting of no use would say later, when a seed's model is there.
+    _training_arguments(args, len(train), args.seed, out)
     processes.wait_for_everyone()
     if processes.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "run.json", run)
-    train = FeatureDataset(task.features(task.train)[0])
+        with writing("finetune", out):
+            write_record(out, run)
+        say(_announcement(args, task, train, processes))
+        if processes.device.type == "cpu":
+            say(busy_cores())
     results = []
+    trained = False
     for seed in range(args.seed, args.seed + args.seeds):
-        done = out / f"seed-{seed}" / "result.json"
-        if done.is_file():
-            result = json.loads(done.read_text())
-        else:
-            result = _run(args, task, train, seed, processes.is_main_process)
+        result = _finished(out / f"seed-{seed}", processes)
+        if result is None:
+            trained = True
+            try:
+                result = _run(args, task, train, seed, processes.is_main_process)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
             processes.wait_for_everyone()
         results.append(result)
         scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
@@ -212,9 +263,56 @@ def finetune(
             name: interval([result["scores"][name] for result in results]) for name in task.metrics
         },
     }
+    before_this = _metrics(out)
+    if not trained and before_this is not None and before_this["seeds"] == results:
+        say(f"The run in {out} is finished, all its seeds: nothing was changed.")
+        return before_this
+    processes.wait_for_everyone()
     if processes.is_main_process:
-        write_json(out / "metrics.json", metrics)
+        with writing("finetune", out):
+            write_json(out / "metrics.json", {**metrics, "blake2b": content_hash(metrics)})
     return metrics
+
+
+def _metrics(out: Path) -> dict[str, Any] | None:
+    """What an earlier start wrote, if it is whole."""
+    try:
+        metrics = json.loads((out / "metrics.json").read_text())
+        return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _announcement(
+    args: FinetuneArguments, task: Task, train: FeatureDataset, processes: Any
+) -> str:
+    held_out = "" if args.eval_data is not None else ", held out of the same file"
+    threads = f", {torch.get_num_threads()} threads" if processes.device.type == "cpu" else ""
+    return block(
+        {
+            "data": f"{args.data}: {len(task.train):,} examples ({len(train):,} features) to train "
+            f"on, {len(task.test):,} to judge by{held_out}",
+            "model": f"{args.model}, with the classes of {args.library}",
+            "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
+            "device": f"{processes.device}{threads}",
+            "results": f"{args.out}, {args.seeds} seed{'s' if args.seeds > 1 else ''}",
+        }
+    )
+
+
+def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
+    """The result of a seed that was trained before, if what it wrote is whole."""
+    if not (out / MANIFEST).exists():
+        return None
+    wrong = damage(out)
+    if wrong is None:
+        return json.loads((out / "result.json").read_text())
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        old = move_aside(out)
+        say(f"{out} is not whole: {wrong}. It is trained again, and what was there is in {old}.")
+    processes.wait_for_everyone()
+    return None
 
 
 def summary(metrics: dict[str, Any]) -> str:
@@ -280,10 +378,12 @@ def prepare_task(args: FinetuneArguments) -> Task:
     tokenizer = _tokenizer(args)
     columns = (args.text_columns, args.label_column)
     train = read_examples(args.task, args.data, *columns)
+    kind = TASKS[args.task]
     if args.eval_data is None:
-        train, test = hold_out(train, _HELD_OUT)
+        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args.threshold))
+        known = [*train, *test]
     else:
-        test = read_examples(args.task, args.eval_data, *columns)
+        test, known = read_examples(args.task, args.eval_data, *columns), train
     if args.task == "choice":
         check(
             len(train[0].texts) == len(test[0].texts),
@@ -295,8 +395,7 @@ def prepare_task(args: FinetuneArguments) -> Task:
             DataError,
         )
     train, test = some(train, args.max_samples), some(test, args.max_eval_samples)
-    given = (train, test, tokenizer, _max_length(args, tokenizer))
-    kind = TASKS[args.task]
+    given = (train, test, tokenizer, _max_length(args, tokenizer), known)
     if issubclass(kind, Classification):
         return kind(*given, threshold=args.threshold)
     return kind(*given)
@@ -304,10 +403,10 @@ def prepare_task(args: FinetuneArguments) -> Task:
 
 def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
     """The model of a run, its head new: that of Transformers, or ours with the same weights."""
-    from transformers import AutoConfig, set_seed
+    from transformers import set_seed
 
     where, expected = "finetune", f"a checkpoint of a model with a head for {args.task}"
-    config = AutoConfig.from_pretrained(args.model, local_files_only=True, **task.config)
+    config = _config(args, **task.config)
     for name in _DROPOUTS if args.dropout is not None else ():
         if hasattr(config, name):
             setattr(config, name, args.dropout)
@@ -316,20 +415,17 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     set_seed(seed)
     shown = logging.get_verbosity()
     logging.set_verbosity_error()  # that the head is new is what was asked for
+    load = functools.partial(
+        getattr(transformers, task.auto).from_pretrained,
+        args.model,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
     try:
-        plain, loading = getattr(transformers, task.auto).from_pretrained(
-            args.model,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            message(where, "model", f"{args.model} ({reason})", expected, "Check the path.")
-        ) from error
+        plain, loading = loaded(where, "model", args.model, expected, load)
     finally:
         logging.set_verbosity(shown)
     backbone = f"{plain.base_model_prefix}."
@@ -376,10 +472,21 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     return ours
 
 
+def _config(args: FinetuneArguments, **settings: Any) -> Any:
+    from transformers import AutoConfig
+
+    load = functools.partial(
+        AutoConfig.from_pretrained, args.model, local_files_only=True, **settings
+    )
+    return loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
+
+
 def _tokenizer(args: FinetuneArguments) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = load_tokenizer(args.model, needs=())
+    expected = "a directory that tokenizer.save_pretrained wrote"
+    load = functools.partial(load_tokenizer, args.model, needs=())
+    tokenizer: Any = loaded("finetune", "model", args.model, expected, load)
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
         # Byte-level tokenizers take words apart from their text as they take words inside of it.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -410,9 +517,7 @@ def _tokenizer(args: FinetuneArguments) -> Any:
 
 
 def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    config = _config(args)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and config.model_type == "roberta":
         positions -= config.pad_token_id + 1
@@ -446,23 +551,16 @@ def _length(feature: Feature) -> int:
 # --- one seed -------------------------------------------------------------------------------------
 
 
-class FinetuningTrainer(Trainer):
-    """Trainer whose batches depend on the seed alone, and that counts tokens and seconds.
+class FinetuningTrainer(RunTrainer):
+    """``RunTrainer`` whose batches depend on the seed alone.
 
     Samples of similar length share a batch, as with ``group_by_length``, but drawn from a generator
     of their own: what a model draws for its dropout does not change the next epoch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.world_size == 1 and self.args.n_gpu > 1:
-            self.args._n_gpu = 1  # torchrun is the way to several GPUs
-        self.remove_callback(PrinterCallback)
-        self.add_callback(LogLastStep())
-        self.add_callback(Progress())
-        self.train_seconds = 0.0
-        self.tokens = 0
-        self._window = (0.0, 0)
+        super().__init__(*args, where="finetune", **kwargs)
+        self._tokens = 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -470,29 +568,13 @@ class FinetuningTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> Any:
-        if not self._window[0]:
-            self._window = (time.perf_counter(), 0)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        began, tokens = self._window
-        tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
-        self._window = (began, tokens)
+        self._tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
         return batches, num_items
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            began, tokens = self._window
-            seconds = time.perf_counter() - began
-            self.train_seconds += seconds
-            self.tokens += tokens
-            logs["tokens_per_second"] = tokens / seconds
-            self._window = (time.perf_counter(), 0)
-        super().log(logs, start_time)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        saving = time.perf_counter()
-        super()._save_checkpoint(model, trial)
-        began, tokens = self._window
-        self._window = (began + time.perf_counter() - saving, tokens)
+    def window_tokens(self) -> float:
+        tokens, self._tokens = self._tokens, 0
+        return tokens
 
 
 class _LengthSampler(LengthGroupedSampler):
@@ -523,7 +605,7 @@ def make_trainer(
     """What trains a model of ``build_model`` on ``features``."""
     settings = _training_arguments(args, len(features), seed, out)
     if args.learning_rate is None:
-        settings.learning_rate = usual_learning_rate(model)
+        settings.learning_rate = usual_learning_rate(model.config)
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
@@ -536,9 +618,9 @@ def make_trainer(
     )
 
 
-def usual_learning_rate(model: PreTrainedModel) -> float:
+def usual_learning_rate(config: Any) -> float:
     """A peak learning rate for a width: small models learn with larger ones."""
-    width = model.config.hidden_size
+    width = config.hidden_size
     return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
 
 
@@ -579,7 +661,9 @@ def _run(
     args: FinetuneArguments, task: Task, features: FeatureDataset, seed: int, first: bool
 ) -> dict[str, Any]:
     out = Path(args.out) / f"seed-{seed}"
-    checkpoint = last_checkpoint(out)
+    checkpoint = last_checkpoint(out, say)
+    if checkpoint is None and checkpoints(out):
+        say(f"No checkpoint of seed {seed} is whole: it is trained from its beginning.")
     model = build_model(args, task, seed)
     trainer = make_trainer(args, task, model, features, seed, out)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -592,23 +676,24 @@ def _run(
         "scores": scores,
         "steps": trainer.state.global_step,
         "loss": history[-1]["loss"],
-        # Of this process since it was started, by --resume perhaps.
+        # Of all its steps, also of those before it was resumed.
         "train_seconds": trainer.train_seconds,
-        "tokens_per_second": trainer.tokens / max(trainer.train_seconds, 1e-9),
+        "tokens_per_second": trainer.tokens_per_second,
         "learning_rate": trainer.args.learning_rate,
         "model": str(out / "model"),
         "history": history,
     }
     if first:
-        scratch = out / ".model"
-        shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
-        task.tokenizer.save_pretrained(scratch)
-        shutil.rmtree(out / "model", ignore_errors=True)
-        os.rename(scratch, out / "model")
-        write_json(out / "predictions.json", {"predictions": predictions})
-        write_json(out / "result.json", result)
-        for checkpoint in out.glob("checkpoint-*"):
+        with writing("finetune", out):
+            scratch = out / ".model"
+            shutil.rmtree(scratch, ignore_errors=True)
+            model.save_pretrained(scratch)
+            task.tokenizer.save_pretrained(scratch)
+            replace_folder(scratch, out / "model")
+            write_json(out / "predictions.json", {"predictions": predictions})
+            write_json(out / "result.json", result)
+            seal(out, ["model", "predictions.json", "result.json"])
+        for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
 
@@ -654,62 +739,18 @@ def _training_arguments(
     return settings
 
 
-# --- the output folder ----------------------------------------------------------------------------
-
-
-def _check_output(args: FinetuneArguments, out: Path) -> None:
-    there = (out / "run.json").is_file()
-    check(
-        there or not args.resume,
-        "finetune",
-        "resume",
-        f"{out}, which holds no run",
-        "the output folder of an interrupted run",
-        "Check --out, or start afresh without --resume.",
-        DataError,
-    )
-    check(
-        not there or args.resume,
-        "finetune",
-        "out",
-        f"{out}, which holds another run",
-        "an empty or new folder",
-        "Choose another --out, or go on with that run by --resume.",
-        DataError,
-    )
-    check(
-        not out.exists() or out.is_dir(),
-        "finetune",
-        "out",
-        f"{out}, a file",
-        "a folder",
-        "Choose another --out.",
-        DataError,
-    )
+# --- what a run is --------------------------------------------------------------------------------
 
 
 def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
     settings = json.loads(json.dumps(asdict(args), default=str))
     run = {name: settings[name] for name in sorted(settings.keys() - _FREE_ON_RESUME)}
+    if args.learning_rate is None:
+        run["learning_rate"] = usual_learning_rate(_config(args))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())
     run["examples"] = digest.hexdigest()
     run["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
     return run
-
-
-def _check_same_run(run: dict[str, Any], out: Path) -> None:
-    before = json.loads((out / "run.json").read_text())
-    for name, value in run.items():
-        if before.get(name) != value:
-            raise ArgumentValueError(
-                message(
-                    "finetune",
-                    name,
-                    value,
-                    f"{before.get(name)}, as in the run that is resumed",
-                    "Give the same arguments, or another --out.",
-                )
-            )

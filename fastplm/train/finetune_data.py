@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,26 +81,57 @@ def read_examples(
     return examples
 
 
-def hold_out(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+def hold_out(
+    examples: Sequence[Example],
+    share: float,
+    labels: Callable[[Example], Collection[str]] = lambda example: (),
+) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and about ``share`` of them to judge by; the same ones every time.
 
-    Examples of one group (the questions about one paragraph) land on one side.
+    Examples of one group (the questions about one paragraph) land on one side. Of the examples of
+    each label the same share is held out, and never all of them.
+
+    Args:
+        examples: all of a file.
+        share: of the groups.
+        labels: of an example; the rarest is the one that it counts for.
 
     Raises:
-        DataError: there is one group alone.
+        DataError: there is one group alone, or none without which all labels are there.
     """
-    groups = sorted({example.group for example in examples})
+    groups: dict[int, set[str]] = defaultdict(set)
+    for example in examples:
+        groups[example.group].update(labels(example))
+    names = sorted(groups)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
+    left = Counter(label for found in groups.values() for label in found)
+    strata: dict[str, list[int]] = defaultdict(list)
+    for index in order:
+        found = groups[names[index]]
+        strata[min(found, key=lambda label: (left[label], label), default="")].append(names[index])
+    # The first of ten has place 0.05, of a hundred 0.005: so small places are a share of each.
+    places = {
+        group: (rank + 0.5) / len(stratum)
+        for stratum in strata.values()
+        for rank, group in enumerate(stratum)
+    }
+    held: set[int] = set()
+    for index in sorted(order, key=lambda index: places[names[index]]):
+        found = groups[names[index]]
+        wanted = len(held) < max(1, round(share * len(names)))
+        if wanted and len(names) > 1 and all(left[label] > 1 for label in found):
+            left.subtract(found)
+            held.add(names[index])
     check(
-        len(groups) > 1,
+        bool(held),
         _WHERE,
         "data",
-        f"{len(examples)} examples of one kind of origin",
+        f"{len(examples)} examples"
+        + (" of one kind of origin" if len(names) == 1 else ", each the only one with its label"),
         "enough to hold some out",
         "Give --eval-data.",
         DataError,
     )
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0)).tolist()
-    held = {groups[index] for index in order[: max(1, round(share * len(groups)))]}
     rest = [example for example in examples if example.group not in held]
     return rest, [example for example in examples if example.group in held]
 

@@ -6,13 +6,13 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError, message
+from fastplm._checks import ArgumentValueError, DataError, message
 from fastplm.train.finetune_data import Example
 
 Feature = dict[str, Any]
@@ -28,9 +28,10 @@ class Task:
     """One kind of labelled example.
 
     Args:
-        train, test: the examples; their labels are those that the model will know.
+        train, test: the examples.
         tokenizer: a fast one where the task needs to know which characters a token is.
         max_length: tokens of a feature at most.
+        known: the examples whose labels the model will know; by default those to train on.
     """
 
     #: The class of Transformers that picks the model's.
@@ -43,11 +44,24 @@ class Task:
     label_names: tuple[str, ...] = ("labels",)
 
     def __init__(
-        self, train: list[Example], test: list[Example], tokenizer: Any, max_length: int
+        self,
+        train: list[Example],
+        test: list[Example],
+        tokenizer: Any,
+        max_length: int,
+        known: list[Example] | None = None,
     ) -> None:
         self.train, self.test = train, test
+        self.known = train if known is None else known
         self.tokenizer = tokenizer
         self.limit = max_length
+
+    @classmethod
+    def labels(
+        cls, examples: list[Example], threshold: float | None
+    ) -> Callable[[Example], Collection[str]]:
+        """What tells the classes of an example, so that each is seen in training."""
+        return lambda example: ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -86,21 +100,47 @@ class Classification(Task):
         test: list[Example],
         tokenizer: Any,
         max_length: int,
+        known: list[Example] | None = None,
         threshold: float | None = None,
     ) -> None:
-        super().__init__(train, test, tokenizer, max_length)
-        scores = [_number(example.target) for example in train]
-        if threshold is None and any(score % 1 for score in scores if score is not None):
-            threshold = 0.0
-        self.threshold = threshold
-        if threshold is None:
-            self.names = sorted({example.target for example in train}, key=_label_order)
+        super().__init__(train, test, tokenizer, max_length, known)
+        self.threshold = _threshold(self.known, threshold)
+        if self.threshold is None:
+            self.names = sorted({example.target for example in self.known}, key=_label_order)
         else:
             self.names = ["negative", "positive"]
         self.ids = {name: index for index, name in enumerate(self.names)}
-        self.targets = {id(example): self._target(example) for example in (*train, *test)}
-        if len({self.targets[id(example)] for example in train}) < 2:
-            raise _data_error(train[0].where, "one label alone", "two classes at least")
+        self.targets = {
+            id(example): self._target(example) for example in (*train, *test, *self.known)
+        }
+        self._check_classes(threshold)
+
+    def _check_classes(self, threshold: float | None) -> None:
+        """Two classes at least to train on; if not, the argument at fault is named."""
+        if len({self.targets[id(example)] for example in self.train}) > 1:
+            return
+        expected = "two classes at least"
+        if len({self.targets[id(example)] for example in self.known}) > 1:
+            got = f"{len(self.train)}, and these examples have one label alone"
+            error = message(_WHERE, "max_samples", got, expected, "Raise it.")
+        elif threshold is not None:
+            scores = [score for e in self.known if (score := _number(e.target)) is not None]
+            got = f"{threshold:g}, and all labels are on one side of it"
+            expected += f"; the labels are {min(scores):g} to {max(scores):g}"
+            error = message(_WHERE, "threshold", got, expected, "Choose one in between.")
+        else:
+            raise _data_error(self.train[0].where, "one label alone", expected)
+        raise ArgumentValueError(error)
+
+    @classmethod
+    def labels(
+        cls, examples: list[Example], threshold: float | None
+    ) -> Callable[[Example], Collection[str]]:
+        threshold = _threshold(examples, threshold)
+        if threshold is None:
+            return lambda example: (example.target,)
+        # What is no number is refused when the classes are made.
+        return lambda example: (str((_number(example.target) or 0.0) > threshold),)
 
     def _target(self, example: Example) -> int:
         if self.threshold is not None:
@@ -110,7 +150,8 @@ class Classification(Task):
             return int(score > self.threshold)
         if example.target not in self.ids:
             expected = f"one of the training labels, {', '.join(self.names[:20])}"
-            raise _data_error(example.where, f"the label {example.target!r}", expected)
+            got = f"the label {example.target!r}"
+            raise _data_error(example.where, got, expected, "eval_data")
         return self.ids[example.target]
 
     @property
@@ -155,16 +196,27 @@ class Tagging(Task):
     auto = "AutoModelForTokenClassification"
 
     def __init__(
-        self, train: list[Example], test: list[Example], tokenizer: Any, max_length: int
+        self,
+        train: list[Example],
+        test: list[Example],
+        tokenizer: Any,
+        max_length: int,
+        known: list[Example] | None = None,
     ) -> None:
-        super().__init__(train, test, tokenizer, max_length)
-        self.names = sorted({tag for example in train for tag in example.target})
+        super().__init__(train, test, tokenizer, max_length, known)
+        self.names = sorted({tag for example in self.known for tag in example.target})
         self.ids = {name: index for index, name in enumerate(self.names)}
         for example in test:
             for tag in example.target:
                 if tag not in self.ids:
                     expected = f"one of the training tags, {', '.join(self.names[:20])}"
-                    raise _data_error(example.where, f"the tag {tag!r}", expected)
+                    raise _data_error(example.where, f"the tag {tag!r}", expected, "eval_data")
+
+    @classmethod
+    def labels(
+        cls, examples: list[Example], threshold: float | None
+    ) -> Callable[[Example], Collection[str]]:
+        return lambda example: set(example.target)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -442,5 +494,13 @@ def _label_order(name: str) -> tuple[float, str]:
     return (float("inf") if number is None else number, name)
 
 
-def _data_error(where: str, got: str, expected: str) -> DataError:
-    return DataError(message(_WHERE, "data", f"{where}: {got}", expected, "Correct the file."))
+def _threshold(examples: list[Example], given: float | None) -> float | None:
+    """Above which a label that is a score is the second class; None for labels that are names."""
+    scores = (_number(example.target) for example in examples)
+    if given is None and any(score % 1 for score in scores if score is not None):
+        return 0.0
+    return given
+
+
+def _data_error(where: str, got: str, expected: str, argument: str = "data") -> DataError:
+    return DataError(message(_WHERE, argument, f"{where}: {got}", expected, "Correct the file."))

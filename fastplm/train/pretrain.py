@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastplm._checks import ArgumentValueError, DataError, check, check_choice, message
+from fastplm._checks import TooLittleTextError, check, check_choice
 from fastplm.data import (
     PretrainingStream,
     TokenStore,
@@ -25,6 +28,22 @@ from fastplm.data import (
 )
 from fastplm.data._cache import default_cache
 from fastplm.models import _electra_options
+from fastplm.train._run_folder import (
+    MANIFEST,
+    RECORD,
+    check_same,
+    checkpoint_to_resume,
+    claimed,
+    damage,
+    first_process,
+    loaded,
+    read_record,
+    replace_folder,
+    say,
+    seal,
+    write_record,
+    writing,
+)
 from fastplm.train.objectives import (
     FAMILIES,
     OBJECTIVES,
@@ -59,15 +78,22 @@ _ELECTRA_CHOICES = {
     "electra_sharing": _electra_options.SHARINGS,
     "electra_generator": _electra_options.GENERATORS,
 }
-_HELD_OUT = 0.05
+#: The share of the tokens, the last ones, that is not trained on where it is enough for samples.
+HELD_OUT = 0.05
 #: The most samples of held-out text that a run is judged by.
 HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
-# What may differ between a run and its continuation without changing the loss curve.
-_FREE_ON_RESUME = {"resume", "out", "cache", "workers", "save_every", "log_every"}
-# These are recorded as the token ids that they give.
-_IN_THE_DATA = {"corpus", "tokenizer", "vocab_size"}
+_A_WHILE = 2.0  # seconds
+# What may differ between a run and its continuation without changing the loss curve; with another
+# number of threads or another interval of the log, its last digits and its points.
+_FREE_ON_RESUME = {
+    *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
+}
+# These are recorded as the token ids that they give, and more steps are a longer run.
+_SEEN_APART = {"corpus", "tokenizer", "vocab_size", "steps"}
+#: Beyond these a number is a slip of the hand, and libraries below end the process.
+_MOST_TOKENS, _MOST_STEPS, _MOST_SAMPLES = 1 << 22, 1 << 40, 1 << 62
 
 
 @dataclass
@@ -92,10 +118,12 @@ class PretrainArguments:
     save_every: int = 1000
     log_every: int = 10
     resume: bool = False
+    overwrite: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.0
     precision: str = "auto"
     workers: int = 0
+    threads: int | None = None
     gradient_accumulation: int = 1
     objective: str | None = None
     unit: str | None = None
@@ -111,11 +139,13 @@ class PretrainArguments:
         check_choice("pretrain", "precision", self.precision, PRECISIONS)
         check_choice("pretrain", "optimizer", self.optimizer, OPTIMIZERS)
         self.corpus = [str(path) for path in self.corpus]
+        check_out("pretrain", self.out)
         self.objective = choose_objective(self.arch, family, self.objective)
         self.unit = choose_unit(family, self.objective, self.unit)
         self._check_electra(family)
         for name, low in (
             ("steps", 1),
+            ("threads", 1),
             ("vocab_size", 6),
             ("block_size", 8),
             ("batch_size", 1),
@@ -125,7 +155,20 @@ class PretrainArguments:
             ("gradient_accumulation", 1),
         ):
             value = getattr(self, name)
-            check(value >= low, "pretrain", name, value, f"{low} or more", "Raise it.")
+            enough = value is None or value >= low
+            check(enough, "pretrain", name, value, f"{low} or more", "Raise it.")
+        for name, most in ("vocab_size", _MOST_TOKENS), ("steps", _MOST_STEPS):
+            value = getattr(self, name)
+            check(value <= most, "pretrain", name, value, f"{most} at most", "Lower it.")
+        samples = self.steps * self.batch_size * self.gradient_accumulation
+        check(
+            samples <= _MOST_SAMPLES,
+            "pretrain",
+            "batch_size",
+            f"{self.batch_size}, which makes {samples} samples of the run",
+            f"{_MOST_SAMPLES} at most",
+            "Lower it.",
+        )
         if self.lr is None:
             self.lr = self.preset.learning_rate
             if self.optimizer == "lamb":
@@ -133,6 +176,7 @@ class PretrainArguments:
                 self.lr = lamb_learning_rate(
                     self.batch_size * self.gradient_accumulation * processes
                 )
+        self.usual_warmup = self.warmup is None
         if self.warmup is None:
             self.warmup = min(10_000, self.first_stage // 10)
         check(
@@ -235,37 +279,78 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is of no use.
     """
+    out = Path(args.out)
+    folder = claimed(
+        "pretrain",
+        out,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        beside=[Path(args.cache)],
+    )
+    with folder, using_threads(args.threads):
+        return _pretrain(args, out)
+
+
+def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
     from transformers import set_seed
     from transformers.integrations import TensorBoardCallback
 
-    from fastplm.train.trainer import last_checkpoint
+    from fastplm.train.announce import busy_cores, pretraining
 
-    out = Path(args.out)
-    checkpoint = last_checkpoint(out)
-    _check_output(args, out, checkpoint)
+    before = read_record("pretrain", out) if args.resume else None
+    wrong = damage(out) if args.resume else ""
+    checkpoint = checkpoint_to_resume("pretrain", out) if args.resume else None
+    done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
+    if before is not None:
+        _take_over(args, before, done)
     training_arguments = _training_arguments(args, out)
-    tokenizer, store, train_dataset, held_out = _load(args, out, training_arguments)
+    with _said_later("Preparing the data: a vocabulary is trained or the text tokenized ..."):
+        data = _load(args, training_arguments, checkpoint)
+    tokenizer = data.tokenizer
+    run = _record(args, data, training_arguments)
+    if before is not None:
+        _check_same_run(args, run, before)
+        if wrong is None and before["steps"] == args.steps:
+            say(f"The run in {out} is finished, all {args.steps} steps of it: nothing was changed.")
+            return json.loads((out / "metrics.json").read_text()) if first_process() else {}
+        if wrong is not None and (out / MANIFEST).is_file():
+            say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
     set_seed(args.seed)
     model = make_model(args, tokenizer)
     if args.electra_generator == "unigram":
-        model.set_token_counts(count_tokens(store, tokenizer))
+        model.set_token_counts(count_tokens(data.store, tokenizer))
     collator = make_collator(args, tokenizer)
     first = training_arguments.process_index == 0
     if first:
-        _record_run(args, out, tokenizer, store, training_arguments, checkpoint)
+        with writing("pretrain", out):
+            (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
+            tokenizer.save_pretrained(out / "tokenizer")
+            run["starts"] = [*(before or {"starts": []})["starts"], done]
+            write_record(out, run)
+        say(pretraining(args, data, model, training_arguments, done))
+        if before is not None and before["steps"] != args.steps:
+            say(
+                f"The run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
+                f"step {done + 1} on its learning rate is that of a schedule over all of them."
+            )
+        if training_arguments.device.type == "cpu":
+            say(busy_cores())
     callbacks = []
     if first:
         from torch.utils.tensorboard import SummaryWriter
 
-        done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
     trainer = _make_trainer(
-        args, training_arguments, model, tokenizer, collator, train_dataset, callbacks
+        args, training_arguments, model, tokenizer, collator, data.samples, callbacks
     )
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    metrics = _finish(args, out, trainer, tokenizer, collator, held_out) if first else {}
+    resumed = None if checkpoint is None else str(checkpoint)
+    trainer.train(resume_from_checkpoint=resumed)
+    metrics = {}
+    if first:
+        with writing("pretrain", out):
+            metrics = _finish(args, out, trainer, tokenizer, collator, data.held_out, run)
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -279,11 +364,12 @@ def seconds_a_step(args: PretrainArguments) -> float:
 
     out = Path(args.out)
     training_arguments = _training_arguments(args, out)
-    tokenizer, _, train_dataset, _ = _load(args, out, training_arguments)
+    data = _load(args, training_arguments, None)
+    tokenizer = data.tokenizer
     model, collator = make_model(args, tokenizer), make_collator(args, tokenizer)
     stopwatch = Stopwatch()
     trainer = _make_trainer(
-        args, training_arguments, model, tokenizer, collator, train_dataset, [stopwatch]
+        args, training_arguments, model, tokenizer, collator, data.samples, [stopwatch]
     )
     trainer.remove_callback(Progress)
     trainer.train()
@@ -326,11 +412,11 @@ def hold_out(
     args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenStore, Dataset | None]:
     """The tokens to train on, and samples of a tail held out where both parts are large enough."""
-    rest, tail = store.split(_HELD_OUT)
+    rest, tail = store.split(HELD_OUT)
     try:
         make_dataset(args, rest, tokenizer)
         return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
-    except DataError:
+    except TooLittleTextError:
         return store, None
 
 
@@ -374,6 +460,28 @@ def hardware_has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+@contextmanager
+def _said_later(line: str) -> Iterator[None]:
+    """A line that is said if what is done within takes a while."""
+    timer = threading.Timer(_A_WHILE, say, [line])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """PyTorch's number of threads, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def corrupts_on_device() -> bool:
     """Whether samples are corrupted where the model is, and not by the workers that read them."""
     return torch.cuda.is_available()
@@ -389,19 +497,53 @@ def _collation(collator: Any) -> dict[str, Any]:
     return {"data_collator": collator}
 
 
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads.
+
+    Args:
+        tokenizer: its.
+        all: the tokens of the corpus.
+        store: those to train on.
+        samples: of the whole training, in order.
+        held_out: samples of the rest; None if the corpus is too small for them.
+        documents: what was read.
+        cached: what was found in the cache, instead of being made.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    all: TokenStore
+    store: TokenStore
+    samples: Dataset
+    held_out: Dataset | None
+    documents: Iterable[str]
+    cached: tuple[str, ...]
+
+
 def _load(
-    args: PretrainArguments, out: Path, training_arguments: TrainingArguments
-) -> tuple[PreTrainedTokenizerBase, TokenStore, Dataset, Dataset | None]:
-    """The tokenizer, the tokens to train on, the run's samples of them, and those held out."""
+    args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
+) -> RunData:
+    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
     with training_arguments.main_process_first(desc="preparing the data"):
+        cache = Path(args.cache)
+        there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
         documents = open_corpus(args.corpus)
-        tokenizer = _tokenizer(args, out, documents)
-        store, held_out = hold_out(args, tokenize(documents, tokenizer, args.cache), tokenizer)
+        tokenizer = _tokenizer(args, checkpoint, documents)
+        everything = tokenize(documents, tokenizer, args.cache)
+        store, held_out = hold_out(args, everything, tokenizer)
         samples = args.steps * args.gradient_accumulation * args.batch_size
         train_dataset = make_dataset(
             args, store, tokenizer, length=samples * training_arguments.world_size
         )
-    return tokenizer, store, train_dataset, held_out
+        trained = args.tokenizer is None and checkpoint is None
+        kind = f"{FAMILIES[args.preset.family].tokenizer}-"
+        new = {path.name for path in cache.iterdir()} - there
+    cached = {
+        "tokens": everything.directory.name not in new,
+        "vocabulary": trained and not any(name.startswith(kind) for name in new),
+    }
+    found = tuple(name for name in cached if cached[name])
+    return RunData(tokenizer, everything, store, train_dataset, held_out, documents, found)
 
 
 def _make_trainer(
@@ -440,36 +582,6 @@ def _optimizer(args: PretrainArguments) -> tuple[Any, dict[str, Any]] | None:
     from fastplm.train.optimizer import Lamb
 
     return Lamb, {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
-
-
-def _check_output(args: PretrainArguments, out: Path, checkpoint: Path | None) -> None:
-    check(
-        checkpoint is not None or not args.resume,
-        "pretrain",
-        "resume",
-        f"{out}, which holds no complete checkpoint",
-        "the output folder of an interrupted run",
-        "Check --out, or start afresh without --resume.",
-        DataError,
-    )
-    check(
-        checkpoint is None or args.resume,
-        "pretrain",
-        "out",
-        f"{out}, which holds checkpoints of another run",
-        "an empty or new folder",
-        "Choose another --out, or go on with that run by --resume.",
-        DataError,
-    )
-    check(
-        not out.exists() or out.is_dir(),
-        "pretrain",
-        "out",
-        f"{out}, a file",
-        "a folder",
-        "Choose another --out.",
-        DataError,
-    )
 
 
 def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
@@ -516,52 +628,106 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
 
 
 def _tokenizer(
-    args: PretrainArguments, out: Path, documents: Iterable[str]
+    args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
 ) -> PreTrainedTokenizerBase:
     needs = _objective(args).needs
-    if args.resume:
-        return load_tokenizer(out / "tokenizer", needs)
-    if args.tokenizer is not None:
-        return load_tokenizer(args.tokenizer, needs)
+    given = args.tokenizer if checkpoint is None else checkpoint
+    if given is not None:
+        expected = "a directory that tokenizer.save_pretrained wrote"
+        return loaded(
+            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
+        )
     kind = FAMILIES[args.preset.family].tokenizer
     return train_tokenizer(documents, args.vocab_size, args.cache, kind)
 
 
-def _record_run(
-    args: PretrainArguments,
-    out: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    store: TokenStore,
-    training_arguments: TrainingArguments,
-    checkpoint: Path | None,
-) -> None:
-    """Keep what the loss curve depends on, and refuse to go on with anything else."""
-    from fastplm.train.report import write_json
+# --- what a run is, and whether it is the same one ------------------------------------------------
 
+
+def check_out(where: str, out: str | Path) -> None:
+    """An empty name would be the current folder."""
+    check(str(out).strip() != "", where, "out", repr(out), "a folder", "Name one.")
+
+
+def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
+    """A longer run keeps the warm-up that it began with, and cannot be shorter than it is."""
+    if args.usual_warmup and not args.two_stage:
+        args.warmup = before["warmup"]
+    check(
+        args.steps >= done,
+        "pretrain",
+        "steps",
+        args.steps,
+        f"{done} or more, as so many were made",
+        "Raise it.",
+    )
+    check(
+        not args.two_stage or args.steps == before["steps"],
+        "pretrain",
+        "steps",
+        args.steps,
+        f"{before['steps']}, of which the first stage of a two-stage training is half",
+        "Give the same steps, or another --out.",
+    )
+
+
+def _record(
+    args: PretrainArguments, data: RunData, training_arguments: TrainingArguments
+) -> dict[str, Any]:
+    """What the loss curve depends on, and some of what it does not."""
     settings = asdict(args)
-    names = sorted(settings.keys() - _FREE_ON_RESUME - _IN_THE_DATA)
-    run = {name: settings[name] for name in names}
-    run["corpus"] = store.directory.name
-    run["processes"] = training_arguments.world_size
-    run["precision"] = "bf16" if training_arguments.bf16 else "fp32"
-    record = out / "run.json"
-    if checkpoint is None:
-        out.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(out / "tokenizer")
-        write_json(record, run)
-        return
-    before = json.loads(record.read_text()) if record.is_file() else run
-    for name, value in run.items():
-        if before.get(name) != value:
-            raise ArgumentValueError(
-                message(
-                    "pretrain",
-                    name,
-                    value,
-                    f"{before.get(name)}, as in the run that is resumed",
-                    "Give the same arguments, or another --out.",
-                )
-            )
+    names = sorted(settings.keys() - _FREE_ON_RESUME - _SEEN_APART)
+    description = data.tokenizer.backend_tokenizer.to_str()
+    return {
+        **{name: settings[name] for name in names},
+        "steps": args.steps,
+        "corpus": {
+            "paths": list(args.corpus),
+            "documents": len(data.all.documents) - 1,
+            "tokens": len(data.all),
+            "hash": data.all.directory.name,
+        },
+        "tokenizer": hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
+        "held_out": {
+            "tokens": len(data.all) - len(data.store),
+            "samples": 0 if data.held_out is None else len(data.held_out),  # type: ignore[arg-type]
+        },
+        "processes": training_arguments.world_size,
+        "precision": "bf16" if training_arguments.bf16 else "fp32",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[str, Any]) -> None:
+    ours, theirs = run["corpus"], before["corpus"]
+    paths = ", ".join(ours["paths"])
+    same = ours["paths"] == theirs["paths"]
+    got = f"{paths}, whose text has changed since" if same else paths
+    check(
+        ours["hash"] == theirs["hash"],
+        "pretrain",
+        "corpus",
+        f"{got} ({ours['documents']:,} documents, {ours['tokens']:,} tokens)",
+        f"{', '.join(theirs['paths'])} ({theirs['documents']:,} documents, {theirs['tokens']:,} "
+        "tokens), as in the run that is resumed",
+        "Give the same text, or another --out.",
+    )
+    apart = {"corpus", "held_out", "steps", "threads", "starts"}
+    check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
+    held, kept = run["held_out"], before["held_out"]
+    check(
+        held == kept,
+        "pretrain",
+        "cache",
+        f"{args.cache}, which gives {held['samples']} held-out samples",
+        f"{kept['samples']}, as in the run that is resumed",
+        "Delete the tokens there: they are made again.",
+    )
+    if run["threads"] != before["threads"]:
+        say(
+            f"The run began with {before['threads']} threads and goes on with {run['threads']}: "
+            f"the last digits of its losses may differ (--threads {before['threads']})."
+        )
 
 
 def _finish(
@@ -571,6 +737,7 @@ def _finish(
     tokenizer: PreTrainedTokenizerBase,
     collator: Any,
     held_out: Dataset | None,
+    run: dict[str, Any],
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
     from fastplm.train.report import curve, plot_losses, versions, write_json
@@ -586,8 +753,7 @@ def _finish(
         shutil.rmtree(scratch, ignore_errors=True)
         part.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        shutil.rmtree(out / name, ignore_errors=True)
-        os.rename(scratch, out / name)
+        replace_folder(scratch, out / name)
     history = curve(trainer.state.log_history)
     metrics = {
         "arguments": json.loads(json.dumps(asdict(args), default=str)),
@@ -600,6 +766,8 @@ def _finish(
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,
         "train_seconds": trainer.train_seconds,
+        # The steps at which it was begun and resumed: the two figures are of all of them.
+        "starts": run["starts"],
         # Of the first process since it was started, by --resume perhaps; workers keep their count
         # to themselves, but for a warning.
         "dropped_tokens": None
@@ -614,4 +782,5 @@ def _finish(
         )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)
+    seal(out, [*models, "tokenizer", "loss.png", "metrics.json", RECORD])
     return metrics

@@ -40,7 +40,10 @@ def versions() -> dict[str, str]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file that is there whole or not at all."""
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(json.dumps(content, indent=2) + "\n")
+    with scratch.open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(scratch, path)
 
 
@@ -79,10 +82,16 @@ def summary(metrics: dict[str, Any]) -> str:
     rows += [
         ("parameters", f"{metrics['parameters']:,}"),
         ("precision", metrics["precision"]),
-        ("tokens/s", f"{metrics['tokens_per_second']:,.0f}"),
-        ("training time", f"{metrics['train_seconds']:.1f} s"),
+        ("tokens/s", f"{metrics['tokens_per_second']:,.0f}{_of_all(metrics)}"),
+        ("training time", f"{metrics['train_seconds']:.1f} s{_of_all(metrics)}"),
         *metrics["models"].items(),
         ("picture", metrics["picture"]),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _of_all(metrics: dict[str, Any]) -> str:
+    """What a figure of a resumed run is of."""
+    resumed = ", ".join(f"{step:,}" for step in metrics.get("starts", []) if step)
+    return f" (all steps; resumed at {resumed})" if resumed else ""

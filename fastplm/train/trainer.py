@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import shutil
 import statistics
@@ -12,15 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import rotate_checkpoints
 
+from fastplm._checks import DivergenceError
+from fastplm.train._run_folder import last_checkpoint, place_checkpoint, say, writing
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
@@ -36,18 +38,168 @@ DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "corre
 # How long a ``Stopwatch`` looks at the steps, and at how many at least.
 _WARM_UP_STEPS, _TIMED_STEPS, _TIMED_SECONDS = 5, 3, 5.0
 
+# When a run without a terminal says how long it will take.
+_ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
+
 _SCRATCH = ".incomplete"
-_PARTS_OF_A_CHECKPOINT = (
-    "config.json",
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "trainer_state.json",
-)
+
+__all__ = ["PretrainingTrainer", "RunTrainer", "detection", "last_checkpoint"]
 
 
-class PretrainingTrainer(Trainer):
-    """Trainer whose losses add up over processes, and whose checkpoints appear whole.
+class RunTrainer(Trainer):
+    """Trainer of a run that may be killed, run out of disk or diverge at any moment.
+
+    - A checkpoint is written under another name, sealed with a manifest and renamed when all
+      processes are done; only then an older one goes. One that cannot be written leaves nothing.
+    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it. Whether
+      there was one is seen where the loss is logged, and the device is waited for anyway.
+    - What it logs has ``seconds`` and ``tokens_per_second``; a window ends at each checkpoint, so
+      that the sums over the history are those of all steps that count, however often the run was
+      resumed, and the loss curve is the same.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        where: the command that trains, for messages.
+    """
+
+    def __init__(self, *args: Any, where: str = "pretrain", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.where = where
+        if self.args.world_size == 1 and self.args.n_gpu > 1:
+            # The Trainer would split batches by rows, and flat positions do not split.
+            self.args._n_gpu = 1
+        self.remove_callback(PrinterCallback)
+        self.add_callback(LogWhereSaved())
+        self.add_callback(Progress())
+        self._first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        self._window_began = 0.0
+        self._window_step = 0
+        self._scratch: str | None = None
+
+    @property
+    def train_seconds(self) -> float:
+        """The time of all steps of the run, checkpoints left out, also before it was resumed."""
+        return sum(entry.get("seconds", 0.0) for entry in self.state.log_history)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all processes, over the same steps."""
+        entries = (entry for entry in self.state.log_history if "seconds" in entry)
+        tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
+        return tokens / max(self.train_seconds, 1e-9)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> Any:
+        if not self._window_began:
+            self._window_began, self._window_step = time.perf_counter(), self.state.global_step
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        first = ~torch.isfinite(loss) & (self._first_bad == 0)
+        self._first_bad = torch.where(first, self.state.global_step + 1, self._first_bad)
+        return loss
+
+    def window_tokens(self) -> float:
+        """The tokens of all processes since the last log; they are then forgotten."""
+        raise NotImplementedError
+
+    def window_parts(self) -> dict[str, float]:
+        """What else is logged of the steps since the last log."""
+        return {}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            self._check_finite(logs)
+            logs.update(self.window_parts())
+            tokens = self.window_tokens()
+            now = time.perf_counter()
+            seconds = max(now - self._window_began, 1e-9)
+            logs.update(tokens_per_second=tokens / seconds, seconds=seconds)
+            self._window_began, self._window_step = now, self.state.global_step
+        super().log(logs, start_time)
+
+    def _check_finite(self, logs: dict[str, float]) -> None:
+        if not math.isfinite(logs["loss"]):
+            seen = self.accelerator.gather(self._first_bad.reshape(1))
+            step = int(seen[seen > 0].min()) if seen.any() else self.state.global_step
+            self._diverged(step, f"the loss is {logs['loss']}")
+        norm = logs.get("grad_norm", 0.0)
+        if not math.isfinite(norm):
+            self._diverged(self.state.global_step, f"the norm of the gradient is {norm}")
+
+    def _diverged(self, step: int, what: str) -> NoReturn:
+        out = Path(self.args.output_dir)
+        last = last_checkpoint(out) if self.args.should_save else None
+        kept = "no checkpoint was written yet" if last is None else f"{last} is the last good state"
+        raise DivergenceError(
+            f"{self.where}: at step {step} {what}: the training has diverged. {kept[0].upper()}"
+            f"{kept[1:]}, and no model was written. Start again with a lower learning rate (it was "
+            f"{self.args.learning_rate:g}) or a longer warm-up."
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        if self._window_began:
+            self._window_began += time.perf_counter() - began
+        return metrics
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        scheduler: Any = self.lr_scheduler
+        if checkpoint is not None and hasattr(scheduler, "lr_lambdas"):
+            # The rate of the next step is that of this run's schedule, which may be longer now.
+            rates = [
+                base * factor(scheduler.last_epoch)
+                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Tied parameters are saved under one of their names: the others are not missing.
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._scratch or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        began, step = time.perf_counter(), self.state.global_step
+        if not all_finite(self.model):
+            self._diverged(step, "a weight is not finite")
+        output = Path(self.args.output_dir)
+        scratch = output / _SCRATCH
+        if self.args.should_save:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._scratch = str(scratch)
+        try:
+            with writing(self.where, output):
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    keep = self.args.save_total_limit or 1
+                    place_checkpoint(scratch / f"checkpoint-{step}", output, step, keep)
+        finally:
+            self._scratch = None
+            if self.args.should_save:
+                shutil.rmtree(scratch, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._window_began += time.perf_counter() - began
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether every weight is a number."""
+    return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
+
+
+class PretrainingTrainer(RunTrainer):
+    """``RunTrainer`` whose losses add up over processes.
 
     - Every mean of a loss is taken over all that one optimizer step sees, whichever process or
       micro-batch it is in: labelled tokens for losses over the vocabulary, sequences for those
@@ -57,8 +209,6 @@ class PretrainingTrainer(Trainer):
     - The parts of the loss and the tokens a second are logged beside the loss. An ``eval_dataset``
       is corrupted as the training's batches are and leaves no trace among them; its ``eval_loss``
       is Transformers' mean over batches (``fastplm.train.evaluate`` takes that over all labels).
-    - A checkpoint is written under another name and renamed when all processes are done, so that
-      one killed in the middle of writing leaves the last checkpoint as it was.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
@@ -71,12 +221,6 @@ class PretrainingTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._corrupt = corrupt
-        if self.args.world_size == 1 and self.args.n_gpu > 1:
-            # The Trainer would split batches by rows, and flat positions do not split.
-            self.args._n_gpu = 1
-        self.remove_callback(PrinterCallback)
-        self.add_callback(LogLastStep())
-        self.add_callback(Progress())
         parameters = inspect.signature(self.model.forward).parameters
         self._counts_sequences = "num_sequences_in_batch" in parameters
         self._counts_tokens = "num_tokens_in_batch" in parameters
@@ -91,26 +235,10 @@ class PretrainingTrainer(Trainer):
             self._loss_shifts_labels = True
         self._in_step: dict[str, Tensor] = {}
         self._in_window: dict[str, Tensor] = {}
-        self._in_run_tokens = self._in_run_seconds = 0.0
-        self._window_began = 0.0
-        self._window_step = 0
-        self._scratch: str | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all processes, over the steps of this call of ``train``, checkpoints left out."""
-        return self._in_run_tokens / max(self._in_run_seconds, 1e-9)
-
-    @property
-    def train_seconds(self) -> float:
-        """The time of these steps."""
-        return self._in_run_seconds
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        if not self._window_began:
-            self._window_began, self._window_step = time.perf_counter(), self.state.global_step
         if self._corrupt is not None:
             # Here and not just before the forward, as the labels of all batches are counted first.
             epoch_iterator = map(self._corrupted, epoch_iterator)
@@ -138,13 +266,6 @@ class PretrainingTrainer(Trainer):
             inputs = self._corrupted(inputs)
         self._count([inputs])
         return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        began = time.perf_counter()
-        metrics = super().evaluate(*args, **kwargs)
-        if self._window_began:
-            self._window_began += time.perf_counter() - began
-        return metrics
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self._corrupt is not None
@@ -198,58 +319,20 @@ class PretrainingTrainer(Trainer):
     def _add(self, name: str, value: Tensor) -> None:
         self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            logs.update(self._close_window())
-        super().log(logs, start_time)
+    def window_tokens(self) -> float:
+        return self._in_window.pop("tokens").item()
 
-    def _close_window(self) -> dict[str, float]:
-        tokens = self._in_window.pop("tokens").item()
-        steps = self.state.global_step - self._window_step
-        now = time.perf_counter()
-        seconds = now - self._window_began
+    def window_parts(self) -> dict[str, float]:
+        tokens, steps = self._in_window.pop("tokens"), self.state.global_step - self._window_step
         sums = {
             name: self.accelerator.reduce(value, reduction="sum").item()
             for name, value in sorted(self._in_window.items())
         }
+        self._in_window = {"tokens": tokens}
         parts = {name: value / steps for name, value in sums.items() if name.endswith("_loss")}
         if "positives" in sums:
             parts.update(detection(sums))
-        self._in_run_tokens += tokens
-        self._in_run_seconds += seconds
-        self._in_window = {}
-        self._window_began, self._window_step = now, self.state.global_step
-        return {**parts, "tokens_per_second": tokens / seconds}
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied parameters are saved under one of their names: the others are not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._scratch or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        began = time.perf_counter()
-        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        scratch = output / _SCRATCH
-        if self.args.should_save:
-            shutil.rmtree(scratch, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._scratch = str(scratch)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._scratch = None
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            shutil.rmtree(output / name, ignore_errors=True)
-            os.rename(scratch / name, output / name)
-            scratch.rmdir()
-            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
-        self._window_began += time.perf_counter() - began
+        return parts
 
 
 def detection(counts: dict[str, float]) -> dict[str, float]:
@@ -276,18 +359,11 @@ def detection(counts: dict[str, float]) -> dict[str, float]:
     }
 
 
-def last_checkpoint(output: Path) -> Path | None:
-    """The checkpoint of the highest step in a run's folder that has all its files, if any."""
-    found = []
-    for path in output.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and all((path / part).is_file() for part in _PARTS_OF_A_CHECKPOINT):
-            found.append((int(step), path))
-    return max(found)[1] if found else None
+class LogWhereSaved(TrainerCallback):
+    """A loss is logged at each checkpoint, the last step's among them, whatever the interval.
 
-
-class LogLastStep(TrainerCallback):
-    """The loss curve ends at the last step, whatever the logging interval."""
+    No mean of losses then runs over a step where a run may be resumed.
+    """
 
     def on_step_end(
         self,
@@ -296,7 +372,7 @@ class LogLastStep(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
             control.should_log = True
 
 
@@ -331,6 +407,9 @@ class Progress(TrainerCallback):
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
+        self._began = 0.0
+        self._first_step = 0
+        self._estimated = False
 
     def on_train_begin(
         self,
@@ -340,12 +419,14 @@ class Progress(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero:
+            self._began, self._first_step = time.perf_counter(), state.global_step
+            self._estimated = False
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
                 unit="step",
                 dynamic_ncols=True,
-                disable=not sys.stderr.isatty(),
+                disable=not _is_terminal(),
             )
 
     def on_step_end(
@@ -355,8 +436,14 @@ class Progress(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self.bar is not None:
-            self.bar.update()
+        if self.bar is None:
+            return
+        self.bar.update()
+        done, gone = state.global_step - self._first_step, time.perf_counter() - self._began
+        enough = done >= _ESTIMATE_STEPS and gone >= _ESTIMATE_SECONDS
+        if self.bar.disable and enough and not self._estimated:
+            self._estimated = True
+            say(f"about {duration(self._to_go(state))} to go")
 
     def on_log(
         self,
@@ -375,10 +462,10 @@ class Progress(TrainerCallback):
         }
         shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
         if self.bar.disable:
+            shown["gone"] = duration(time.perf_counter() - self._began)
+            shown["to go"] = duration(self._to_go(state))
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            print(
-                f"step {state.global_step}/{state.max_steps}  {text}", file=sys.stderr, flush=True
-            )
+            say(f"step {state.global_step}/{state.max_steps}  {text}")
         else:
             self.bar.set_postfix(shown)
 
@@ -392,3 +479,21 @@ class Progress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+    def _to_go(self, state: TrainerState) -> float:
+        done = max(state.global_step - self._first_step, 1)
+        return (time.perf_counter() - self._began) / done * (state.max_steps - state.global_step)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 1:02:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _is_terminal() -> bool:
+    """Whether a bar can be drawn; some that call themselves terminals have no columns."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False

@@ -43,7 +43,7 @@ def short_run(run):
 
 def losses(metrics):
     return [
-        {name: value for name, value in entry.items() if name != "tokens_per_second"}
+        {name: value for name, value in entry.items() if "second" not in name}
         for entry in metrics["history"]
     ]
 

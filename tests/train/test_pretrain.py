@@ -23,9 +23,9 @@ TEXT = ["The river follows the old house.", "A teacher opens. The train carries 
 
 
 def losses(history):
+    """The curve, without what a clock said."""
     return [
-        {name: value for name, value in entry.items() if name != "tokens_per_second"}
-        for entry in history
+        {name: value for name, value in entry.items() if "second" not in name} for entry in history
     ]
 
 
@@ -145,6 +145,7 @@ def test_counts_of_a_unigram_generator(bert, arguments):
 def test_two_stages(run, tmp_path):
     out = tmp_path / "out"
     options = {"arch": "electra-tiny", "two_stage": True, "steps": 9, "log_every": 3, "warmup": 2}
+    options["save_every"] = 9
     metrics = run(out, **options)
     history = metrics["history"]
     # Four steps of the generator, the last of which ends a window of the log, and five of the
@@ -288,7 +289,7 @@ def test_incomplete_checkpoints_are_passed_over(bert, run, tmp_path, caplog):
     # One that was being written when the process died, and one that lost a file.
     shutil.copytree(out / "checkpoint-4", out / ".incomplete" / "checkpoint-6")
     shutil.copytree(out / "checkpoint-4", out / "checkpoint-5")
-    (out / "checkpoint-5" / "optimizer.pt").unlink()
+    (out / "manifest.json").unlink()
     assert last_checkpoint(out) == out / "checkpoint-4"
     whole = json.loads((bert / "metrics.json").read_text())["history"]
     assert losses(run(out, resume=True)["history"]) == losses(whole)
@@ -309,8 +310,7 @@ def test_a_kill_while_writing_leaves_the_last_checkpoint(arguments, tmp_path, mo
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", killed)
-    with pytest.raises(KeyboardInterrupt):
-        main(arguments(out))
+    assert main(arguments(out)) == 130
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
     assert last_checkpoint(out) == out / "checkpoint-2"
 

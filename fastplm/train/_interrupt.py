@@ -1,0 +1,71 @@
+"""Ctrl-C: answered at once, and with how to go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastplm.train._run_folder import RECORD, checkpoints, say
+
+#: The exit code of a process that SIGINT ended.
+INTERRUPTED = 128 + signal.SIGINT
+# So long Python has for its own way out; a library that trains a vocabulary looks at no signals.
+_PATIENCE = 2.0
+
+
+@contextmanager
+def answered(words: Sequence[str], out: str | Path) -> Iterator[None]:
+    """Within it Ctrl-C says how to go on, and ends the process soon, whatever that is doing.
+
+    Args:
+        words: of the command.
+        out: the folder of its run.
+    """
+    left = threading.Event()
+    try:
+        with _watched(left, words, out):
+            yield
+    except KeyboardInterrupt:
+        say(_how_to_go_on(words, Path(out)))
+        raise
+
+
+@contextmanager
+def _watched(left: threading.Event, words: Sequence[str], out: str | Path) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where no signal arrives
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while arrived := os.read(reader, 1):
+            if arrived[0] == signal.SIGINT and not left.wait(_PATIENCE):
+                say(_how_to_go_on(words, Path(out)))
+                os._exit(INTERRUPTED)
+        os.close(reader)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)  # the thread reads the end
+
+
+def _how_to_go_on(words: Sequence[str], out: Path) -> str:
+    begun = f"fastplm: interrupted; what was made so far is in {out}. "
+    # A fine-tuning has each seed that is done; a pre-training needs a checkpoint.
+    if not checkpoints(out) and not ((out / RECORD).is_file() and words[:1] == ["finetune"]):
+        return "fastplm: interrupted before the first checkpoint: nothing is lost but this start."
+    if "WORLD_SIZE" in os.environ:
+        return f"{begun}Go on with the same command and --resume."
+    again = [word for word in words if word not in ("--overwrite", "--resume")]
+    return f"{begun}Go on with: fastplm {shlex.join([*again, '--resume'])}"

@@ -1,0 +1,416 @@
+"""The folder of a run: written by one process at a time, and nothing in it half-written or lost.
+
+- A run claims its folder (``claimed``): nobody else's things are written over, and no second
+  process writes there.
+- What was written together is sealed (``seal``): a manifest, written last, says how large each file
+  is and what it hashes to. So a checkpoint is whole or it is not (``damage``).
+- ``run.json`` says what the loss curve depends on, and carries its own hash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from safetensors import SafetensorError
+
+from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
+from fastplm.train.report import write_json
+
+#: Names of what a run's folder may hold before the run; all else is somebody's.
+LOCK = "run.lock"
+MANIFEST = "manifest.json"
+RECORD = "run.json"
+_CHUNK = 1 << 20
+_T = TypeVar("_T")
+
+
+def first_process() -> bool:
+    """Whether this one of torchrun's processes writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """A line about what the run does, beside its results."""
+    if line and first_process():
+        print(line, file=sys.stderr, flush=True)
+
+
+# --- whose folder it is ---------------------------------------------------------------------------
+
+
+@contextmanager
+def claimed(
+    where: str, out: Path, *, resume: bool, overwrite: bool | None, beside: Iterable[Path] = ()
+) -> Iterator[None]:
+    """Keep a folder for this run, which must be empty or new unless the run is resumed.
+
+    Of torchrun's processes the first one alone does it.
+
+    Args:
+        where: the command.
+        out: the folder.
+        resume: it holds the run, which goes on.
+        overwrite: what it holds is moved to ``<out>.old-<n>``; None for a command without it.
+        beside: folders of this run that may lie in it, such as a cache.
+
+    Raises:
+        DataError: the folder holds something, no run to resume, or cannot be written.
+        ArgumentValueError: both ``resume`` and ``overwrite``.
+    """
+    check(
+        not (resume and overwrite),
+        where,
+        "overwrite",
+        "True together with resume",
+        "one of the two",
+        "Leave one of the two options out.",
+        ArgumentValueError,
+    )
+    if not first_process():
+        yield
+        return
+    if resume and not (out / RECORD).is_file():
+        if checkpoints(out):
+            read_record(where, out)
+        _refuse_to_resume(where, f"{out}, which holds no run, and no checkpoint")
+    new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = _lock(where, out)
+    except OSError as error:
+        what = "a file" if out.is_file() else f"which cannot be written ({error.strerror})"
+        _refuse_output(where, f"{out}, {what}", "a folder", "Choose another --out.")
+    try:
+        if not resume:
+            inside = (path for path in beside if path.resolve().parent == out.resolve())
+            allowed = {LOCK, *(path.name for path in inside)}
+            there = sorted(path.name for path in out.iterdir() if path.name not in allowed)
+            if there and overwrite:
+                _unlock(out, lock)
+                say(f"The folder {out} was moved to {move_aside(out)}, as --overwrite asks.")
+                out.mkdir()
+                lock = _lock(where, out)
+            elif there:
+                run = RECORD in there
+                what = (
+                    "another run"
+                    if run
+                    else f"{there[0]}" + (f" and {len(there) - 1} more" if there[1:] else "")
+                )
+                instead = ", go on with that run by --resume" if run else ""
+                if overwrite is not None:
+                    instead += ", or move the folder aside by --overwrite"
+                _refuse_output(
+                    where,
+                    f"{out}, which holds {what}",
+                    "an empty or new folder",
+                    f"Choose another --out{instead}.",
+                )
+        yield
+    finally:
+        _unlock(out, lock)
+        if new:
+            with suppress(OSError):  # unless there is something in it
+                out.rmdir()
+
+
+def move_aside(out: Path) -> Path:
+    """Give a folder the name ``<out>.old-<n>``, with the first n that is free."""
+    out, number = out.resolve(), 1
+    while (old := out.with_name(f"{out.name}.old-{number}")).exists():
+        number += 1
+    os.rename(out, old)
+    return old
+
+
+def _lock(where: str, out: Path) -> int:
+    path = out / LOCK
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 200, 0).decode(errors="replace") or "another one"
+            os.close(handle)
+            _refuse_output(
+                where,
+                f"{out}, where process {holder} writes",
+                "a folder that no other process uses",
+                "Choose another --out, or wait for it to end.",
+            )
+        except OSError:  # a file system that knows no locks
+            return handle
+        # The file may have been removed, by the process that held it, after it was opened here.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"{os.getpid()} of {os.uname().nodename}".encode(), 0)
+                return handle
+        os.close(handle)
+
+
+def _unlock(out: Path, handle: int) -> None:
+    with suppress(OSError):
+        (out / LOCK).unlink()
+    with suppress(OSError):
+        os.close(handle)
+
+
+def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
+    raise DataError(message(where, "out", got, expected, fix))
+
+
+def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
+    fix = fix or "Check --out, or start afresh without --resume."
+    expected = "the output folder of an interrupted run"
+    raise DataError(message(where, "resume", got, expected, fix))
+
+
+# --- what is whole --------------------------------------------------------------------------------
+
+
+def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
+    """Write the manifest of a folder, when all of it is on the disk.
+
+    Args:
+        folder: with the files.
+        names: files and folders in it; all by default.
+        facts: recorded beside the files.
+    """
+    files = {}
+    for path in _files(folder, names):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake2b": _hash(path)}
+    write_json(folder / MANIFEST, {**facts, "files": files})
+
+
+def damage(folder: Path, **facts: Any) -> str | None:
+    """Why the folder is not as it was sealed; None if it is."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        for name, value in facts.items():
+            if manifest[name] != value:
+                return f"{MANIFEST} is of {name} {manifest[name]}"
+        for name, file in manifest["files"].items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            size = (folder / name).stat().st_size
+            if size != file["size"]:
+                return f"{name} has {size} bytes instead of {file['size']}"
+            if _hash(folder / name) != file["blake2b"]:
+                return f"{name} has other content than was written"
+    except FileNotFoundError:
+        return f"{MANIFEST}, which is written last, is missing"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def checkpoints(out: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all checkpoints of a run, whole or not, in order."""
+    found = []
+    for path in out.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal() and path.is_dir():
+            found.append((int(step), path))
+    return sorted(found)
+
+
+def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None) -> Path | None:
+    """The newest checkpoint in a run's folder that is whole, if any.
+
+    Args:
+        tell: is given a line for each newer one that is passed over.
+    """
+    for step, path in reversed(checkpoints(out)):
+        reason = damage(path, step=step)
+        if reason is None:
+            return path
+        tell(f"{path} is not whole and is passed over: {reason}.")
+    return None
+
+
+def checkpoint_to_resume(where: str, out: Path) -> Path:
+    """``last_checkpoint``, which there must be.
+
+    Raises:
+        DataError: there is none, or none is whole.
+    """
+    passed: list[str] = []
+    checkpoint = last_checkpoint(out, passed.append)
+    fix = "The steps made are lost: start again with --overwrite, which moves the folder aside."
+    if checkpoint is None and passed:
+        reasons = " ".join(passed)
+        _refuse_to_resume(where, f"{out}, none of whose checkpoints is whole. {reasons}", fix)
+    if checkpoint is None:
+        got = f"{out}, which holds no checkpoint: the run ended before its first one"
+        _refuse_to_resume(where, got, fix)
+    for line in passed:
+        say(line)
+    return checkpoint
+
+
+def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
+    """Move a checkpoint written elsewhere, sealed, to its name; then keep so many of the newest.
+
+    Those of later steps were passed over when the run was resumed, so they go too.
+    """
+    final = out / f"checkpoint-{step}"
+    seal(scratch, step=step)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(scratch, final)
+    _sync_folder(out)
+    before = [path for at, path in checkpoints(out) if at < step]
+    after = [path for at, path in checkpoints(out) if at > step]
+    for path in (*before[: max(0, len(before) + 1 - keep)], *after):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_folder(scratch: Path, final: Path) -> None:
+    """Move a finished folder to its name, where an older one of this run may be."""
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(scratch, final)
+
+
+def _files(folder: Path, names: Iterable[str] | None) -> list[Path]:
+    roots = [folder] if names is None else [folder / name for name in names]
+    inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
+    return sorted(path for path in inside if path.is_file() and path != folder / MANIFEST)
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system can
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- what the run is ------------------------------------------------------------------------------
+
+
+def write_record(out: Path, run: dict[str, Any]) -> None:
+    """Write ``run.json``."""
+    write_json(out / RECORD, {**run, "blake2b": content_hash(run)})
+
+
+def read_record(where: str, out: Path) -> dict[str, Any]:
+    """What ``write_record`` wrote.
+
+    Raises:
+        DataError: it is missing, damaged or was edited.
+    """
+    path = out / RECORD
+    try:
+        run = json.loads(path.read_text())
+        if run.pop("blake2b") == content_hash(run):
+            return run
+        got = f"{path}, which is damaged or was edited"
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        got = f"{path}, which cannot be read"
+    fix = (
+        "What the run was cannot be known, so it does not go on; its checkpoints are as they were. "
+        "Put the file back, or start again with --overwrite."
+    )
+    _refuse_to_resume(where, got, fix)
+
+
+def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
+    """A run that goes on is the one that began.
+
+    Raises:
+        ArgumentValueError: with the first setting that differs.
+    """
+    for name, value in run.items():
+        if before.get(name) != value:
+            raise ArgumentValueError(
+                message(
+                    where,
+                    name,
+                    value,
+                    f"{before.get(name)}, as in the run that is resumed",
+                    "Give the same arguments, or another --out.",
+                )
+            )
+
+
+def content_hash(run: dict[str, Any]) -> str:
+    """Of what JSON keeps."""
+    content = json.dumps(run, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+# --- what goes wrong below ------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(where: str, path: Path) -> Iterator[None]:
+    """What libraries raise when a file cannot be written, as one line.
+
+    Raises:
+        DataError: in place of it.
+    """
+    try:
+        yield
+    except FastplmError:
+        raise
+    # PyTorch's writer raises RuntimeError, that of safetensors its own.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise DataError(
+            message(
+                where,
+                "out",
+                f"{path}, which cannot be written ({_first_line(error)})",
+                "a disk with room for checkpoints",
+                "Make room, then go on from the last checkpoint with --resume.",
+            )
+        ) from error
+
+
+def loaded(
+    where: str, argument: str, path: str | Path, expected: str, load: Callable[[], _T]
+) -> _T:
+    """What ``load`` reads from the user's file. What a damaged one raises, each library decides.
+
+    Raises:
+        DataError: in place of it.
+    """
+    try:
+        return load()
+    except FastplmError:
+        raise
+    except Exception as error:
+        got = f"{path} ({_first_line(error)})"
+        fix = "Check the path, and whether the files are whole."
+        raise DataError(message(where, argument, got, expected, fix)) from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if "inline_container" in str(error):  # all that PyTorch's writer says
+        return "PyTorch could not write a file to its end: the disk may be full"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,673 @@
+"""What a run does to its folder, and what becomes of it when something goes wrong there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fastplm._checks import ArgumentValueError, DataError
+from fastplm.cli import main
+from fastplm.train import _run_folder as module
+from fastplm.train import announce
+from fastplm.train._run_folder import claimed, damage, last_checkpoint, read_record, seal
+from fastplm.train.finetune import FinetuneArguments, prepare_task
+from fastplm.train.finetune_data import Example, hold_out
+from fastplm.train.pretrain import PretrainArguments
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def curve(out):
+    history = json.loads((out / "metrics.json").read_text())["history"]
+    return [{k: v for k, v in entry.items() if "second" not in k} for entry in history]
+
+
+def refused(capsys, argv, *words, code=2):
+    """The command ends with one line of an error that has the words."""
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    *before, line = captured.err.splitlines()
+    assert line.startswith("fastplm: error: "), captured.err
+    assert not any("error" in text or "Traceback" in text for text in before)
+    for word in words:
+        assert word in line
+    return line
+
+
+@pytest.fixture
+def copied(bert, tmp_path):
+    """A finished run of six steps, to do something to."""
+    return Path(shutil.copytree(bert, tmp_path / "out"))
+
+
+@pytest.fixture
+def stopped(copied):
+    """The same as it was when killed after its last checkpoint."""
+    for name in ("manifest.json", "metrics.json", "loss.png"):
+        (copied / name).unlink()
+    shutil.rmtree(copied / "model")
+    return copied
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory, bert):
+    """The words of a fine-tuning of two seeds and two steps."""
+    path = tmp_path_factory.mktemp("labelled") / "data.tsv"
+    rows = (f"the {'river' if i % 2 else 'house'} {i}\t{i % 2}" for i in range(40))
+    path.write_text("\n".join(("text\tlabel", *rows)) + "\n")
+
+    def build(out, *words, model=bert / "model", **options):
+        settings = {"task": "classification", "model": model, "data": path, "out": out}
+        settings |= {"steps": 2, "batch-size": 4, "log-every": 1, "max-length": 16}
+        settings |= {name.replace("_", "-"): value for name, value in options.items()}
+        pairs = (f"--{name} {value}" for name, value in settings.items())
+        return ["finetune", *" ".join(pairs).split(), *words]
+
+    return build
+
+
+# --- whose folder it is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["model/mine.txt", "metrics.json", "seed-0/model/mine.txt", ".mine"]
+)
+@pytest.mark.parametrize("command", ["pretrain", "finetune"])
+def test_what_is_there_is_not_touched(command, name, arguments, labelled, tmp_path, capsys):
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    argv = arguments(out) if command == "pretrain" else labelled(out)
+    refused(capsys, argv, str(out), name.split("/")[0], "--overwrite")
+    assert content(out) == {name: b"mine"}
+
+
+def test_a_finished_run_without_checkpoints_is_not_touched(copied, arguments, capsys):
+    for path in copied.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    before = content(copied)
+    refused(capsys, arguments(copied), "another run", "--resume", "--overwrite")
+    refused(capsys, arguments(copied, resume=True), "no checkpoint", "--overwrite")
+    assert content(copied) == before
+
+
+def test_overwrite_moves(copied, run, tmp_path, capsys):
+    before = content(copied)
+    (tmp_path / "out.old-1").mkdir()  # taken
+    run(copied, overwrite=True, steps=1)
+    assert content(tmp_path / "out.old-2") == before
+    assert f"was moved to {tmp_path / 'out.old-2'}" in capsys.readouterr().err
+    assert not list((tmp_path / "out.old-1").iterdir())
+
+
+def test_overwrite_and_resume_are_not_one_wish(copied, arguments, capsys):
+    before = content(copied)
+    refused(capsys, arguments(copied, overwrite=True, resume=True), "overwrite", "resume")
+    assert content(copied) == before
+
+
+@pytest.mark.parametrize("out", ["", " "])
+def test_a_folder_has_a_name(out, arguments, labelled, capsys):
+    argv = arguments(out)
+    refused(capsys, argv, "`out` got '")
+    argv = labelled("here")
+    argv[argv.index("here")] = out
+    refused(capsys, argv, "`out` got '")
+
+
+@pytest.mark.parametrize("out", ["/dev/null/run", "/proc/run", "FILE", "FILE/run"])
+def test_impossible_folders(out, arguments, labelled, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    out = Path(out.replace("FILE", str(tmp_path / "file")))
+    for argv in (arguments(out), labelled(out), arguments(out, overwrite=True)):
+        refused(capsys, argv, str(out), "expected a folder")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_one_process_at_a_time(copied, arguments, labelled, capsys):
+    before = content(copied)
+    with claimed("pretrain", copied, resume=True, overwrite=False):
+        for options in ({"resume": True}, {"overwrite": True}, {}):
+            refused(capsys, arguments(copied, **options), f"process {os.getpid()} ")
+        refused(capsys, labelled(copied), f"process {os.getpid()} ")
+    assert content(copied) == before
+
+
+def test_a_lock_that_a_killed_process_left_keeps_nobody_out(tmp_path):
+    (tmp_path / module.LOCK).write_text("1 of elsewhere")
+    with claimed("pretrain", tmp_path, resume=False, overwrite=False):
+        assert (tmp_path / module.LOCK).read_text().startswith(f"{os.getpid()} of ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_never_began_leaves_no_folder(arguments, tmp_path, capsys):
+    refused(capsys, arguments(tmp_path / "out", corpus=tmp_path / "no.txt"), "no.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_several_processes_the_first_one_claims(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "mine").write_text("")
+    with claimed("pretrain", tmp_path, resume=False, overwrite=True):
+        assert content(tmp_path) == {"mine": b""}
+
+
+def test_a_cache_may_lie_in_the_folder(run, tmp_path):
+    (tmp_path / "out" / "cache").mkdir(parents=True)
+    run(tmp_path / "out", cache=tmp_path / "out" / "cache", steps=1)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def _damages():
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 8
+        path.write_bytes(data)
+
+    return {
+        "missing": lambda path: path.unlink(),
+        "empty": lambda path: path.write_bytes(b""),
+        "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        "flipped": flip,
+    }
+
+
+FILES = """model.safetensors optimizer.pt scheduler.pt trainer_state.json config.json rng_state.pth
+training_args.bin tokenizer.json manifest.json""".split()
+
+
+@pytest.mark.parametrize("damaged", _damages())
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_is_whole_or_it_is_not(name, damaged, copied):
+    _damages()[damaged](copied / "checkpoint-6" / name)
+    lines = []
+    assert last_checkpoint(copied, lines.append) == copied / "checkpoint-4"
+    (line,) = lines
+    assert "checkpoint-6 is not whole and is passed over: " in line and name in line
+
+
+def test_a_checkpoint_of_another_step(copied):
+    shutil.rmtree(copied / "checkpoint-6")
+    os.rename(copied / "checkpoint-4", copied / "checkpoint-5")
+    lines = []
+    assert last_checkpoint(copied, lines.append) is None
+    assert "step 4" in lines[0]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(stopped, bert, run, capsys):
+    (stopped / "checkpoint-6" / "rng_state.pth").unlink()
+    metrics = run(stopped, resume=True, dropout=0.1)
+    assert curve(stopped) == curve(bert)
+    shown = capsys.readouterr()
+    assert "checkpoint-6 is not whole and is passed over: rng_state.pth is missing" in shown.err
+    assert metrics["starts"] == [0, 4] and "all steps; resumed at 4" in shown.out
+
+
+def test_no_checkpoint_is_whole(stopped, arguments, capsys):
+    for path in stopped.glob("checkpoint-*"):
+        (path / "optimizer.pt").write_bytes(b"")
+    before = content(stopped)
+    refused(capsys, arguments(stopped, resume=True), "optimizer.pt has 0 bytes", "--overwrite")
+    assert content(stopped) == before
+
+
+@pytest.mark.parametrize("damaged", [*_damages(), "other"])
+def test_a_damaged_record(damaged, stopped, arguments, capsys):
+    record = stopped / "run.json"
+    if damaged == "other":
+        record.write_text(record.read_text().replace('"seed": 0', '"seed": 1'))
+    else:
+        _damages()[damaged](record)
+    before = content(stopped)
+    refused(capsys, arguments(stopped, resume=True), "run.json", "resume")
+    assert content(stopped) == before
+
+
+def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, monkeypatch):
+    seen = []
+    place = module.place_checkpoint
+
+    def looked_at(scratch, out, step, keep):
+        seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
+        place(scratch, out, step, keep)
+
+    monkeypatch.setattr("fastplm.train.trainer.place_checkpoint", looked_at)
+    out = tmp_path / "out"
+    run(out, steps=4, save_every=1)
+    assert seen == [(1, []), (2, [1]), (3, [1, 2]), (4, [2, 3])]
+    assert [at for at, _ in module.checkpoints(out)] == [3, 4]
+
+
+def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
+    for step in (2, 4, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "weights").write_text("1")
+    module.place_checkpoint(scratch, tmp_path, 6, keep=2)
+    assert [step for step, _ in module.checkpoints(tmp_path)] == [4, 6]
+    assert damage(tmp_path / "checkpoint-6", step=6) is None
+
+
+def test_a_damaged_tokenizer_is_written_again(stopped, bert, run):
+    shutil.rmtree(stopped / "tokenizer")
+    run(stopped, resume=True)
+    assert content(stopped / "tokenizer") == content(bert / "tokenizer")
+
+
+# --- a disk that is full --------------------------------------------------------------------------
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.save",
+        "transformers.modeling_utils.safe_save_file",
+        "transformers.trainer_callback.TrainerState.save_to_json",
+        "fastplm.train._run_folder.write_json",
+    ],
+)
+def test_a_full_disk(target, bert, arguments, run, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    place = module.place_checkpoint
+
+    def then_full(*args):
+        place(*args)
+        monkeypatch.setattr(target, full)
+
+    monkeypatch.setattr("fastplm.train.trainer.place_checkpoint", then_full)
+    line = refused(capsys, arguments(out), str(out), "No space left on device", "--resume")
+    assert "Make room" in line
+    assert not (out / ".incomplete").exists()
+    assert last_checkpoint(out) == out / "checkpoint-2"
+    monkeypatch.undo()
+    if target != "torch.save":  # once is enough
+        return
+    run(out, resume=True)
+    assert curve(out) == curve(bert)
+
+
+# --- a training that diverges ---------------------------------------------------------------------
+
+
+def test_divergence(arguments, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = arguments(out, lr=1e30, warmup=3, steps=30, log_every=100, save_every=2)
+    line = refused(capsys, argv, "diverged", "lower learning rate", "1e+30", code=1)
+    step = int(line.split("at step ")[1].split()[0])
+    last = last_checkpoint(out)
+    saved = int(last.name.removeprefix("checkpoint-"))
+    assert saved < step <= saved + 2 and f"{last} is the last good state" in line
+    weights = transformers.AutoModelForPreTraining.from_pretrained(last).state_dict()
+    assert all(value.isfinite().all() for value in weights.values())
+    assert not (out / "model").exists() and not (out / "metrics.json").exists()
+
+
+def test_the_step_that_diverged_is_named(arguments, tmp_path, capsys, monkeypatch):
+    from transformers import Trainer
+
+    step = Trainer.training_step
+
+    def spoiled(self, *args, **kwargs):
+        loss = step(self, *args, **kwargs)
+        return loss * math.nan if self.state.global_step == 4 else loss
+
+    monkeypatch.setattr(Trainer, "training_step", spoiled)
+    argv = arguments(tmp_path / "out", steps=9, log_every=100, save_every=8)
+    refused(capsys, argv, "at step 5 the loss is nan", "No checkpoint", code=1)
+
+
+def test_weights_that_are_no_numbers_are_not_saved(arguments, tmp_path, capsys, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def spoiled(self, closure=None):
+        step(self, closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].view(-1)[0] = math.inf
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoiled)
+    argv = arguments(tmp_path / "out", steps=1)
+    refused(capsys, argv, "at step 1 a weight is not finite", code=1)
+    assert not list((tmp_path / "out").glob("*/model.safetensors"))
+
+
+def test_divergence_of_a_seed(labelled, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = labelled(out, learning_rate=1e38, warmup=0, steps=6, log_every=2)
+    refused(capsys, argv, "finetune: at step ", "diverged", "seed 0", code=1)
+    assert not (out / "seed-0" / "model").exists() and not (out / "metrics.json").exists()
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_stays_as_it_is(copied, arguments, capsys):
+    before = content(copied)
+    assert main(arguments(copied, resume=True)) == 0
+    assert content(copied) == before
+    shown = capsys.readouterr()
+    assert "is finished, all 6 steps of it: nothing was changed" in shown.err
+    assert "tokens/s" in shown.out
+
+
+def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
+    _damages()["flipped"](copied / "model" / "model.safetensors")
+    run(copied, resume=True)
+    shown = capsys.readouterr().err
+    assert "is written again: model/model.safetensors has other content" in shown
+    assert content(copied / "model") == content(bert / "model")
+    assert damage(copied) is None
+
+
+def test_figures_are_those_of_all_steps(stopped, bert, run):
+    shutil.rmtree(stopped / "checkpoint-6")
+    metrics = run(stopped, resume=True)
+    assert metrics["train_seconds"] == sum(entry["seconds"] for entry in metrics["history"])
+    assert len(metrics["history"]) == 6
+    before = json.loads((bert / "metrics.json").read_text())["history"]
+    assert metrics["history"][:4] == before[:4]  # seconds and all
+    tokens = sum(entry["seconds"] * entry["tokens_per_second"] for entry in metrics["history"])
+    # The step counts all tokens of its samples, so both runs have seen the same number.
+    assert round(tokens) == round(sum(e["seconds"] * e["tokens_per_second"] for e in before))
+
+
+def test_a_checkpoint_between_two_lines_of_the_log(run, tmp_path):
+    out, options = tmp_path / "out", {"steps": 8, "log_every": 4, "save_every": 6}
+    run(out, **options)
+    whole = curve(out)
+    assert [entry["step"] for entry in whole] == [1, 4, 6, 8]
+    shutil.rmtree(out / "checkpoint-8")
+    (out / "manifest.json").unlink()
+    run(out, resume=True, **options)
+    assert curve(out) == whole
+
+
+def test_more_steps(copied, run, arguments, tmp_path, capsys):
+    metrics = run(copied, resume=True, steps=9)
+    assert "now 9 steps long instead of 6: from step 7 on" in capsys.readouterr().err
+    assert [entry["step"] for entry in metrics["history"]] == list(range(1, 10))
+    # No warm-up, and a line from 1e-3 at step 1 down to 0 after step 9, from the first new step on.
+    rates = [entry["learning_rate"] for entry in metrics["history"]]
+    assert rates[6:] == pytest.approx([1e-3 * (10 - step) / 9 for step in (7, 8, 9)], abs=1e-12)
+    assert read_record("pretrain", copied)["steps"] == 9
+    line = refused(capsys, arguments(copied, resume=True, steps=8), "`steps` got 8", "9 or more")
+    assert "so many were made" in line
+
+
+def test_another_corpus(copied, arguments, corpus, tmp_path, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(["The river. The house. A train."] * 40))
+    argv = arguments(copied, resume=True, corpus=other)
+    line = refused(capsys, argv, str(other), str(corpus), "150 documents")
+    assert "tokens-" not in line  # no hash
+
+
+def test_a_corpus_that_has_changed(run, arguments, corpus, tmp_path, capsys):
+    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    shutil.copy(corpus, mine)
+    run(out, corpus=mine, steps=2)
+    mine.write_text(mine.read_text() + " One word more.")
+    refused(capsys, arguments(out, corpus=mine, resume=True), "text has changed since")
+
+
+def test_a_damaged_cache_does_not_change_what_is_held_out(bert, corpus, run, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    run(tmp_path / "first", cache=cache)
+    (chunks, *more) = sorted(cache.rglob("chunks.bin"))
+    for path in (chunks, *more):
+        path.write_bytes(path.read_bytes()[:-8])
+    capsys.readouterr()
+    try:
+        metrics = run(tmp_path / "second", cache=cache)
+    except AssertionError:
+        line = capsys.readouterr().err
+        assert line.startswith("fastplm: error: ") and "chunks.bin" in line
+    else:
+        assert metrics["held_out"]["samples"] > 0
+        assert curve(tmp_path / "second") == curve(tmp_path / "first")
+
+
+def test_another_hold_out(stopped, arguments, capsys):
+    record = read_record("pretrain", stopped)
+    record["held_out"]["samples"] += 1
+    module.write_record(stopped, record)
+    refused(capsys, arguments(stopped, resume=True), "held-out samples", "`cache`")
+
+
+# --- fine-tuning ----------------------------------------------------------------------------------
+
+
+def test_a_damaged_seed_is_trained_again(labelled, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(labelled(out, seeds=2)) == 0
+    whole = json.loads((out / "metrics.json").read_text())
+    _damages()["cut"](out / "seed-1" / "result.json")
+    before = content(out / "seed-0")
+    assert main(labelled(out, "--resume", seeds=2)) == 0
+    assert "seed-1 is not whole: result.json has " in capsys.readouterr().err
+    assert (out / "seed-1.old-1").is_dir() and content(out / "seed-0") == before
+    again = json.loads((out / "metrics.json").read_text())
+    assert again["scores"] == whole["scores"]
+    assert again["seeds"][1]["loss"] == whole["seeds"][1]["loss"]
+    refused(
+        capsys, labelled(out, "--resume", seeds=2, learning_rate=1), "got 1.0; expected 0.0001,"
+    )
+    rate = labelled(out, "--resume", seeds=2, learning_rate=1e-4)  # what it took without one
+    before = content(out)
+    assert main(rate) == 0
+    assert content(out) == before
+
+
+@pytest.mark.parametrize("damaged", ["empty", "cut", "flipped"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_model(name, damaged, bert, labelled, tmp_path, capsys):
+    model = Path(shutil.copytree(bert / "model", tmp_path / "model"))
+    if damaged == "flipped":
+        (model / name).write_bytes(b"\0" + (model / name).read_bytes()[1:])
+    else:
+        _damages()[damaged](model / name)
+    refused(capsys, labelled(tmp_path / "out", model=model), str(model))
+
+
+def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(labelled(out)) == 0
+    refused(capsys, labelled(out), "another run", "--resume")
+    refused(capsys, labelled(out, "--resume", steps=3), "`steps` got 3")
+    (out / "run.json").write_text("{}")
+    refused(capsys, labelled(out, "--resume"), "run.json")
+
+
+def _example(label, number, group=None):
+    group = number if group is None else group
+    return Example((f"text {number}",), label, group, f"file:{number}")
+
+
+def test_each_label_is_held_out_alike():
+    labels = ["common"] * 80 + ["usual"] * 20 + ["rare"]
+    examples = [_example(label, number) for number, label in enumerate(labels)]
+    rest, held = hold_out(examples, 0.1, lambda example: (example.target,))
+    found = [example.target for example in held]
+    assert found.count("common") == 8 and found.count("usual") == 2 and "rare" not in found
+    assert sorted((*rest, *held), key=lambda e: e.group) == examples
+    tags = [
+        _example(("A", "B") if number % 2 else ("A", f"C{number}"), number) for number in range(9)
+    ]
+    rest, held = hold_out(tags, 0.5, lambda example: example.target)
+    assert {tag for e in held for tag in e.target} <= {tag for e in rest for tag in e.target}
+    with pytest.raises(DataError, match="the only one with its label.*--eval-data"):
+        hold_out([_example(str(i), i) for i in range(9)], 0.1, lambda example: (example.target,))
+
+
+def test_the_argument_at_fault_is_named(bert, tmp_path):
+    path = tmp_path / "data.tsv"
+
+    def prepare(rows, **options):
+        path.write_text("\n".join(("text\tlabel", *(f"a {i}\t{r}" for i, r in enumerate(rows)))))
+        given = {"task": "classification", "model": bert / "model", "out": tmp_path / "out"}
+        return prepare_task(FinetuneArguments(data=path, max_length=16, **given, **options))
+
+    rare = [*"xy" * 20, *(f"rare{i}" for i in range(9))]
+    task = prepare(rare)
+    assert len(task.names) == 11 and task.names == prepare(rare, max_samples=30).names
+    with pytest.raises(ArgumentValueError, match="`max_samples` got 1.*Raise it"):
+        prepare(rare, max_samples=1)
+    with pytest.raises(ArgumentValueError, match="`threshold` got 99.*0 to 1;|`threshold` got 99"):
+        prepare([0, 1] * 20, threshold=99)
+    with pytest.raises(DataError, match="`data` got .*one label alone.*Correct the file"):
+        prepare(["x"] * 20)
+    other = tmp_path / "other.tsv"
+    other.write_text("text\tlabel\na\tz\n")
+    with pytest.raises(DataError, match="`eval_data` got .*other.tsv:2: the label 'z'"):
+        prepare(rare, eval_data=other)
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_what_a_run_says_before_it_begins(run, corpus, tmp_path, capsys):
+    run(tmp_path / "out", steps=2)
+    shown = capsys.readouterr().err
+    block, _, lines = shown.partition("\nstep 1/2")
+    rows = {line.split()[0]: line for line in block.splitlines()}
+    assert str(corpus) in rows["corpus"] and "150 documents" in rows["corpus"]
+    assert "6,264 tokens" in rows["corpus"] and "found in" in rows["corpus"]
+    assert "312 tokens (5.0%)" in rows["held"]
+    assert "116 tokens" in rows["vocabulary"]
+    assert "bert-tiny, mlm+nsp" in rows["model"] and "FLOP a token" in rows["model"]
+    assert "steps 1 to 2, 4 samples of 32 tokens" in rows["training"]
+    assert "fp32, as --precision says" in rows["precision"]
+    assert f"{torch.get_num_threads()} threads, 1 process" in rows["device"]
+    assert "eager" in rows["backends"] and str(tmp_path / "out") in rows["results"]
+    assert " gone 0:0" in lines and " to go 0:0" in lines
+
+
+def test_flops_by_hand():
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    layer = 4 * 8 * 8 + 2 * 8 * 16
+    transform = 8 * 8
+    flops = 6 * (3 * layer + transform) + 12 * 3 * 8 * 16
+    assert announce.flops_a_token(model, 16) == flops
+    shared = transformers.AlbertConfig(**sizes, embedding_size=4)
+    model = transformers.AlbertForMaskedLM(shared)
+    head = 8 * 4
+    flops = 6 * (3 * layer + 4 * 8 + head) + 12 * 3 * 8 * 16
+    assert announce.flops_a_token(model, 16) == flops
+
+
+@pytest.mark.parametrize("threads, times, said", [(2, (5, 9), 0), (2, (9, 5), 1), (1, (), 0)])
+def test_busy_cores(threads, times, said, monkeypatch):
+    used = []
+
+    def milliseconds():
+        used.append(torch.get_num_threads())
+        return float(times[len(used) - 1])
+
+    monkeypatch.setattr(announce, "_milliseconds", milliseconds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        line = announce.busy_cores()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert used == ([threads, 1] if times else [])
+    assert bool(line) == bool(said) and (not said or "--threads 1" in line)
+
+
+def test_threads(run, tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    seen, step = set(), Trainer.training_step
+
+    def spied(self, *args, **kwargs):
+        seen.add(torch.get_num_threads())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", spied)
+    before = torch.get_num_threads()
+    run(tmp_path / "out", steps=1, threads=3)
+    assert seen == {3} and torch.get_num_threads() == before
+    assert read_record("pretrain", tmp_path / "out")["threads"] == 3
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("steps", 10**19), ("vocab_size", 10**12), ("batch_size", 10**18), ("threads", 0)],
+)
+def test_numbers_beyond_sense(name, value, arguments, tmp_path, capsys):
+    refused(capsys, arguments(tmp_path / "out", **{name: value}), f"`{name}` got {value}")
+    assert not (tmp_path / "out").exists()
+    if name == "steps":
+        with pytest.raises(ArgumentValueError, match="`steps`"):
+            FinetuneArguments("pair", "model", "data", "out", steps=value)
+
+
+def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
+    from transformers import Trainer
+
+    out, step, at = tmp_path / "my out", Trainer.training_step, 1
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == at:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    assert main(arguments(out)) == 130
+    assert "before the first checkpoint" in capsys.readouterr().err.splitlines()[-1]
+    at = 3
+    assert main(arguments(out, overwrite=True)) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("--resume") and "--overwrite" not in line
+    assert "Go on with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
+
+
+def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastplm.train.pretrain.make_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(arguments(tmp_path / "out"))
+    monkeypatch.setattr("fastplm.train.pretrain.make_model", full)
+    assert main(arguments(tmp_path / "two")) == 2
+    monkeypatch.setenv("FASTPLM_TRACEBACK", "1")
+    with pytest.raises(OSError, match="No space"):
+        main(arguments(tmp_path / "three"))
+
+
+def test_seal(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_text("1")
+    (tmp_path / "beside").write_text("2")
+    seal(tmp_path, ["inner"], step=3)
+    assert damage(tmp_path, step=3) is None and "step 3" in damage(tmp_path, step=4)
+    (tmp_path / "beside").write_text("3")
+    assert damage(tmp_path) is None
+    (tmp_path / "inner" / "file").write_text("4")
+    assert damage(tmp_path) == "inner/file has other content than was written"
+
+
+def test_arguments_of_a_run_in_python():
+    args = PretrainArguments("bert-tiny", ["embedded"], 10, Path("out"), threads=2)
+    assert (args.threads, args.overwrite) == (2, False)
