@@ -99,9 +99,9 @@ def damage(folder: Path) -> str | None:
     other file beside them.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = manifest["files"]
-        if manifest["digest"] != _digest_of(files):
+        text = (folder / MANIFEST).read_bytes()
+        files = json.loads(text)["files"]
+        if text != _manifest_of(files):
             return f"{MANIFEST} is not what was written"
     except FileNotFoundError:
         return f"there is no {MANIFEST}: it is incomplete, or of an older version"
@@ -138,12 +138,12 @@ def _write_manifest(folder: Path) -> None:
         if stat.st_size > _READ_WHOLE:
             noted["sample"] = _hash(path, sampled=True)
         files[path.relative_to(folder).as_posix()] = noted
-    text = json.dumps({"files": files, "digest": _digest_of(files)}, indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / MANIFEST).write_bytes(_manifest_of(files))
 
 
-def _digest_of(files: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _manifest_of(files: dict[str, Any]) -> bytes:
+    digest = hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
+    return json.dumps({"files": files, "digest": digest}, indent=1).encode()
 
 
 def _hash(path: Path, sampled: bool = False) -> str:

@@ -105,9 +105,9 @@ def test_files_of_a_cache_are_damaged(whole, corpus, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 4000, 200))
+@pytest.mark.parametrize("first", range(0, 400, 50))
 def test_files_of_a_cache_are_damaged_at_many_places(whole, corpus, tmp_path, capsys, first):
-    for number in range(first, first + 200):
+    for number in range(first, first + 50):
         check_faults(whole, corpus, tmp_path, capsys, number)
 
 
