@@ -25,8 +25,8 @@ from fastplm.data import (
 )
 from fastplm.data._cache import default_cache
 from fastplm.models import _electra_options
+from fastplm.train.choices import FAMILIES, PRECISIONS
 from fastplm.train.objectives import (
-    FAMILIES,
     OBJECTIVES,
     Objective,
     build_model,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
-PRECISIONS = ("auto", "fp32", "bf16")
 
 _ELECTRA_CHOICES = {
     "electra_objective": _electra_options.OBJECTIVES,
