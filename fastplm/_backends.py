@@ -123,6 +123,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     The setting is process-wide, as PyTorch's own backend switches are. The environment variable
     ``FASTPLM_BACKEND`` sets the initial value.
     """
+    import fastplm.ops  # noqa: F401 (fills OPS)
     from fastplm._registry import OPS
 
     check_choice("use_backend", "backend", backend, _CHOICES)
