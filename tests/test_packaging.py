@@ -360,7 +360,7 @@ def test_import_touches_no_device_and_takes_under_a_second():
     script = (
         "import json, sys, time, torch\n"
         "start = time.perf_counter()\n"
-        "import fastplm\n"
+        "import fastplm.ops\n"
         "seconds = time.perf_counter() - start\n"
         "triton = sys.modules.get('triton.runtime.driver')\n"
         "driver = triton and triton.driver._active\n"
@@ -372,6 +372,25 @@ def test_import_touches_no_device_and_takes_under_a_second():
         if seconds < 1.0:
             return
     pytest.fail(f"it took {seconds:.1f} s, the last time of three")
+
+
+def test_the_package_alone_imports_no_torch_and_every_name_is_there():
+    heavy, names, same = python_says(
+        "import json, sys\n"
+        "import fastplm\n"
+        "heavy = sorted({'torch', 'numpy', 'transformers'} & set(sys.modules))\n"
+        "names = sorted(dir(fastplm))\n"
+        "values = {name: getattr(fastplm, name) for name in fastplm.__all__}\n"
+        "from fastplm import *\n"
+        "same = all(globals()[name] is value for name, value in values.items())\n"
+        "from fastplm import errors, ops, _checks\n"
+        "same &= fastplm.ops is ops and _checks.FastplmError is fastplm.FastplmError\n"
+        "same &= fastplm.use_backend is fastplm._backends.use_backend\n"
+        "print(json.dumps([heavy, names, same]))"
+    )
+    assert heavy == [] and set(fastplm.__all__) <= set(names) and same
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fastplm.nothing
 
 
 def test_versions_agree():
