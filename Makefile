@@ -70,7 +70,7 @@ clean:
 $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@echo "Installing PyTorch and the rest into $(VENV): some minutes the first time."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) setuptools wheel ninja torch
+	$(PIP) setuptools wheel torch
 	$(PIP) --no-build-isolation --editable .
 	@$(BIN)/python -c "from fastplm._extension import lacks; print('csrc/:', lacks('mask_tokens', 'CPU') or 'built')"
 	touch $@

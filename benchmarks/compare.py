@@ -280,10 +280,8 @@ def install(root: Path, built: Path | None, site: Path) -> None:
 
 def build(root: Path) -> Path | None:
     """csrc/ of a worktree; None where it cannot be built."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    environment = os.environ | {"PATH": path}  # ninja stands beside Python
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
     built = library(root)
     if built is None:
         said = run.stdout + run.stderr

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from fastplm import ops
-from fastplm._accelerate import accelerate, restore
-from fastplm._backends import use_backend
-from fastplm._checks import FastplmError
-from fastplm._explain import explain, info
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastplm import ops
+    from fastplm._accelerate import accelerate, restore
+    from fastplm._backends import use_backend
+    from fastplm._explain import explain, info
+    from fastplm.errors import FastplmError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,3 +23,27 @@ __all__ = [
     "use_backend",
     "__version__",
 ]
+
+_MODULES = {
+    "FastplmError": "errors",
+    "accelerate": "_accelerate",
+    "explain": "_explain",
+    "info": "_explain",
+    "restore": "_accelerate",
+    "use_backend": "_backends",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch takes seconds to import, and `fastplm --help` needs none of it.
+    if name == "ops":
+        return importlib.import_module("fastplm.ops")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # what is there from now on is no matter of this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -169,6 +169,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the
     initial value of all.
     """
+    import fastplm.ops  # noqa: F401 (fills OPS)
     from fastplm._registry import OPS
 
     check_choice("use_backend", "backend", backend, _CHOICES)

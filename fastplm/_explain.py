@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
+import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm import _backends, _extension, _measured
 from fastplm._registry import OPS
 
@@ -44,28 +46,96 @@ def explain(model_or_op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return "\n".join(blocks) or "no fastplm op was called"
 
 
-def info() -> str:
-    """Versions, devices, and what works on this machine: every op is tried on every backend."""
+def info(*, all: bool = False) -> str:
+    """What works on this machine, found by trying it, in 15 lines or so.
+
+    Args:
+        all: the result of each op on each backend and device instead, with the reason where it does
+            not run.
+    """
+    return "\n".join(_table() if all else _overview())
+
+
+def _overview() -> list[str]:
+    from fastplm.train.pretrain import hardware_has_bf16
+
+    names = [f"{name} {_version(name)}" for name in ("fastplm", *TESTED)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    bf16 = hardware_has_bf16()
+    lines = [
+        *names[:1],
+        f"python {platform.python_version()} on {platform.platform()}",
+        *names[1:],
+        f"CPU: {_measured.cpu_model()}; csrc/ uses {_measured.level()}",
+        f"threads: {torch.get_num_threads()} on {cores} cores",
+        *(_gpu(index) for index in range(torch.cuda.device_count())),
+        f"precision 'auto' is {'bf16' if bf16 else 'fp32'}: the "
+        f"{'GPU' if torch.cuda.is_available() else 'CPU'} "
+        f"{'multiplies' if bf16 else 'does not multiply'} bf16 in hardware",
+        f"backend: {_backends.requested('')}, by trying every op on {_device()}",
+    ]
+    lines += [f"  {name:6} {_sum_up(name)}" for name in _backends.BACKENDS]
+    missing = _missing()
+    return lines + [f"not there: {text}" for text in missing] + ["op by op: fastplm info --all"]
+
+
+def _sum_up(backend: str) -> str:
+    """In how many ops a backend works, and where it does not."""
+    ops = [op for op in OPS.values() if backend in op.backends]
+    said = {op.name: _try(op, backend, _device()) for op in ops}
+    works = sum(text == "ok" for text in said.values())
+    broken = [f"{name} {text}" for name, text in said.items() if text.startswith("BROKEN")]
+    refused = dict.fromkeys(
+        text[4:].rstrip(".") for text in said.values() if text.startswith("no ")
+    )
+    return "; ".join([f"{works} of its {len(ops)} ops", *broken, *refused])
+
+
+def _missing() -> list[str]:
+    """What could be there, and how to get it."""
+    lines = []
+    if reason := _extension.lacks("gather_rows", "CPU"):
+        lines.append(f"csrc/: {reason}. With a C++ compiler: pip install --no-build-isolation .")
+    if not torch.cuda.is_available():
+        lines.append(
+            f"a GPU: PyTorch {'finds none' if torch.version.cuda else 'is for CPUs alone'}"
+        )
+    elif reason := _extension.lacks("mask_tokens", "CUDA"):
+        lines.append(f"CUDA code: {reason}. With nvcc: pip install --no-build-isolation .")
+    if not _backends.triton_installed():
+        lines.append("triton, the kernels for GPUs: pip install triton")
+    if _measured.table().path is None:
+        lines.append("speeds measured on a CPU of this kind: fastplm measure")
+    return lines
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _gpu(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
+
+
+def _table() -> list[str]:
+    count = torch.cuda.device_count()
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
     lines = [
         f"python {platform.python_version()} on {platform.platform()}",
         *(f"{name} {_version(name)}" for name in ("fastplm", *TESTED)),
+        *(_gpu(index) for index in range(count)),
+        f"vector instructions of csrc/: {_measured.level()}, {_measured.cpu_model()}",
+        f"the CUDA code of csrc/ {_extension.cuda_code()}",
+        f"measured speeds: {_measured.table().path or 'none for this CPU, see fastplm measure'}",
+        f"backend asked for: {_backends.requested('')}",
     ]
-    devices = [torch.device("cpu")]
-    for index in range(torch.cuda.device_count()):
-        devices.append(torch.device("cuda", index))
-        major, minor = torch.cuda.get_device_capability(index)
-        lines.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}")
-    table = _measured.table().path
-    lines.append(f"vector instructions of csrc/: {_measured.level()}, {_measured.cpu_model()}")
-    lines.append(f"the CUDA code of csrc/ {_extension.cuda_code()}")
-    lines.append(f"measured speeds: {table or 'none for this CPU, see fastplm measure'}")
-    lines.append(f"backend asked for: {_backends.requested('')}")
     width = max(map(len, OPS))
     for device in devices:
         for name, op in OPS.items():
             for backend in _backends.BACKENDS:
                 lines.append(f"{device!s:7} {name:{width}} {backend:6} {_try(op, backend, device)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _try(op: Any, backend: str, device: torch.device) -> str:

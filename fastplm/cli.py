@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from fastplm._checks import DivergenceError, FastplmError
+import fastplm
+from fastplm.errors import DivergenceError, FastplmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,10 +58,8 @@ def _line_of(error: Exception) -> str | None:
     return None
 
 
-def _info() -> int:
-    import fastplm
-
-    print(fastplm.info())
+def _info(*, all: bool) -> int:
+    print(fastplm.info(all=all))
     return 0
 
 
@@ -119,21 +120,69 @@ def _demo(**settings: Any) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and what may have been meant."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        # What a command does not know is said by itself, who knows what else there is.
+        known, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = list(action.choices)
+            text = f"got {value!r}; expected {' | '.join(choices)}{_perhaps(value, choices)}"
+            raise argparse.ArgumentError(action, text)
+
+
+def _perhaps(value: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(value, known, n=1)
+    return f". Did you mean {close[0]}?" if close else ""
+
+
+def _number(kind: Callable[[str], Any], expected: str, least: float, most: float) -> Any:
+    """The ``type`` of an option: a finite number in a range."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}; expected {expected}")
+        return value
+
+    return read
+
+
+def _whole(least: int = 1, most: int = 10**9) -> Any:
+    """Without a reason for another ``most`` what is more is a slip, and no memory holds it."""
+    return _number(int, f"a whole number from {least} to {most}", least, most)
+
+
+_REAL = _number(float, "a number, 0 or more", 0, sys.float_info.max)
+_FINITE = _number(float, "a number", -sys.float_info.max, sys.float_info.max)
+_SEED = _whole(0, 2**32 - 1)
 
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.models import _electra_options
-    from fastplm.train.demo import MINUTES
-    from fastplm.train.objectives import FAMILIES, OBJECTIVES, UNITS
+    from fastplm.train.choices import FAMILIES, MINUTES, PRECISIONS, UNITS
     from fastplm.train.presets import OPTIMIZERS, PRESETS
-    from fastplm.train.pretrain import PRECISIONS
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
+    parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="what works on this machine, checked by running it")
+    info.add_argument(
+        "--all", action="store_true", help="every op on every backend, with the reason where not"
+    )
     info.set_defaults(command=_info)
 
     measure = commands.add_parser(
@@ -154,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")
     demo.add_argument(
         "--minutes",
-        type=float,
+        type=_REAL,
         default=MINUTES,
         help="what all of it is to take: the steps are fewer on a slow machine (default: "
         "%(default)s)",
@@ -183,30 +232,33 @@ def _parser() -> argparse.ArgumentParser:
         "WikiText titles or, without either, one a line; 'embedded' is the English documentation "
         "inside Python itself",
     )
-    add("--steps", required=True, type=int, help="optimizer steps of the whole run", **none)
+    add("--steps", required=True, type=_whole(), help="optimizer steps of the whole run", **none)
     add("--out", required=True, metavar="DIR", help="where everything is written", **none)
     vocabulary = run.add_mutually_exclusive_group()
     vocabulary.add_argument(
         "--tokenizer", metavar="DIR", help="a saved tokenizer (without it one is trained)", **none
     )
     vocabulary.add_argument(
-        "--vocab-size", type=int, default=30522, help="at most this many tokens in a trained one"
+        "--vocab-size",
+        type=_whole(6, 2**24),
+        default=30522,
+        help="at most this many tokens in a trained one",
     )
-    add("--block-size", type=int, default=128, help="tokens a sample")
-    add("--batch-size", type=int, default=32, help="samples a step, process and micro-batch")
-    add("--gradient-accumulation", type=int, default=1, help="micro-batches a step")
-    add("--lr", type=float, help="peak learning rate (without it the published one)", **none)
+    add("--block-size", type=_whole(8), default=128, help="tokens a sample")
+    add("--batch-size", type=_whole(), default=32, help="samples a step, process and micro-batch")
+    add("--gradient-accumulation", type=_whole(), default=1, help="micro-batches a step")
+    add("--lr", type=_REAL, help="peak learning rate (without it the published one)", **none)
     add(
         "--warmup",
-        type=int,
+        type=_whole(0),
         help="steps of linear warm-up (without it a tenth of the run, 10000 at most)",
         **none,
     )
-    add("--seed", type=int, default=0, help="of weights, order, masks and samples")
-    add("--dropout", type=float, default=0.1, help="of hidden states and embeddings")
+    add("--seed", type=_SEED, default=0, help="of weights, order, masks and samples")
+    add("--dropout", type=_REAL, default=0.1, help="of hidden states and embeddings")
     add(
         "--attention-dropout",
-        type=float,
+        type=_REAL,
         default=0.0,
         help="of attention weights; 0 keeps attention on the fused kernel",
     )
@@ -214,7 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     usual = ", ".join(f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items())
     learned.add_argument(
         "--objective",
-        choices=list(OBJECTIVES),
+        choices=list(
+            dict.fromkeys(name for family in FAMILIES.values() for name in family.classes)
+        ),
         help=f"what is learned (without it the architecture's own: {usual})",
         **none,
     )
@@ -271,10 +325,10 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: bf16 where the hardware multiplies it",
     )
-    add("--workers", type=int, default=0, help="processes that prepare batches")
-    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
-    add("--save-every", type=int, default=1000, help="steps between checkpoints")
-    add("--log-every", type=int, default=10, help="steps between logged losses")
+    add("--workers", type=_whole(0), default=0, help="processes that prepare batches")
+    add("--save-every", type=_whole(), default=1000, help="steps between checkpoints")
+    add("--log-every", type=_whole(), default=10, help="steps between logged losses")
+    add("--threads", type=_whole(), help="of the CPU (without it PyTorch's own choice)", **none)
     add("--resume", action="store_true", help="go on from the last checkpoint in --out", **none)
     add("--overwrite", action="store_true", help="move aside what is in --out", **none)
     add("--cache", metavar="DIR", help="of token ids (without it ~/.cache/fastplm)", **none)
@@ -320,29 +374,31 @@ def _add_finetune(commands: Any) -> None:
     add("--label-column", metavar="NAME", help="(without it the usual names)", **none)
     add(
         "--threshold",
-        type=float,
+        type=_FINITE,
         help="labels are scores, and those above it are the positive class (without it 0 if labels "
         "are numbers with fractions)",
         **none,
     )
     length = run.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=float, default=3.0, help="passes over the examples")
-    length.add_argument("--steps", type=int, help="optimizer steps instead of --epochs", **none)
-    add("--batch-size", type=int, help="(without it 32; 16 for qa and choice)", **none)
+    length.add_argument("--epochs", type=_REAL, default=3.0, help="passes over the examples")
+    length.add_argument(
+        "--steps", type=_whole(), help="optimizer steps instead of --epochs", **none
+    )
+    add("--batch-size", type=_whole(), help="(without it 32; 16 for qa and choice)", **none)
     add(
         "--learning-rate",
-        type=float,
+        type=_REAL,
         help="peak (without it 1e-4 for models narrower than 768, 5e-5, or 2e-5 from 1024 on)",
         **none,
     )
-    add("--warmup", type=int, help="steps of linear warm-up (without it a tenth)", **none)
-    add("--weight-decay", type=float, default=0.01, help="of AdamW")
-    add("--max-length", type=int, help="tokens (without it 128; qa 384, choice 64)", **none)
-    add("--dropout", type=float, help="all of it (without it the checkpoint's own)", **none)
-    add("--max-samples", type=int, metavar="N", help="train on so many examples", **none)
-    add("--max-eval-samples", type=int, metavar="N", help="score so many examples", **none)
-    add("--seeds", type=int, default=1, metavar="N", help="number of runs")
-    add("--seed", type=int, default=0, help="the first run's, of head, order and dropout")
+    add("--warmup", type=_whole(0), help="steps of linear warm-up (without it a tenth)", **none)
+    add("--weight-decay", type=_REAL, default=0.01, help="of AdamW")
+    add("--max-length", type=_whole(16), help="tokens (without it 128; qa 384, choice 64)", **none)
+    add("--dropout", type=_REAL, help="all of it (without it the checkpoint's own)", **none)
+    add("--max-samples", type=_whole(), metavar="N", help="train on so many examples", **none)
+    add("--max-eval-samples", type=_whole(), metavar="N", help="score so many examples", **none)
+    add("--seeds", type=_whole(), default=1, metavar="N", help="number of runs")
+    add("--seed", type=_SEED, default=0, help="the first run's, of head, order and dropout")
     add("--bf16", action="store_true", help="mixed precision", **none)
     add(
         "--library",
@@ -350,8 +406,8 @@ def _add_finetune(commands: Any) -> None:
         default="fastplm",
         help="whose classes are trained: the same samples in the same order, from the same weights",
     )
-    add("--save-every", type=int, default=1000, help="steps between checkpoints")
-    add("--log-every", type=int, default=10, help="steps between logged losses")
-    add("--threads", type=int, help="of the CPU (without it PyTorch's own choice)", **none)
+    add("--save-every", type=_whole(), default=1000, help="steps between checkpoints")
+    add("--log-every", type=_whole(), default=10, help="steps between logged losses")
+    add("--threads", type=_whole(), help="of the CPU (without it PyTorch's own choice)", **none)
     add("--resume", action="store_true", help="go on with the run in --out", **none)
     add("--overwrite", action="store_true", help="move aside what is in --out", **none)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm._registry import OPS
 
 ROOT = Path(__file__).parent.parent

@@ -113,7 +113,7 @@ def test_an_unknown_op_is_refused(on_disk, capsys):
 
 
 def test_the_command_says_where_the_table_is(on_disk):
-    said = fastplm.info()
+    said = fastplm.info(all=True)
     assert f"vector instructions of csrc/: {_measured.level()}" in said
     assert "measured speeds: " in said
 

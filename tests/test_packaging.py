@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -178,6 +179,44 @@ def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
     assert not old.exists()
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+def test_files_are_compiled_at_a_time_and_once(tree, tmp_path):
+    """Without ninja, with a line for each, and again only those whose sources have changed."""
+    copy, seen = small(tree, tmp_path / "tree"), tmp_path / "seen"
+    (copy / "csrc/gather_rows.cpp").unlink()
+    for name in ("a", "b", "c"):
+        (copy / f"csrc/{name}.h").touch()
+        (copy / f"csrc/{name}.cpp").write_text(f'#include "{name}.h"\nint {name};\n')
+    compiler = tmp_path / "bin/c++"  # it waits for company while it compiles one of the three
+    compiler.parent.mkdir()
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *" csrc/"[abc].cpp*) echo begin >> {seen}; sleep 0.5;; esac\n'
+        f'{COMPILER} "$@" || exit 1\n'
+        f'case "$*" in *" csrc/"[abc].cpp*) echo end >> {seen};; esac\n'
+    )
+    compiler.chmod(0o755)
+
+    def compiled() -> list[str]:
+        seen.write_text("")
+        run = subprocess.run(
+            [sys.executable, "setup.py", "build_ext", "--inplace"],
+            cwd=copy,
+            env={**os.environ, "CXX": str(compiler), "CUDA_HOME": str(tmp_path), "MAX_JOBS": "3"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0 and "could not be built" not in run.stderr, run.stderr
+        return sorted(re.findall(r"fastplm: compiled csrc/(\w+)\.cpp in \d+ s", run.stderr))
+
+    assert compiled() == ["a", "b", "c"]
+    at_once = [line == "begin" for line in seen.read_text().split()]
+    assert max(sum(2 * begins - 1 for begins in at_once[:end]) for end in range(len(at_once))) > 1
+    time.sleep(0.01)
+    (copy / "csrc/b.h").write_text("// changed\n")
+    assert compiled() == ["b"]
+
+
 # --- the CUDA code, a library of its own ----------------------------------------------------------
 
 
@@ -243,7 +282,7 @@ def status(site: Path, torch_cuda: str | None, *libraries: Path) -> tuple[str, d
 
 
 def test_info_says_what_became_of_the_cuda_code():
-    assert f"\nthe CUDA code of csrc/ {_extension.cuda_code()}\n" in fastplm.info()
+    assert f"\nthe CUDA code of csrc/ {_extension.cuda_code()}\n" in fastplm.info(all=True)
 
 
 def library(path: Path, source: str) -> Path:
@@ -321,7 +360,7 @@ def test_import_touches_no_device_and_takes_under_a_second():
     script = (
         "import json, sys, time, torch\n"
         "start = time.perf_counter()\n"
-        "import fastplm\n"
+        "import fastplm.ops\n"
         "seconds = time.perf_counter() - start\n"
         "triton = sys.modules.get('triton.runtime.driver')\n"
         "driver = triton and triton.driver._active\n"
@@ -333,6 +372,25 @@ def test_import_touches_no_device_and_takes_under_a_second():
         if seconds < 1.0:
             return
     pytest.fail(f"it took {seconds:.1f} s, the last time of three")
+
+
+def test_the_package_alone_imports_no_torch_and_every_name_is_there():
+    heavy, names, same = python_says(
+        "import json, sys\n"
+        "import fastplm\n"
+        "heavy = sorted({'torch', 'numpy', 'transformers'} & set(sys.modules))\n"
+        "names = sorted(dir(fastplm))\n"
+        "values = {name: getattr(fastplm, name) for name in fastplm.__all__}\n"
+        "from fastplm import *\n"
+        "same = all(globals()[name] is value for name, value in values.items())\n"
+        "from fastplm import errors, ops, _checks\n"
+        "same &= fastplm.ops is ops and _checks.FastplmError is fastplm.FastplmError\n"
+        "same &= fastplm.use_backend is fastplm._backends.use_backend\n"
+        "print(json.dumps([heavy, names, same]))"
+    )
+    assert heavy == [] and set(fastplm.__all__) <= set(names) and same
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fastplm.nothing
 
 
 def test_versions_agree():

@@ -16,8 +16,9 @@ import torch
 from packaging.requirements import Requirement
 
 import fastplm
-from fastplm import _backends, _explain, ops
+from fastplm import _backends, _explain, _extension, _measured, ops
 from fastplm._registry import OPS
+from fastplm.train import pretrain
 
 OP_FUNCTIONS = [getattr(ops, name) for name in OPS]
 
@@ -57,12 +58,46 @@ def test_options_are_keyword_only_as_in_torch(function):
 
 
 def test_info_tries_every_op_on_every_backend():
-    text = fastplm.info()
+    text = fastplm.info(all=True)
     for op in OPS:
         for backend in _backends.BACKENDS:
             line = next(x for x in text.splitlines() if x.split()[:3] == ["cpu", op, backend])
             assert line.split()[3] in ("ok", "no", "-"), line
         assert f"cpu     {op}" in text
+
+
+def test_info_in_short():
+    text = fastplm.info()
+    assert len(text.splitlines()) <= 20
+    for start in ("fastplm ", "python ", "torch ", "CPU: ", "threads: ", "precision 'auto' is "):
+        assert sum(line.startswith(start) for line in text.splitlines()) == 1, start
+    assert f"threads: {torch.get_num_threads()} on " in text
+    assert f"'auto' is {'bf16' if pretrain.hardware_has_bf16() else 'fp32'}: " in text
+    for backend in _backends.BACKENDS:
+        ops_of_it = [op for op in OPS.values() if backend in op.backends]
+        works = sum(_explain._try(op, backend, _explain._device()) == "ok" for op in ops_of_it)
+        assert f"\n  {backend:6} {works} of its {len(ops_of_it)} ops" in text
+
+
+def test_info_says_what_is_not_there_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(_extension, "_MISSING", "was not built")
+    monkeypatch.setattr(_measured, "table", lambda: _measured.Table(None, {}))
+    monkeypatch.setattr(_backends, "_HAS_TRITON", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def breaks(device):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(OPS["gelu"], "smoke", breaks)
+    text = fastplm.info()
+    for lack in (
+        r"csrc/: the extension was not built\. With a C\+\+ compiler: pip install ",
+        r"a GPU: ",
+        r"triton, .*: pip install triton",
+        r"speeds measured .*: fastplm measure",
+    ):
+        assert re.search(f"\nnot there: {lack}", text), text
+    assert re.search(r"\n  eager .*; gelu BROKEN  RuntimeError: no such luck", text), text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
+from fastplm.train.choices import MINUTES
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
     PretrainArguments,
@@ -30,8 +31,6 @@ from fastplm.train.report import summary, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: What the whole of it is to take, installation aside.
-MINUTES = 3.0
 #: The steps of a training. With fewer what is found among held-out words varies much by the seed.
 LEAST_STEPS, MOST_STEPS = 400, 2200
 # The share of the training in the time that is left when its speed is known. The rest is for

@@ -31,13 +31,12 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.data.denoising import DataCollatorForDenoising
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
+from fastplm.train.choices import FAMILIES, UNITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fastplm.train.pretrain import PretrainArguments
-
-UNITS = ("token", "word", "ngram")
 
 
 class EndedDocuments(Dataset):
@@ -219,46 +218,6 @@ OBJECTIVES: Mapping[str, Objective] = {
     "clm": CausalTokens(),
     "spans": Spans(),
     "denoise": Denoising(),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """What an architecture can learn, and how.
-
-    Args:
-        tokenizer: the kind of vocabulary, see ``train_tokenizer``.
-        classes: the class of ``fastplm.models`` that learns each objective; the first objective is
-            the default.
-        unit: the default of ``--unit``.
-    """
-
-    tokenizer: str
-    classes: Mapping[str, str]
-    unit: str = "token"
-
-
-FAMILIES: Mapping[str, Family] = {
-    "bert": Family(
-        "wordpiece",
-        {
-            "mlm+nsp": "BertForPreTraining",
-            "mlm": "BertForMaskedLM",
-        },
-    ),
-    "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
-    "albert": Family(
-        "wordpiece",
-        {
-            "mlm+sop": "AlbertForPreTraining",
-            "mlm": "AlbertForMaskedLM",
-        },
-        unit="ngram",
-    ),
-    "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
-    "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
-    "t5": Family("unigram", {"spans": "T5ForConditionalGeneration"}),
-    "bart": Family("bytelevel", {"denoise": "BartForConditionalGeneration"}),
 }
 
 

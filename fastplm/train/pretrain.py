@@ -44,8 +44,8 @@ from fastplm.train._run_folder import (
     write_record,
     writing,
 )
+from fastplm.train.choices import FAMILIES, PRECISIONS
 from fastplm.train.objectives import (
-    FAMILIES,
     OBJECTIVES,
     Objective,
     build_model,
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
-PRECISIONS = ("auto", "fp32", "bf16")
 
 _ELECTRA_CHOICES = {
     "electra_objective": _electra_options.OBJECTIVES,

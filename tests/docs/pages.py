@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from fastplm.data import train_tokenizer
+from fastplm.train.presets import configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -102,9 +103,15 @@ def write_files(folder: Path) -> None:
         num_attention_heads=2,
         intermediate_size=64,
     )
-    for name in ("path/to/bert", "path/to/model"):
+    # Models of Hugging Face by name are folders here, which Transformers looks for first.
+    public = ("google-bert/bert-base-uncased", "distilbert/distilbert-base-uncased")
+    for name in ("path/to/bert", "path/to/model", *public):
         transformers.BertForMaskedLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    pieces = train_tokenizer(stories, 400, folder / "cache", "unigram")
+    t5 = configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "google-t5/t5-small")
+    pieces.save_pretrained(folder / "google-t5/t5-small")
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "train.tsv",

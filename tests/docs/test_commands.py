@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -35,6 +36,7 @@ from typing import Any
 import pytest
 from pages import BLOCKS, PAGES, ROOT, Block, commands, prose
 
+import fastplm
 from fastplm import cli
 
 if sys.version_info >= (3, 11):
@@ -90,9 +92,14 @@ CUTS = {
         slow=True,
     ),
     "pip install torch": Cut("--dry-run", says="already satisfied: torch "),
-    "pip install --no-build-isolation .": Cut(
+    "pip install -v --no-build-isolation .": Cut(
         "--no-deps --target out/site",
         leaves=("out/site/fastplm/_C.abi3.so", "out/site/fastplm/triton_kernels/attention.py"),
+        says=r"fastplm: compiled csrc/attention\.cpp in \d+ s",
+        slow=True,
+    ),
+    "pip wheel": Cut(
+        leaves=(f"out/fastplm-{fastplm.__version__}-cp310-abi3-linux_{platform.machine()}.whl",),
         slow=True,
     ),
     "pytest benchmarks/ --benchmark-only": Cut(variables=ONE_OP, says=ITS_TABLE, slow=True),
@@ -404,7 +411,7 @@ def check_python(words: list[str]) -> list[str]:
 
 
 def check_pip(words: list[str]) -> list[str]:
-    assert words[1] == "install"
+    assert words[1] in ("install", "wheel")
     if sys.version_info >= (3, 11):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for word in words[2:]:

@@ -86,6 +86,16 @@ def test_docstrings_become_text(pages):
 
 
 @needs_mkdocs
+def test_no_code_is_cut_off_and_no_name_broken(pages, site):
+    style = (site / "site.css").read_text()
+    assert "white-space: pre-wrap" in style and "word-break: normal" in style
+    assert all(
+        re.search(r'<link rel="stylesheet" href="[./]*site\.css"', p) for p in pages.values()
+    )
+    assert '<code><span class="option">--tokenizer</span> DIR</code>' in pages["pretraining.html"]
+
+
+@needs_mkdocs
 def test_first_page_is_the_readme(pages):
     page = text_of(pages["index.html"])
     assert "Fast and correct pre-training" in page

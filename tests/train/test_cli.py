@@ -1,34 +1,125 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from fastplm.cli import main
+import fastplm
+from fastplm.cli import _parser, main
+from fastplm.train.choices import FAMILIES
 from fastplm.train.demo import LEAST_STEPS
+from fastplm.train.objectives import OBJECTIVES
+
+COMMANDS = ("info", "measure", "demo", "pretrain", "finetune")
 
 
-def test_help_does_not_wait_for_transformers():
+@pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
+def test_help_waits_for_nothing(words):
+    """Few modules are imported, none of them a heavy one; on any machine that is half a second."""
     script = (
-        "import sys; from fastplm.cli import main\n"
-        "try: main(['pretrain', '--help'])\n"
-        "finally: print('transformers' in sys.modules)"
+        "import json, sys, time\n"
+        "before = set(sys.modules)\n"
+        "from fastplm.cli import main\n"
+        f"try: main({words.split()})\n"
+        "finally: print('\\n', json.dumps([time.process_time(), *set(sys.modules) - before]))"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert shown.returncode == 0
-    assert shown.stdout.rstrip().endswith("False")
-    assert "keeps attention on the fused kernel" in " ".join(shown.stdout.split())
+    assert shown.returncode == 0, shown.stderr
+    text, _, last = shown.stdout.rstrip().rpartition("\n")
+    seconds, *imported = json.loads(last)
+    heavy = ("torch", "transformers", "numpy", "tokenizers", "matplotlib", "triton")
+    assert not {name.split(".")[0] for name in imported} & set(heavy)
+    assert len(imported) < 100 and seconds < 0.5
+    if words == "pretrain --help":
+        assert "keeps attention on the fused kernel" in " ".join(text.split())
+    if words == "--version":
+        assert text.strip() == f"fastplm {fastplm.__version__}"
+
+
+RUN = "pretrain --arch bert-tiny --corpus a.txt --steps 3 --out out"
+TUNE = "finetune --task qa --model m --data d --out out"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", "arguments are required: COMMAND"),
+        ("pretrian", "COMMAND: got 'pretrian'; expected info | .*. Did you mean pretrain?"),
+        ("nothing", "COMMAND: got 'nothing'; expected info | .*finetune (see"),
+        ("pretrain --arch bert-smal", "--arch: got 'bert-smal'; .*. Did you mean bert-small?"),
+        ("pretrain --arch BERT", "--arch: got 'BERT'; expected bert-tiny | "),
+        (f"{RUN} --batchsize 3", "arguments: --batchsize 3. Did you mean --batch-size?"),
+        (f"{RUN} --sedd=3", "arguments: --sedd=3. Did you mean --seed?"),
+        (f"{RUN} --tokenizer t --vocab-size 99", "not allowed with argument --tokenizer"),
+        (f"{RUN} --objective ml", "--objective: got 'ml'; .*. Did you mean mlm?"),
+        (f"{RUN} --steps 10^19", "--steps: got '10^19'; expected a whole number from 1 to 1"),
+        (f"{RUN} --steps {10**19}", f"--steps: got '{10**19}'; expected a whole number from 1"),
+        (f"{RUN} --steps {'9' * 5000}", "--steps: got '9999"),
+        (f"{RUN} --steps 0", "--steps: got '0'; expected a whole number from 1"),
+        (f"{RUN} --steps -3", "--steps: got '-3'; expected a whole number from 1"),
+        (f"{RUN} --steps 1.5", "--steps: got '1.5'; expected a whole number"),
+        (f"{RUN} --steps", "--steps: expected one argument"),
+        (f"{RUN} --vocab-size {10**12}", f"--vocab-size: got '{10**12}'; .* from 6 to 16777216"),
+        (f"{RUN} --vocab-size 5", "--vocab-size: got '5'; expected a whole number from 6"),
+        (f"{RUN} --block-size 7", "--block-size: got '7'; expected a whole number from 8"),
+        (f"{RUN} --batch-size 1e3", "--batch-size: got '1e3'; expected a whole number"),
+        (f"{RUN} --warmup -1", "--warmup: got '-1'; expected a whole number from 0"),
+        (f"{RUN} --seed {2**32}", f"--seed: got '{2**32}'; .* from 0 to {2**32 - 1}"),
+        (f"{RUN} --seed 1.5", "--seed: got '1.5'; expected a whole number"),
+        (f"{RUN} --workers two", "--workers: got 'two'; expected a whole number"),
+        (f"{RUN} --lr nan", "--lr: got 'nan'; expected a number, 0 or more"),
+        (f"{RUN} --lr inf", "--lr: got 'inf'; expected a number"),
+        (f"{RUN} --lr 1,5", "--lr: got '1,5'; expected a number"),
+        (f"{RUN} --dropout -0.1", "--dropout: got '-0.1'; expected a number, 0 or more"),
+        (f"{TUNE} --task tag", "--task: got 'tag'; .*. Did you mean tagging?"),
+        (f"{TUNE} --epochs -1", "--epochs: got '-1'; expected a number, 0 or more"),
+        (f"{TUNE} --steps 0.5", "--steps: got '0.5'; expected a whole number"),
+        (f"{TUNE} --max-length 15", "--max-length: got '15'; expected a whole number from 16"),
+        (f"{TUNE} --threshold high", "--threshold: got 'high'; expected a number"),
+        (f"{TUNE} --threshold nan", "--threshold: got 'nan'; expected a number"),
+        (f"{TUNE} --seeds 0", "--seeds: got '0'; expected a whole number from 1"),
+        ("demo --minutes -1", "--minutes: got '-1'; expected a number, 0 or more"),
+        ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(words.split())
+    shown = capsys.readouterr()
+    command = " ".join(["fastplm", *words.split()[:1]])
+    assert exit.value.code == 2 and not shown.out and not list(tmp_path.iterdir())
+    assert shown.err.count("\n") == 1 and shown.err.startswith(("fastplm: error", command))
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), shown.err), shown.err
+    assert shown.err.endswith(" --help)\n")
+
+
+def test_numbers_at_their_ends():
+    given = vars(_parser().parse_args(f"{RUN} --lr 1e-4 --steps 1 --seed {2**32 - 1}".split()))
+    assert (given["lr"], given["steps"], given["seed"]) == (1e-4, 1, 2**32 - 1)
+    given = vars(_parser().parse_args(f"{TUNE} --threshold -2.5 --epochs 0.5".split()))
+    assert (given["threshold"], given["epochs"]) == (-2.5, 0.5)
+
+
+def test_choices_are_what_can_be_learnt():
+    assert {name for family in FAMILIES.values() for name in family.classes} == set(OBJECTIVES)
 
 
 def test_info(capsys):
     assert main(["info"]) == 0
-    assert "attention" in capsys.readouterr().out
+    short = capsys.readouterr().out
+    assert main(["info", "--all"]) == 0
+    table = capsys.readouterr().out
+    assert len(short.splitlines()) < 20 < len(table.splitlines())
+    assert "cpu     attention" in table and "fastplm info --all" in short
 
 
 def test_demo_in_no_time(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), "--minutes", "-1"]) == 2
-    assert "`minutes` got -1.0; expected more than 0" in capsys.readouterr().err
+    assert main(["demo", "--out", str(tmp_path), "--minutes", "0"]) == 2
+    assert "`minutes` got 0.0; expected more than 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,64 @@
+"""The errors that fastplm raises on purpose, and the checks that need no tensor (and no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class FastplmError(Exception):
+    """Base class of every error that fastplm raises on purpose."""
+
+
+class ArgumentValueError(FastplmError, ValueError):
+    """An argument has a wrong shape, size, device or value."""
+
+
+class ArgumentTypeError(FastplmError, TypeError):
+    """An argument has a wrong type or dtype."""
+
+
+class BackendError(FastplmError, RuntimeError):
+    """A backend was forced that cannot run this call; the message holds every reason."""
+
+
+class UnsupportedError(FastplmError, NotImplementedError):
+    """A documented argument that no backend implements yet; the message says what to use."""
+
+
+class DataError(FastplmError, ValueError):
+    """A corpus, tokenizer, checkpoint or file on disk is missing, empty or of the wrong kind."""
+
+
+class TooLittleTextError(DataError):
+    """A corpus is whole, and too small for what is asked of it."""
+
+
+class DivergenceError(FastplmError, ArithmeticError):
+    """A training came to a loss, gradient or weight that is not finite."""
+
+
+def message(where: str, argument: str, got: object, expected: str, fix: str) -> str:
+    """The one form every error takes: ``where: `argument` got …; expected …; fix.``"""
+    return f"{where}: `{argument}` got {got}; expected {expected}. {fix}"
+
+
+def check(
+    condition: bool,
+    where: str,
+    argument: str,
+    got: object,
+    expected: str,
+    fix: str,
+    error: type[FastplmError] = ArgumentValueError,
+) -> None:
+    """Raise ``error`` with the house message unless ``condition`` holds."""
+    if not condition:
+        raise error(message(where, argument, got, expected, fix))
+
+
+def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    """``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ArgumentValueError(
+            message(where, argument, repr(value), " | ".join(choices), "Choose one of these.")
+        )
