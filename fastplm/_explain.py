@@ -97,9 +97,9 @@ def _missing() -> list[str]:
     if reason := _extension.lacks("gather_rows", "CPU"):
         lines.append(f"csrc/: {reason}. With a C++ compiler: pip install --no-build-isolation .")
     if not torch.cuda.is_available():
-        lines.append(
-            f"a GPU: PyTorch {'finds none' if torch.version.cuda else 'is for CPUs alone'}"
-        )
+        for_gpus = torch.version.cuda or torch.version.hip
+        why = "finds none" if for_gpus else "is for CPUs alone. With CUDA: pip install torch"
+        lines.append(f"a GPU: this PyTorch {why}")
     elif reason := _extension.lacks("mask_tokens", "CUDA"):
         lines.append(f"CUDA code: {reason}. With nvcc: pip install --no-build-isolation .")
     if not _backends.triton_installed():
