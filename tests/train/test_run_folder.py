@@ -618,8 +618,13 @@ def test_threads(run, tmp_path, monkeypatch):
     [("steps", 10**19), ("vocab_size", 10**12), ("batch_size", 10**18), ("threads", 0)],
 )
 def test_numbers_beyond_sense(name, value, arguments, tmp_path, capsys):
-    refused(capsys, arguments(tmp_path / "out", **{name: value}), f"`{name}` got {value}")
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(tmp_path / "out", **{name: value}))
+    assert f"argument --{name.replace('_', '-')}: got '{value}'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    settings = {"steps": 1, name: value}
+    with pytest.raises(ArgumentValueError, match=f"`{name}` got {value}"):
+        PretrainArguments("bert-tiny", ["text"], out=tmp_path / "out", **settings)
     if name == "steps":
         with pytest.raises(ArgumentValueError, match="`steps`"):
             FinetuneArguments("pair", "model", "data", "out", steps=value)
