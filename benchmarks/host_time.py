@@ -109,8 +109,10 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         stack.enter_context(mock.patch.multiple(torch.Tensor, create=True, **where))
         for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
-        # A plain product is the library's own launch, and its result is nobody's.
-        stack.enter_context(mock.patch.object(torch, "mm", lambda a, b, *, out, **options: out))
+        # What writes a given output is PyTorch's own launch, and its result is nobody's.
+        for name in ("mm", "mul"):
+            written = lambda a, b, *, out, **options: out  # noqa: E731
+            stack.enter_context(mock.patch.object(torch, name, written))
         compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
         # What the C part of the driver sets when it is loaded: how an argument is passed.
         compiled |= dict(PyKernelArg=SimpleNamespace, ARG_CONSTEXPR=0, ARG_KERNEL=1, ARG_TUPLE=2)
