@@ -314,7 +314,7 @@ def _attention_ping_pong_fwd_kernel(
     stride_vb, stride_vh, stride_vt, stride_mb, stride_ob, stride_oh, stride_ot, stride_sh,
     # constexprs
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, UPCAST: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PRECISION: gl.constexpr,
 ):
     # fmt: on
     # A program takes tiles of queries as far apart as there are programs.
@@ -380,7 +380,7 @@ def _launch_of(shape: _Shape) -> tuple[Any, tuple[int], Fixed]:
     fixed = Fixed(
         num_rows=shape.rows_q,
         stride_sh=shape.rows_q,
-        **shape.strides_of_output("o", shape.rows_q),
+        **shape.strides("o", shape.like_query[1]),
         **shape.shared,
         BLOCK_Q=64,
         BLOCK_K=128,

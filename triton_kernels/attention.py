@@ -2409,6 +2409,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "tf32 dbias": {
         (80, False, 64): ((32, 64, 8, 1),),
         (90, False, 64): ((64, 64, 8, 1),),
+        (100, False, 64): ((32, 64, 8, 1),),
         (80, False, 128): ((32, 64, 8, 1),),
     },
 }

@@ -297,6 +297,7 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     grad_input = grad_out.new_empty(rows, width)
     chunks = cdiv(slots, _CHUNK)
     block_n, block_e = _blocks(width)
+    block_n //= 2  # beside the slots of its rows a whole tile would spill on sm_120
     tiles_e = cdiv(width, block_e)
     sizes = dict(num_rows=rows, num_slots=slots)
     limits = dict(CHUNK=_CHUNK, SHORT=_SHORT, SPLIT=_SPLIT, PART=_PART)

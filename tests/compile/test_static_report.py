@@ -131,6 +131,7 @@ def test_the_machine_code_does_the_work_of_the_tile(reports):
     for r in reports:
         where = (r.kernel, r.case, r.arch)
         done = r.cycles["tensor"] * _sass.TENSOR_FLOPS[r.arch]
+        done /= 1 + ("tf32" in r.case)  # which has half the rate
         if done:
             assert r.flops <= done, where
             if r.flops < done:
@@ -141,7 +142,7 @@ def test_the_machine_code_does_the_work_of_the_tile(reports):
         else:
             assert r.roofline()[0] == "bytes" and r.moved > 0, where
     # A tile with fewer rows than its warps have in one instruction is multiplied more than once.
-    assert redundant <= {"attention_stream_bwd_dkdv"}
+    assert redundant <= {"attention_stream_bwd_dkdv", "attention_stream_bwd_dq"}
 
 
 LOOPS = """
