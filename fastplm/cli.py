@@ -228,9 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["embedded"],
         metavar="PATH",
-        help="UTF-8 text files or folders of .txt files, documents separated by blank lines, by "
-        "WikiText titles or, without either, one a line; 'embedded' is the English documentation "
-        "inside Python itself",
+        help="text files (packed ones, too) or folders of .txt files, documents separated by blank "
+        "lines, by WikiText titles or, without either, one a line; 'embedded' is the English "
+        "documentation inside Python itself",
     )
     add("--steps", required=True, type=_whole(), help="optimizer steps of the whole run", **none)
     add("--out", required=True, metavar="DIR", help="where everything is written", **none)
