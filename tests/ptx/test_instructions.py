@@ -328,7 +328,6 @@ def test_a_copy_that_is_not_waited_for_lands_late_early_or_by_chance():
         ("frob.b32 %r7, %r4", r"frob.b32 %r7, %r4: an instruction that the emulator"),
         ("add.rz.f32 %r7, %r4, %r5", r"modifiers that the emulator does not know"),
         ("ld.local.b32 %r7, [%rd1]", "local: a modifier that the emulator does not know"),
-        ("bar.sync 1, 64", "barrier"),
         ("@%p1 bar.sync 0", "barrier"),
         ("ld.global.b32 %r7, [%rd1+1024]", "in no tensor: the nearest tensor is x"),
         ("ld.global.b32 %r7, [%rd1+2]", "not aligned"),
@@ -339,6 +338,12 @@ def test_a_copy_that_is_not_waited_for_lands_late_early_or_by_chance():
 )
 def test_what_is_not_known_or_not_allowed_is_named(code, message):
     with pytest.raises(PtxError, match=f"line {LINE}: .*{message}"):
+        run(code + ";", by_thread())
+
+
+def test_a_barrier_that_too_few_threads_reach_hangs():
+    code = "bar.sync 1, 64"
+    with pytest.raises(PtxError, match="kernel hangs: no thread can go on"):
         run(code + ";", by_thread())
 
 
