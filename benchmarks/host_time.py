@@ -111,8 +111,7 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
         # What writes a given output is PyTorch's own launch, and its result is nobody's.
         for name in ("mm", "mul"):
-            written = lambda a, b, *, out, **options: out  # noqa: E731
-            stack.enter_context(mock.patch.object(torch, name, written))
+            stack.enter_context(mock.patch.object(torch, name, _given_output))
         compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
         # What the C part of the driver sets when it is loaded: how an argument is passed.
         compiled |= dict(PyKernelArg=SimpleNamespace, ARG_CONSTEXPR=0, ARG_KERNEL=1, ARG_TUPLE=2)
@@ -120,6 +119,10 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         stack.callback(triton.runtime.driver.__dict__.update, dict(triton.runtime.driver.__dict__))
         triton.runtime.driver.set_active(driver)
         yield driver
+
+
+def _given_output(*_: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    return out
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

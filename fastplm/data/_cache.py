@@ -119,7 +119,7 @@ def damage(folder: Path) -> str | None:
             if stat.st_size != noted["size"]:
                 return f"{name} has {stat.st_size} bytes of {noted['size']}"
             sampled = stat.st_size > _READ_WHOLE and stat.st_mtime_ns == noted["changed"]
-            if _hash(path, sampled) != noted["sample" if sampled else "hash"]:
+            if file_hash(path, sampled) != noted["sample" if sampled else "hash"]:
                 return f"{name} has other contents"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -134,9 +134,9 @@ def _write_manifest(folder: Path) -> None:
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         stat = path.stat()
-        noted = {"size": stat.st_size, "changed": stat.st_mtime_ns, "hash": _hash(path)}
+        noted = {"size": stat.st_size, "changed": stat.st_mtime_ns, "hash": file_hash(path)}
         if stat.st_size > _READ_WHOLE:
-            noted["sample"] = _hash(path, sampled=True)
+            noted["sample"] = file_hash(path, sampled=True)
         files[path.relative_to(folder).as_posix()] = noted
     (folder / MANIFEST).write_bytes(_manifest_of(files))
 
@@ -146,8 +146,8 @@ def _manifest_of(files: dict[str, Any]) -> bytes:
     return json.dumps({"files": files, "digest": digest}, indent=1).encode()
 
 
-def _hash(path: Path, sampled: bool = False) -> str:
-    """Of the file, or of pages at equal distances, the last one among them."""
+def file_hash(path: Path, sampled: bool = False) -> str:
+    """BLAKE2b of a file, or of pages at equal distances, the last one among them."""
     digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if sampled:

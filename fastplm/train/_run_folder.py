@@ -23,13 +23,12 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
+from fastplm.data._cache import MANIFEST, file_hash
 from fastplm.train.report import write_json
 
 #: Names of what a run's folder may hold before the run; all else is somebody's.
 LOCK = "run.lock"
-MANIFEST = "manifest.json"
 RECORD = "run.json"
-_CHUNK = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -190,7 +189,10 @@ def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None
     for path in _files(folder, names):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        files[str(path.relative_to(folder))] = {"size": path.stat().st_size, "blake2b": _hash(path)}
+        files[str(path.relative_to(folder))] = {
+            "size": path.stat().st_size,
+            "blake2b": file_hash(path),
+        }
     write_json(folder / MANIFEST, {**facts, "files": files})
 
 
@@ -208,7 +210,7 @@ def damage(folder: Path, **facts: Any) -> str | None:
             size = (folder / name).stat().st_size
             if size != file["size"]:
                 return f"{name} has {size} bytes instead of {file['size']}"
-            if _hash(folder / name) != file["blake2b"]:
+            if file_hash(folder / name) != file["blake2b"]:
                 return f"{name} has other content than was written"
     except FileNotFoundError:
         return f"{MANIFEST}, which is written last, is missing"
@@ -289,14 +291,6 @@ def _files(folder: Path, names: Iterable[str] | None) -> list[Path]:
     roots = [folder] if names is None else [folder / name for name in names]
     inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return sorted(path for path in inside if path.is_file() and path != folder / MANIFEST)
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
