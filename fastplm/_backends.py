@@ -52,6 +52,8 @@ class Backend:
         backward: the implementation behind ``fastplm::<op>_bwd``.
         measured: what the speed of a call depends on, of its arguments: the backend runs it where
             the table of ``_measured.py`` says that it is faster. None: wherever it can.
+        measured_for_layers: only a layer asks ``measured``, which can call stock PyTorch instead;
+            the op itself has no faster way.
     """
 
     name: str
@@ -59,11 +61,14 @@ class Backend:
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
     measured: Callable[..., CallClass | None] | None = None
+    measured_for_layers: bool = False
 
-    def refuses(self, op: str, arguments: tuple[Any, ...], *, forced: bool) -> str | None:
+    def refuses(
+        self, op: str, arguments: tuple[Any, ...], *, forced: bool, for_layer: bool = False
+    ) -> str | None:
         """Why it does not run a call: it cannot, or another one is faster.
 
-        A graph that is traced serves calls of any size, so there nobody asks for the faster one.
+        A traced graph serves calls of any size, so it does not ask for the faster one.
         """
         reason = None if self.name == "eager" else needs_plain_pytorch()
         if reason is not None:
@@ -71,6 +76,8 @@ class Backend:
         reason = self.rejects(*arguments, forced=forced)
         if reason is not None or forced or self.measured is None or torch.compiler.is_compiling():
             return reason
+        if self.measured_for_layers and not for_layer:
+            return None
         call = self.measured(*arguments)
         return None if call is None else slower(op, call)
 
@@ -260,6 +267,8 @@ def _refusal(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], 
 
 
 def _describe(arguments: tuple[Any, ...]) -> str:
+    if len(arguments) == 1 and isinstance(arguments[0], tuple):
+        arguments = tuple(value for value in arguments[0] if value is not None)
     parts = []
     for value in arguments:
         if isinstance(value, torch.Tensor):

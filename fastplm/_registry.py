@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
+from fastplm._declare import Signature
 from fastplm._measured import CallClass
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
@@ -25,10 +26,264 @@ _LIBRARY = torch.library.Library("fastplm", "DEF")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 #: Every op by name, in the order of definition.
-OPS: dict[str, Op] = {}
+OPS: dict[str, Any] = {}
 
 
 class Op:
+    """An op: one declaration, and its backends.
+
+    Args:
+        name: the op's stem; the same in every folder of the tree.
+        call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). Its method ``check``,
+            if it has one, makes the checks that no annotation can say.
+        results: the names of the outputs. The first one has a gradient, if the op has one.
+        fake: ``fake(call, backend)`` makes the outputs, not written.
+        reference: the eager reference, ``<op>_ref``.
+        smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
+            ``fastplm info`` to say what works by trying it.
+        eager: the reference called with a ``call``. Default: with its fields as keywords.
+
+    An op with a gradient also has
+
+        saved: a ``NamedTuple``, what the backward reads beside the gradient of the first output.
+            A field is found by its name: an argument or output of the forward, or a property of
+            ``call``, or, as ``need_<argument>``, whether that argument wants a gradient. A field
+            that is of the class ``call`` stands for all arguments.
+        gradients: the names of the arguments whose gradients a backward returns, in its order.
+        fake_backward: ``fake_backward(grad, saved)`` makes the gradients, not written.
+        trim: ``trim(saved, backend)`` leaves out what this backend's backward does not read.
+        tracked: outputs beside the first that autograd is to see as functions of the inputs.
+        second: ``second(grad, saved, backend)``, the gradients as a differentiable formula, for
+            gradients of gradients. Without it those are refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Any,
+        *,
+        results: tuple[str, ...] = ("out",),
+        fake: Callable[..., Any],
+        reference: Callable[..., Any],
+        smoke: Callable[[torch.device], Any],
+        eager: Callable[..., Any] | None = None,
+        saved: Any = None,
+        gradients: tuple[str, ...] = (),
+        fake_backward: Callable[..., Any] | None = None,
+        trim: Callable[..., Any] | None = None,
+        tracked: tuple[str, ...] = (),
+        second: Callable[..., Any] | None = None,
+    ) -> None:
+        if name in OPS:
+            raise ValueError(f"op {name!r} is defined twice")
+        OPS[name] = self
+        self.name, self.reference, self.smoke = name, reference, smoke
+        self.call, self.arguments = call, Signature(call)
+        eager = eager or (lambda call: reference(**call._asdict()))
+        self.backends = {"eager": Backend("eager", accepts_all, eager)}
+        self._extra_checks = hasattr(call, "check")
+        self._formula: type[torch.autograd.Function] | None = None
+
+        def fake_forward(*arguments: Any) -> Any:
+            call, backend = self.call(*arguments[:-1]), arguments[-1]
+            self.check(call)
+            return fake(call, backend)
+
+        outputs = ", ".join(f"Tensor {result}" for result in results)
+        outputs = "Tensor" if len(results) == 1 else f"({outputs})"
+        schema = f"({self.arguments.schema}, str backend) -> {outputs}"
+        if saved is None:
+            self._operator = self._define(name, schema, self._run_forward, fake_forward)
+            return
+        self._operator = self._define(f"{name}_fwd", schema, self._run_forward, fake_forward)
+        self.saved = Signature(saved)
+        outputs = ", ".join(["Tensor"] * len(gradients))
+        schema = (
+            f"(Tensor grad, {self.saved.schema}, str backend) -> "
+            f"{outputs if len(gradients) == 1 else f'({outputs})'}"
+        )
+
+        def fake_backward_of(grad: Any, *arguments: Any) -> Any:
+            return fake_backward(grad, self.saved.build(arguments[:-1]))  # type: ignore[misc]
+
+        self._backward_operator = self._define(
+            f"{name}_bwd", schema, self._run_backward, fake_backward_of
+        )
+        formula = _Formula(self, results, gradients, trim, tracked, second)
+        kernel = _autograd_kernel(self._operator, formula.setup_context, formula.backward)
+        _LIBRARY.impl(f"{name}_fwd", kernel, "Autograd", with_keyset=True)
+        self._formula = _direct_formula(
+            lambda arguments: self._run_forward(*arguments), formula.setup_context, formula.backward
+        )
+
+    def backend(
+        self,
+        name: str,
+        *,
+        forward: Callable[..., Any],
+        rejects: Callable[..., str | None],
+        backward: Callable[..., Any] | None = None,
+        measured: Callable[..., CallClass | None] | None = None,
+        measured_for_layers: bool = False,
+    ) -> None:
+        """Add an implementation: ``forward(call)`` and ``backward(grad, saved)``.
+
+        ``resolve`` tries the backends in the order of ``BACKENDS``; see ``Backend``.
+        """
+        self.backends[name] = Backend(
+            name, rejects, forward, backward, measured, measured_for_layers
+        )
+        self.backends = {
+            known: self.backends[known] for known in BACKENDS if known in self.backends
+        }
+
+    def __call__(self, call: Any, where: str = "") -> Any:
+        """Check a call, choose its backend and run it. ``where``: how errors call the op."""
+        self.check(call, where)
+        return self.run(call, self.resolve(call))
+
+    def check(self, call: Any, where: str = "", packed: bool = False) -> None:
+        """Every argument is as declared, or an error names it."""
+        self.arguments.check(where or self.name, call, packed)
+        if self._extra_checks:
+            call.check()
+
+    def resolve(self, call: Any) -> str:
+        """The backend that runs a call (see ``_backends.resolve``)."""
+        return resolve(self.name, self.backends, (call,))
+
+    def is_faster(self, *arguments: Any) -> bool:
+        """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
+
+        For layers, which call PyTorch's own function where this says no: also where a call is
+        traced or transformed.
+        """
+        wanted = requested(self.name)
+        if wanted not in ("auto", "cpp") or "cpp" not in self.backends:
+            return False
+        call = self.call(*arguments)
+        tensors = [value for value in call if isinstance(value, torch.Tensor)]
+        if not is_eager(*tensors):
+            return False
+        backend, forced = self.backends["cpp"], wanted == "cpp"
+        return backend.refuses(self.name, (call,), forced=forced, for_layer=True) is None
+
+    def run(self, call: Any, backend: str) -> Any:
+        """Run a call that was checked, on a backend that accepts it.
+
+        Where nobody watches operators the call goes straight to the backend, under an autograd
+        function: dispatch to Python costs tens of microseconds a call.
+        """
+        if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
+            return self.backends["eager"].forward(call)  # type: ignore[misc]
+        if is_watched(call):
+            _refuse_dtensors(self.name, call)
+            return self._operator(*call, backend)
+        if (
+            self._formula is not None
+            and torch.is_grad_enabled()
+            and torch._C._any_requires_grad(*call)
+        ):
+            return self._formula.apply(*call, backend)
+        return _outside_autocast(self.backends[backend].forward, call)
+
+    def run_backward(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
+        """The gradients, from the gradient of the first output and what was saved."""
+        arguments = self.saved.flat(saved)
+        if is_watched((grad, *arguments)):
+            return self._backward_operator(grad, *arguments, backend)
+        return _outside_autocast(self.backends[backend].backward, grad, saved)
+
+    def _run_forward(self, *arguments: Any) -> Any:
+        call = self.call(*arguments[:-1])
+        return _outside_autocast(self.backends[arguments[-1]].forward, call)
+
+    def _run_backward(self, grad: torch.Tensor, *arguments: Any) -> Any:
+        saved = self.saved.build(arguments[:-1])
+        return _outside_autocast(self.backends[arguments[-1]].backward, grad, saved)
+
+    def _define(
+        self, operator: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+    ) -> torch._ops.OpOverload:
+        _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.fastplm, operator).default
+
+
+def _outside_autocast(function: Any, *arguments: Any) -> Any:
+    """The public function has cast its arguments; a product inside is in their dtype."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return function(*arguments)
+    return function(*arguments)
+
+
+class _Formula:
+    """The autograd formula that follows from the declaration of an op."""
+
+    def __init__(
+        self,
+        op: Op,
+        results: tuple[str, ...],
+        gradients: tuple[str, ...],
+        trim: Callable[..., Any] | None,
+        tracked: tuple[str, ...],
+        second: Callable[..., Any] | None,
+    ) -> None:
+        self.op, self.trim, self.second = op, trim, second
+        arguments, saved = op.arguments.names, op.saved
+        self.count = len(arguments) + 1  # the backend, too
+        known = [*arguments, "backend", *results, *(f"need_{name}" for name in arguments)]
+        #: Where each value to save is, among all of a forward; a property of the call by its name.
+        self.places = [known.index(name) if name in known else name for name in saved.names]
+        self.tensors = [at for at, kind in enumerate(saved.types) if kind.startswith("Tensor")]
+        self.others = [at for at, kind in enumerate(saved.types) if not kind.startswith("Tensor")]
+        self.gradients = [arguments.index(name) for name in gradients]
+        self.constant = [at for at, name in enumerate(results) if at > 0 and name not in tracked]
+        self.single = len(results) == 1
+        if second is None:
+            self.backward = _once(op.name, self.backward)  # type: ignore[method-assign]
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = (output,) if self.single else output
+        values = (*inputs, *outputs, *ctx.needs_input_grad)
+        saved = [
+            values[at] if isinstance(at, int) else getattr(self.op.call(*inputs[:-1]), at)
+            for at in self.places
+        ]
+        ctx.backend = inputs[-1]
+        if self.trim is not None:
+            saved = self.op.saved.flat(self.trim(self.op.saved.build(saved), ctx.backend))
+        if self.constant:
+            ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
+        # Or an output without a gradient would get one of zeros, of its size.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(saved[at] for at in self.tensors))
+        ctx.others = [saved[at] for at in self.others]
+
+    def backward(self, ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        found: list[Any] = [None] * self.count
+        if grad is None:
+            return tuple(found)
+        values: list[Any] = [None] * (len(self.tensors) + len(self.others))
+        for at, value in zip(self.tensors, ctx.saved_tensors, strict=True):
+            values[at] = value
+        for at, value in zip(self.others, ctx.others, strict=True):
+            values[at] = value
+        saved = self.op.saved.build(values)
+        if self.second is not None and torch.is_grad_enabled():
+            grads = self.second(grad, saved, ctx.backend)
+        else:
+            grads = self.op.run_backward(grad, saved, ctx.backend)
+        for at, one in zip(
+            self.gradients, grads if len(self.gradients) > 1 else (grads,), strict=True
+        ):
+            found[at] = one if ctx.needs_input_grad[at] else None
+        return tuple(found)
+
+
+class OldOp:
     """An op and its backends.
 
     Args:

@@ -68,13 +68,15 @@ def test_auto_goes_on_where_a_forced_backend_raises(monkeypatch):
     monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: "too old"})
     _backends._warn_of_eager.cache_clear()
     with FakeTensorMode():
-        call = torch.empty(8, 16, device=GPU), torch.empty(4, dtype=torch.int64, device=GPU)
+        call = OPS["gather_rows"].call(
+            torch.empty(8, 16, device=GPU), torch.empty(4, dtype=torch.int64, device=GPU)
+        )
     with _backends.record_decisions() as decisions:
         with pytest.warns(UserWarning, match="too old"):
-            assert OPS["gather_rows"].resolve(*call) == "eager"
+            assert OPS["gather_rows"].resolve(call) == "eager"
     assert "not triton: too old" in str(decisions[0])
     with fastplm.use_backend("triton"), pytest.raises(BackendError, match="too old"):
-        OPS["gather_rows"].resolve(*call)
+        OPS["gather_rows"].resolve(call)
 
 
 def test_missing_triton_warns_once_and_names_the_fix(monkeypatch):

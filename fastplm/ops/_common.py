@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastplm import _extension
-from fastplm._backends import needs_cpu, needs_nvidia, told
+from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, told
 from fastplm._checks import (
     check,
     check_choice,
@@ -35,6 +35,30 @@ def kernels(op: str) -> ModuleType:
     return importlib.import_module(f"fastplm.triton_kernels.{op}")
 
 
+def csrc_rejects(operator: str, *, fp64: bool = False) -> Callable[..., str | None]:
+    """``rejects`` of "cpp" for an op with a gradient, by its first argument."""
+    of_csrc = rejects_of_csrc(operator)["cpp"]
+
+    def rejects(call: Any, *, forced: bool) -> str | None:
+        if call[0].dtype is torch.float64 and not fp64:
+            return "float64: csrc/ takes fp32, fp16 and bf16"
+        return of_csrc(call[0], forced=forced)
+
+    return rejects
+
+
+def torch_rejects(call: Any, *, forced: bool) -> str | None:
+    """``rejects`` of "torch"."""
+    return needs_cpu(call[0])
+
+
+def triton_rejects(call: Any, *, forced: bool) -> str | None:
+    """``rejects`` of "triton", by the first argument."""
+    if call[0].dtype is torch.float64:
+        return "float64: the kernels take fp32, fp16 and bf16"
+    return needs_triton(call[0], forced)
+
+
 def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
     """``rejects`` of "cpp" and "cuda": an operator of csrc/, which PyTorch dispatches by device."""
     cpp_lacks, cuda_lacks = _extension.lacks(operator, "CPU"), _extension.lacks(operator, "CUDA")
@@ -48,6 +72,20 @@ def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
         return told(needs_nvidia(input.device) or cuda_lacks, forced)
 
     return {"cpp": cpp_rejects, "cuda": cuda_rejects}
+
+
+def seed_tensor(where: str, seed: int | torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+    """A seed as the operators take it, 0-d int64; without one a new one from PyTorch's generator.
+
+    Args:
+        beside: on its device. A tensor is returned as it is.
+    """
+    if isinstance(seed, torch.Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device=beside.device)
+    check_seed_form(where, seed)
+    return torch.full((), seed, dtype=torch.int64, device=beside.device)
 
 
 def checked_seed(where: str, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:

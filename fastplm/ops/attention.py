@@ -25,7 +25,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._measured import CallClass, slower, training
-from fastplm._registry import Op, autocast, is_eager, is_watched
+from fastplm._registry import OldOp as Op, autocast, is_eager, is_watched
 from fastplm.ops._common import checked_seed, kernels, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference.attention import (
     T5RelativeBias,

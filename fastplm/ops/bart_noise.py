@@ -17,7 +17,7 @@ from fastplm._checks import (
     check_probability,
     check_tensor,
 )
-from fastplm._registry import Op
+from fastplm._registry import OldOp as Op
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.ops._rows import (
     check_row_length,

@@ -18,7 +18,7 @@ from fastplm._checks import (
     check_tensor,
     values_are_known,
 )
-from fastplm._registry import Op
+from fastplm._registry import OldOp as Op
 from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
     check_row_length,

@@ -1,26 +1,32 @@
-"""``ops.dropout``: checks, schema, fake, autograd formula and backends."""
+"""``ops.dropout``: its arguments, and its backends."""
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated, NamedTuple
 
-from fastplm._backends import requested
-from fastplm._checks import (
-    FLOATING,
-    check_dtype,
-    check_probability,
-    check_same_device,
-    check_tensor,
-)
-from fastplm._measured import CallClass, slower, training
+import torch
+from torch import Tensor
+
+from fastplm._checks import check_probability, check_tensor
+from fastplm._declare import Arg
+from fastplm._measured import CallClass, training
 from fastplm._registry import Op
-from fastplm.ops._common import checked_seed, rejects_of_csrc
+from fastplm.ops._common import csrc_rejects, seed_tensor
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
 
 
-def dropout(
-    input: torch.Tensor, p: float = 0.5, *, seed: int | torch.Tensor | None = None
-) -> torch.Tensor:
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg()]
+    seed: Annotated[Tensor, Arg("[]", (torch.int64,))]
+    p: float
+
+
+class Saved(NamedTuple):
+    seed: Tensor
+    p: float
+
+
+def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) -> Tensor:
     """Dropout that a seed repeats, and of which nothing but the seed is kept for the backward.
 
     ``out = input / (1 - p)`` where an element survives, else 0
@@ -55,80 +61,69 @@ def dropout(
     Reference: ``fastplm.reference.dropout.dropout_ref``.
     """
     check_tensor("dropout", "input", input)
-    check_dtype("dropout", "input", input, FLOATING)
     check_probability("dropout", "p", p, "Pass the share of elements to drop.")
-    seed = checked_seed("dropout", seed, input.device)
-    check_same_device("dropout", input=input, seed=seed)
-    if p == 0.0:
-        return input.clone()
-    backend = OP.resolve(input)
-    if backend == "eager":
-        return dropout_ref(input, p, seed=seed)
-    return OP.call(input, seed, float(p), backend)
+    call = Call(input, seed_tensor("dropout", seed, input), float(p))
+    if p > 0.0:
+        return OP(call)
+    OP.check(call)
+    return input.clone()
 
 
-def is_faster(input: torch.Tensor, p: float) -> bool:
+def is_faster(input: Tensor, p: float) -> bool:
     """Whether ``dropout`` runs by csrc/, and faster than ``torch.nn.functional.dropout``.
 
-    For layers, which may draw either's random bits.
+    For layers, which may draw the random bits of either.
     """
-    if not 0.0 < p < 1.0 or not OP.is_faster(input):
-        return False
-    if requested("dropout") == "cpp":
-        return True
-    return slower("dropout", CallClass(training(input), input.dtype, (input.numel(),))) is None
+    return 0.0 < p < 1.0 and OP.is_faster(input, None, p)
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------
 
-_CSRC_REJECTS = rejects_of_csrc("dropout")["cpp"]
+
+def _measured(call: Call) -> CallClass:
+    return CallClass(training(call.input), call.input.dtype, (call.input.numel(),))
 
 
-def _cpp_rejects(input: torch.Tensor, *, forced: bool) -> str | None:
-    if input.dtype is torch.float64:
-        return "float64: csrc/ takes fp32, fp16 and bf16"
-    return _CSRC_REJECTS(input, forced=forced)
-
-
-def _cpp_dropout(input: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    input = input.contiguous()
+def _cpp_forward(call: Call) -> Tensor:
+    input = call.input.contiguous()
     out = torch.empty_like(input)
-    threshold = dropout_threshold(p)
-    torch.ops.fastplm_C.dropout(input, seed, threshold, dropout_scale(threshold), out)
+    threshold = dropout_threshold(call.p)
+    torch.ops.fastplm_C.dropout(input, call.seed, threshold, dropout_scale(threshold), out)
     return out
+
+
+def _cpp_backward(grad: Tensor, saved: Saved) -> Tensor:
+    return _cpp_forward(Call(grad, *saved))
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(input, seed, p, backend):
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-def _setup_context(ctx, inputs, output):
-    _, seed, ctx.p, ctx.backend = inputs
-    ctx.save_for_backward(seed)
-
-
-def _backward(ctx, grad_out):
-    (seed,) = ctx.saved_tensors
-    if torch.is_grad_enabled():  # somebody wants the gradient's gradient, which is of this form
-        return OP.call(grad_out, seed, ctx.p, ctx.backend), None, None, None
-    return OP.call_backward(grad_out, seed, ctx.p, ctx.backend), None, None, None
+def _fake(call: Call, backend: str) -> Tensor:
+    return torch.empty_like(call.input, memory_format=torch.contiguous_format)
 
 
 def _smoke(device: torch.device) -> None:
     dropout(torch.randn(5, 16, device=device, requires_grad=True), 0.5).sum().backward()
 
 
-OP = Op("dropout", reference=dropout_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_dropout, backward=_cpp_dropout, rejects=_cpp_rejects)
-OP.define_differentiable(
-    "(Tensor input, Tensor seed, float p, str backend) -> Tensor",
-    "(Tensor grad_out, Tensor seed, float p, str backend) -> Tensor",
-    fake_forward=_fake,
-    fake_backward=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    twice=True,
+OP = Op(
+    "dropout",
+    Call,
+    fake=_fake,
+    reference=dropout_ref,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input",),
+    fake_backward=lambda grad, saved: _fake(Call(grad, *saved), ""),
+    # The gradient is a dropout itself.
+    second=lambda grad, saved, backend: OP.run(Call(grad, *saved), backend),
+)
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=csrc_rejects("dropout"),
+    measured=_measured,
+    measured_for_layers=True,
 )

@@ -1,28 +1,44 @@
-"""``ops.gather_rows``: checks, schema, fake, autograd formula and backends."""
+"""``ops.gather_rows``: its arguments, and its backends."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm._backends import needs_cpu, needs_triton
-from fastplm._checks import (
-    FLOATING,
-    ArgumentValueError,
-    check,
-    check_dtype,
-    check_same_device,
-    check_tensor,
-    message,
-    values_are_known,
-)
+from fastplm._checks import ArgumentValueError, check, message, values_are_known
+from fastplm._declare import Arg, Size
 from fastplm._registry import Op
-from fastplm.ops._common import kernels, rejects_of_csrc
+from fastplm.ops._common import (
+    csrc_rejects,
+    kernels,
+    last_dim_contiguous,
+    torch_rejects,
+    triton_rejects,
+)
 from fastplm.reference.gather_rows import gather_rows_ref
 
 
-def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg("[N, E]")]
+    positions: Annotated[Tensor, Arg("[P]", (torch.int64,))]
+
+    @property
+    def rows(self) -> int:
+        return self.input.shape[0]
+
+    def check(self) -> None:
+        width, fix = self.input.shape[1], "Check the reshape."
+        check(width > 0, "gather_rows", "input", "row width 0", "at least 1", fix)
+
+
+class Saved(NamedTuple):
+    positions: Tensor
+    rows: Size
+
+
+def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
     """Rows of a matrix by position, with a zero row for an unused slot.
 
     ``out[p] = input[positions[p]]``, and 0 where ``positions[p] == -1``
@@ -64,37 +80,16 @@ def gather_rows(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         prediction head as in ``run_pretraining.py`` of its authors.
     Reference: ``fastplm.reference.gather_rows.gather_rows_ref``.
     """
-    check_tensor("gather_rows", "input", input, ndim=2)
-    check_tensor("gather_rows", "positions", positions, ndim=1)
-    _check(input, positions)
-    backend = OP.resolve(input, positions)
-    if backend == "eager":
-        _check_range(input, positions)
-        return gather_rows_ref(input, positions)
-    if input.stride(1) != 1:
-        input = input.contiguous()
-    return OP.call(input, positions.contiguous(), backend)
+    OP.check(Call(input, positions))
+    call = Call(last_dim_contiguous(input), positions.contiguous())
+    return OP.run(call, OP.resolve(call))
 
 
-def _check(input: torch.Tensor, positions: torch.Tensor) -> None:
-    check_dtype("gather_rows", "input", input, FLOATING)
-    check_dtype("gather_rows", "positions", positions, (torch.int64,))
-    check_same_device("gather_rows", input=input, positions=positions)
-    check(
-        input.shape[1] > 0,
-        "gather_rows",
-        "input",
-        "row width 0",
-        "at least 1",
-        "Check the reshape.",
-    )
-
-
-def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
+def _check_range(call: Call) -> None:
     """Every position of a CPU tensor lies in [-1, N)."""
+    positions, rows = call.positions, call.rows
     if positions.numel() == 0 or not values_are_known(positions):
         return
-    rows = input.shape[0]
     low, high = (int(bound) for bound in positions.aminmax())
     if low < -1 or high >= rows:
         raise ArgumentValueError(
@@ -108,91 +103,64 @@ def _check_range(input: torch.Tensor, positions: torch.Tensor) -> None:
         )
 
 
+def _eager(call: Call) -> Tensor:
+    _check_range(call)
+    return gather_rows_ref(*call)
+
+
 # --- backend "cpp": whole rows are copied ---------------------------------------------------------
 
 
-def _cpp_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _cpp_forward(call: Call) -> Tensor:
     try:
-        return torch.ops.fastplm_C.gather_rows.default(input, positions)
+        return torch.ops.fastplm_C.gather_rows.default(*call)
     except RuntimeError:
-        _check_range(input, positions)  # csrc/ looks itself, and this says what it found
+        _check_range(call)  # csrc/ looks itself, and this says what it found
         raise
 
 
-def _cpp_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.ops.fastplm_C.gather_rows_backward.default(grad_out, positions, rows)
+def _cpp_backward(grad: Tensor, saved: Saved) -> Tensor:
+    return torch.ops.fastplm_C.gather_rows_backward.default(last_dim_contiguous(grad), *saved)
 
 
 # --- backend "torch": index_select, and index_add in fp32 -----------------------------------------
 
 
-def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input)
-
-
-def _torch_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    _check_range(input, positions)
-    if input.shape[0] == 0:
+def _torch_forward(call: Call) -> Tensor:
+    _check_range(call)
+    input, positions = call
+    if call.rows == 0:
         return input.new_zeros(positions.shape[0], input.shape[1])
     out = input.index_select(0, positions.clamp(min=0))
     return out.index_fill_(0, (positions < 0).nonzero().squeeze(1), 0.0)
 
 
-def _torch_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    used = (positions >= 0).nonzero().squeeze(1)
-    positions, grad_out = positions[used], grad_out.index_select(0, used)
-    grad_input = grad_out.new_zeros(rows, grad_out.shape[1])
-    if grad_out.dtype in (torch.float32, torch.float64):
-        return grad_input.index_add_(0, positions, grad_out)
-    # Sums in fp32, for the rows that are hit only: a whole fp32 matrix would cost more than it all.
-    hit, inverse = positions.unique(return_inverse=True)
-    total = grad_out.new_zeros(hit.shape[0], grad_out.shape[1], dtype=torch.float32)
-    total.index_add_(0, inverse, grad_out.float())
-    return grad_input.index_copy_(0, hit, total.to(grad_out.dtype))
+def _torch_backward(grad: Tensor, saved: Saved) -> Tensor:
+    used = (saved.positions >= 0).nonzero().squeeze(1)
+    positions, grad = saved.positions[used], grad.index_select(0, used)
+    grad_input = grad.new_zeros(saved.rows, grad.shape[1])
+    if grad.dtype in (torch.float32, torch.float64):
+        return grad_input.index_add_(0, positions, grad)
+    # Sums in fp32, of the rows that are read only: an fp32 matrix of all would cost more.
+    rows, row_of = positions.unique(return_inverse=True)
+    total = grad.new_zeros(rows.shape[0], grad.shape[1], dtype=torch.float32)
+    total.index_add_(0, row_of, grad.float())
+    return grad_input.index_copy_(0, rows, total.to(grad.dtype))
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
-def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input.dtype is torch.float64:
-        return "float64: the kernels take fp32, fp16 and bf16"
-    return needs_triton(input, forced)
+def _triton_forward(call: Call) -> Tensor:
+    _check_range(call)
+    return kernels("gather_rows").gather_rows_fwd(*call)
 
 
-def _triton_forward(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    _check_range(input, positions)
-    return kernels("gather_rows").gather_rows_fwd(input, positions)
-
-
-def _triton_backward(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.Tensor:
-    return kernels("gather_rows").gather_rows_bwd(grad_out, positions, rows)
+def _triton_backward(grad: Tensor, saved: Saved) -> Tensor:
+    return kernels("gather_rows").gather_rows_bwd(last_dim_contiguous(grad), *saved)
 
 
 # --- registration ---------------------------------------------------------------------------------
-
-
-def _fake_forward(input, positions, backend):
-    _check(input, positions)
-    return input.new_empty(positions.shape[0], input.shape[1])
-
-
-def _fake_backward(grad_out, positions, rows, backend):
-    return grad_out.new_empty(rows, grad_out.shape[1])
-
-
-def _setup_context(ctx, inputs, output):
-    input, positions, ctx.backend = inputs
-    ctx.rows = input.shape[0]
-    ctx.save_for_backward(positions)
-
-
-def _backward(ctx, grad_out):
-    (positions,) = ctx.saved_tensors
-    if grad_out.stride(1) != 1:
-        grad_out = grad_out.contiguous()
-    grad = OP.call_backward(grad_out, positions, ctx.rows, ctx.backend)
-    return grad, None, None
 
 
 def _smoke(device: torch.device) -> None:
@@ -201,20 +169,22 @@ def _smoke(device: torch.device) -> None:
     gather_rows(input, positions).sum().backward()
 
 
-OP = Op("gather_rows", reference=gather_rows_ref, smoke=_smoke)
+OP = Op(
+    "gather_rows",
+    Call,
+    fake=lambda call, backend: call.input.new_empty(call.positions.shape[0], call.input.shape[1]),
+    reference=gather_rows_ref,
+    eager=_eager,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input",),
+    fake_backward=lambda grad, saved: grad.new_empty(saved.rows, grad.shape[1]),
+)
 OP.backend(
     "cpp",
     forward=_cpp_forward,
     backward=_cpp_backward,
-    rejects=rejects_of_csrc("gather_rows")["cpp"],
+    rejects=csrc_rejects("gather_rows", fp64=True),
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
-OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
-OP.define_differentiable(
-    "(Tensor input, Tensor positions, str backend) -> Tensor",
-    "(Tensor grad_out, Tensor positions, SymInt rows, str backend) -> Tensor",
-    fake_forward=_fake_forward,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

@@ -1,19 +1,31 @@
-"""``ops.gelu``: checks, schema, fake, autograd formula and backends."""
+"""``ops.gelu``: its arguments, and its backends."""
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated, NamedTuple
 
-from fastplm._checks import FLOATING, check_choice, check_dtype, check_tensor
+import torch
+from torch import Tensor
+
+from fastplm._checks import check_choice
+from fastplm._declare import Arg
 from fastplm._measured import CallClass, training
 from fastplm._registry import Op
-from fastplm.ops._common import rejects_of_csrc
+from fastplm.ops._common import csrc_rejects
 from fastplm.reference.gelu import gelu_ref
 
 FORMS = ("none", "tanh")
 
 
-def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg()]
+    approximate: str = "none"
+
+    def check(self) -> None:
+        check_choice("gelu", "approximate", self.approximate, FORMS)
+
+
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """``torch.nn.functional.gelu``, whose form with a tanh is C++ on a CPU, where PyTorch is slow.
 
     ``out = x Phi(x)``, Phi the distribution function of the normal distribution; or its
@@ -45,69 +57,43 @@ def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units" (arXiv 1606.08415), §2.
     Reference: ``fastplm.reference.gelu.gelu_ref``.
     """
-    check_tensor("gelu", "input", input)
-    check_dtype("gelu", "input", input, FLOATING)
-    check_choice("gelu", "approximate", approximate, FORMS)
-    backend = OP.resolve(input, approximate)
-    if backend == "eager":
-        return gelu_ref(input, approximate=approximate)
-    return OP.call(input, approximate, backend)
+    return OP(Call(input, approximate))
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------
 
-_CSRC_REJECTS = rejects_of_csrc("gelu_tanh")["cpp"]
+_CSRC_REJECTS = csrc_rejects("gelu_tanh")
 
 
-def _cpp_rejects(input: torch.Tensor, approximate: str, *, forced: bool) -> str | None:
-    if approximate != "tanh":
+def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
+    if call.approximate != "tanh":
         return "PyTorch's is as fast without a tanh"
-    if input.dtype is torch.float64:
-        return "float64: csrc/ takes fp32, fp16 and bf16"
-    return _CSRC_REJECTS(input, forced=forced)
+    return _CSRC_REJECTS(call, forced=forced)
 
 
-def _measured(input: torch.Tensor, approximate: str) -> CallClass:
-    return CallClass(training(input), input.dtype, (input.numel(),))
+def _measured(call: Call) -> CallClass:
+    return CallClass(training(call.input), call.input.dtype, (call.input.numel(),))
 
 
-def _cpp_forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
-    input = input.contiguous()
+def _cpp_forward(call: Call) -> Tensor:
+    input = call.input.contiguous()
     out = torch.empty_like(input)
     torch.ops.fastplm_C.gelu_tanh(input, out)
     return out
 
 
-def _cpp_backward(grad_out: torch.Tensor, input: torch.Tensor, approximate: str) -> torch.Tensor:
-    grad_out, input = grad_out.contiguous(), input.contiguous()
-    grad = torch.empty_like(input)
-    torch.ops.fastplm_C.gelu_tanh_backward(grad_out, input, grad)
-    return grad
+def _cpp_backward(grad: Tensor, saved: Call) -> Tensor:
+    grad, input = grad.contiguous(), saved.input.contiguous()
+    grad_input = torch.empty_like(input)
+    torch.ops.fastplm_C.gelu_tanh_backward(grad, input, grad_input)
+    return grad_input
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake_forward(input, approximate, backend):
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-def _fake_backward(grad_out, input, approximate, backend):
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-def _setup_context(ctx, inputs, output):
-    input, ctx.approximate, ctx.backend = inputs
-    ctx.save_for_backward(input)
-
-
-def _backward(ctx, grad_out):
-    (input,) = ctx.saved_tensors
-    if torch.is_grad_enabled():  # somebody wants the gradient's gradient, which PyTorch has
-        grad = torch.ops.aten.gelu_backward(grad_out, input, approximate=ctx.approximate)
-    else:
-        grad = OP.call_backward(grad_out, input, ctx.approximate, ctx.backend)
-    return grad, None, None
+def _second(grad: Tensor, saved: Call, backend: str) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, saved.input, approximate=saved.approximate)
 
 
 def _smoke(device: torch.device) -> None:
@@ -115,20 +101,23 @@ def _smoke(device: torch.device) -> None:
     gelu(input, approximate="tanh").sum().backward()
 
 
-OP = Op("gelu", reference=gelu_ref, smoke=_smoke)
+OP = Op(
+    "gelu",
+    Call,
+    fake=lambda call, backend: torch.empty_like(call.input, memory_format=torch.contiguous_format),
+    reference=gelu_ref,
+    smoke=_smoke,
+    saved=Call,
+    gradients=("input",),
+    fake_backward=lambda grad, saved: torch.empty_like(
+        saved.input, memory_format=torch.contiguous_format
+    ),
+    second=_second,
+)
 OP.backend(
     "cpp",
     forward=_cpp_forward,
     backward=_cpp_backward,
     rejects=_cpp_rejects,
     measured=_measured,
-)
-OP.define_differentiable(
-    "(Tensor input, str approximate, str backend) -> Tensor",
-    "(Tensor grad_out, Tensor input, str approximate, str backend) -> Tensor",
-    fake_forward=_fake_forward,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
-    twice=True,
 )

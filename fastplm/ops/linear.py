@@ -17,7 +17,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._measured import CallClass, slower
-from fastplm._registry import Op, is_watched
+from fastplm._registry import OldOp as Op, is_watched
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.linear import linear_ref
 

@@ -25,7 +25,7 @@ from fastplm._checks import (
     message,
     values_are_known,
 )
-from fastplm._registry import Op, autocast
+from fastplm._registry import OldOp as Op, autocast
 from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
 from fastplm.reference._reduce import denominator_of, reduce_loss

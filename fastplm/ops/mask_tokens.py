@@ -20,7 +20,7 @@ from fastplm._checks import (
     check_shape,
     check_tensor,
 )
-from fastplm._registry import Op
+from fastplm._registry import OldOp as Op
 from fastplm.ops._common import rejects_of_csrc, remembered
 from fastplm.ops._rows import (
     check_boundaries,

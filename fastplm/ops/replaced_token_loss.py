@@ -24,7 +24,7 @@ from fastplm._checks import (
     check_shape,
     check_tensor,
 )
-from fastplm._registry import Op, autocast
+from fastplm._registry import OldOp as Op, autocast
 from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous, rejects_of_csrc
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref

@@ -1,0 +1,202 @@
+"""The declaration of an op's arguments: a ``NamedTuple`` whose annotations say all about them.
+
+::
+
+    class Call(NamedTuple):
+        input: Annotated[Tensor, Arg("[N, E]")]
+        positions: Annotated[Tensor, Arg("[P]", (torch.int64,))]
+
+The schema of the operator follows from it, and so do the checks of a call, in the op's public
+function as in its fake kernel: a wrong call fails with the same words everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import FLOATING, check_dtype, check_same, check_same_device, check_tensor
+from fastplm.errors import ArgumentValueError, message
+
+#: An int that torch.compile may trace as a symbol.
+Size = Annotated[int, "SymInt"]
+
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int"}
+_SCHEMA |= {float: "float", str: "str", Size: "SymInt"}
+
+
+class Arg(NamedTuple):
+    """What a tensor must be.
+
+    Args:
+        shape: "[N, E]" with a letter for each size; a letter is one size in all arguments of a
+            call. "..." stands for any leading dimensions, "B + 1" for one more than B. None: any
+            shape.
+        dtypes: the dtypes allowed, or the name of the argument whose dtype it has.
+        fix: what a user does about a wrong shape or dtype.
+        packed: the shape in a call of packed rows, where that is another one.
+        name: how errors call the argument, where not by the name of the field.
+    """
+
+    shape: str | None = None
+    dtypes: tuple[torch.dtype, ...] | str = FLOATING
+    fix: str = ""
+    packed: str | None = None
+    name: str = ""
+
+
+class _Shape(NamedTuple):
+    text: str
+    sizes: tuple[tuple[str, int], ...]  # letter, and what is added to it
+    leading: bool  # whether any dimensions may come first
+
+
+class _TensorArgument(NamedTuple):
+    index: int
+    name: str
+    optional: bool
+    dtypes: tuple[torch.dtype, ...]
+    dtype_of: int | None  # the index of the argument whose dtype it has
+    shapes: tuple[_Shape | None, _Shape | None]  # in calls of padded and of packed rows
+    fix: str
+
+
+class Signature:
+    """The arguments of an operator, as a ``NamedTuple`` declares them.
+
+    A field that is such a ``NamedTuple`` itself stands for all of its fields.
+    """
+
+    def __init__(self, declared: Any) -> None:
+        self.declared = declared
+        hints = get_type_hints(declared, include_extras=True)
+        parts = [Signature(hint) if hasattr(hint, "_fields") else None for hint in hints.values()]
+        #: A signature for each field that is one, or None where no field is.
+        self._parts = parts if any(parts) else None
+        self.names: list[str] = []
+        self.types: list[str] = []
+        for (name, hint), part in zip(hints.items(), parts, strict=True):
+            if part is not None:
+                self.names += part.names
+                self.types += part.types
+            else:
+                arg = _arg_of(hint)
+                self.names.append(name)
+                self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
+        self.tensors = tuple(_tensor_arguments(hints))
+
+    @property
+    def schema(self) -> str:
+        return ", ".join(
+            f"{kind} {name}" for kind, name in zip(self.types, self.names, strict=True)
+        )
+
+    def flat(self, values: Any) -> tuple[Any, ...]:
+        """The arguments of the operator, from a value of the class declared."""
+        if self._parts is None:
+            return values
+        found: tuple[Any, ...] = ()
+        for value, part in zip(values, self._parts, strict=True):
+            found += (value,) if part is None else part.flat(value)
+        return found
+
+    def build(self, arguments: Sequence[Any]) -> Any:
+        """The inverse of ``flat``."""
+        if self._parts is None:
+            return self.declared(*arguments)
+        values, start = [], 0
+        for part in self._parts:
+            count = 1 if part is None else len(part.names)
+            given = arguments[start : start + count]
+            values.append(given[0] if part is None else part.build(given))
+            start += count
+        return self.declared(*values)
+
+    def check(self, where: str, call: Any, packed: bool = False) -> None:
+        """Every tensor of a call is what its ``Arg`` says, and on the device of the first one.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: with the name of the argument.
+        """
+        sizes: dict[str, int] = {}
+        first = call[0]
+        for argument in self.tensors:
+            tensor = call[argument.index]
+            if tensor is None and argument.optional:
+                continue
+            if not isinstance(tensor, Tensor):
+                check_tensor(where, argument.name, tensor)
+            shape = argument.shapes[packed]
+            if shape is not None:
+                found = tensor.shape
+                if shape.leading:
+                    found = found[max(len(found) - len(shape.sizes), 0) :]
+                if len(found) != len(shape.sizes):
+                    raise _wrong_shape(where, argument, shape, tensor, sizes)
+                for size, (letter, more) in zip(found, shape.sizes, strict=True):
+                    if sizes.setdefault(letter, size - more) != size - more:
+                        raise _wrong_shape(where, argument, shape, tensor, sizes)
+            if argument.dtype_of is not None:
+                other = call[argument.dtype_of]
+                if tensor.dtype is not other.dtype:
+                    name = next(a.name for a in self.tensors if a.index == argument.dtype_of)
+                    check_same(where, **{name: other, argument.name: tensor})
+            elif tensor.dtype not in argument.dtypes:
+                fix = argument.fix or "Convert it with .to(dtype)."
+                check_dtype(where, argument.name, tensor, argument.dtypes, fix)
+            if tensor.device != first.device:
+                check_same_device(where, **{self.tensors[0].name: first, argument.name: tensor})
+
+
+def _arg_of(hint: Any) -> Arg | None:
+    if get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], Arg):
+        return hint.__metadata__[0]
+    return None
+
+
+def _tensor_arguments(hints: dict[str, Any]) -> list[_TensorArgument]:
+    found = []
+    for index, (field, hint) in enumerate(hints.items()):
+        arg = _arg_of(hint)
+        if arg is None:
+            continue
+        of = list(hints).index(arg.dtypes) if isinstance(arg.dtypes, str) else None
+        shapes = _shape(arg.shape), _shape(arg.packed or arg.shape)
+        found.append(
+            _TensorArgument(
+                index,
+                arg.name or field,
+                type(None) in get_args(get_args(hint)[0]),
+                () if isinstance(arg.dtypes, str) else arg.dtypes,
+                of,
+                shapes,
+                arg.fix,
+            )
+        )
+    return found
+
+
+def _shape(text: str | None) -> _Shape | None:
+    if text is None:
+        return None
+    words = [word for word in text.strip("[]").split(", ") if word]
+    sizes = [word.split(" + ") for word in words if word != "..."]
+    pairs = tuple((letter, int(more[0]) if more else 0) for letter, *more in sizes)
+    return _Shape(text, pairs, "..." in words)
+
+
+def _wrong_shape(
+    where: str, argument: _TensorArgument, shape: _Shape, tensor: Tensor, sizes: dict[str, int]
+) -> ArgumentValueError:
+    got, known = f"shape {tuple(tensor.shape)}", ""
+    if tensor.dim() != len(shape.sizes) and not shape.leading:
+        got = f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
+    else:
+        letters = dict.fromkeys(letter for letter, _ in shape.sizes)
+        known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
+    fix = argument.fix or "Check the layout of the tensors of this call."
+    expected = shape.text + (f" with {known}" if known else "")
+    return ArgumentValueError(message(where, argument.name, got, expected, fix))
