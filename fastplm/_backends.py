@@ -36,6 +36,20 @@ from fastplm._measured import CallClass, slower
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")
 _CHOICES = ("auto", *BACKENDS)
+#: Every op. ``_registry.OPS`` has them once ``fastplm.ops`` is imported, which is not needed here.
+OP_NAMES = (
+    "attention",
+    "bart_noise",
+    "corrupt_spans",
+    "dropout",
+    "gather_rows",
+    "gelu",
+    "linear",
+    "linear_cross_entropy",
+    "mask_tokens",
+    "replaced_token_loss",
+    "rms_norm",
+)
 _TRANSFORMS = torch._C._functorch.TransformType
 
 
@@ -45,13 +59,12 @@ class Backend:
 
     Args:
         name: one of ``BACKENDS``.
-        rejects: called with the op's own arguments and ``forced``; returns why this backend cannot
-            run them, or None if it can.
-        forward: the implementation behind ``fastplm::<op>_fwd`` (None for "eager", which is not an
-            opaque op but plain PyTorch).
-        backward: the implementation behind ``fastplm::<op>_bwd``.
-        measured: what the speed of a call depends on, of its arguments: the backend runs it where
-            the table of ``_measured.py`` says that it is faster. None: wherever it can.
+        rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
+            it can.
+        forward: ``forward(call)``, the implementation behind ``fastplm::<op>_fwd``.
+        backward: ``backward(grad, saved)``, the implementation behind ``fastplm::<op>_bwd``.
+        measured: ``measured(call)`` returns what the speed of a call depends on: the backend runs
+            it where the table of ``_measured.py`` says that it is faster. None: wherever it can.
         measured_for_layers: only a layer asks ``measured``, which can call stock PyTorch instead;
             the op itself has no faster way.
     """
@@ -64,22 +77,29 @@ class Backend:
     measured_for_layers: bool = False
 
     def refuses(
-        self, op: str, arguments: tuple[Any, ...], *, forced: bool, for_layer: bool = False
+        self,
+        op: str,
+        call: Any,
+        *,
+        forced: bool,
+        watched: bool = True,
+        for_layer: bool = False,
     ) -> str | None:
         """Why it does not run a call: it cannot, or another one is faster.
 
         A traced graph serves calls of any size, so it does not ask for the faster one.
         """
-        reason = None if self.name == "eager" else needs_plain_pytorch()
-        if reason is not None:
-            return reason
-        reason = self.rejects(*arguments, forced=forced)
+        if watched and self.name != "eager":
+            reason = needs_plain_pytorch()
+            if reason is not None:
+                return reason
+        reason = self.rejects(call, forced=forced)
         if reason is not None or forced or self.measured is None or torch.compiler.is_compiling():
             return reason
         if self.measured_for_layers and not for_layer:
             return None
-        call = self.measured(*arguments)
-        return None if call is None else slower(op, call)
+        measured = self.measured(call)
+        return None if measured is None else slower(op, measured)
 
 
 def needs_plain_pytorch() -> str | None:
@@ -176,12 +196,9 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the
     initial value of all.
     """
-    import fastplm.ops  # noqa: F401 (fills OPS)
-    from fastplm._registry import OPS
-
     check_choice("use_backend", "backend", backend, _CHOICES)
     for op in ops:
-        check_choice("use_backend", "ops", op, tuple(OPS))
+        check_choice("use_backend", "ops", op, OP_NAMES)
     choices = getattr(_thread, "choices", None)
     if choices is None:
         choices = _thread.choices = []
@@ -207,39 +224,40 @@ def record_decisions() -> Iterator[list[Decision]]:
         _thread.record = previous
 
 
-def resolve(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...]) -> str:
+def resolve(op: str, backends: dict[str, Backend], call: Any, watched: bool = True) -> str:
     """The name of the backend that runs this call.
+
+    Args:
+        watched: False if the call is known to be neither traced nor transformed.
 
     Raises:
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
     if is_recorded():
-        _thread.record.append(_decide(op, backends, arguments, wanted))
+        _thread.record.append(_decide(op, backends, call, wanted))
     if wanted == "auto":
         for backend in backends.values():
-            if backend.refuses(op, arguments, forced=False) is None:
+            if backend.refuses(op, call, forced=False, watched=watched) is None:
                 return backend.name
-    elif wanted in backends and backends[wanted].refuses(op, arguments, forced=True) is None:
+    elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
         return wanted
-    raise BackendError(_refusal(op, backends, arguments, wanted))
+    raise BackendError(_refusal(op, backends, call, wanted))
 
 
 def _reasons(
-    op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
+    op: str, backends: dict[str, Backend], call: Any, wanted: str
 ) -> dict[str, str | None]:
     return {
-        name: backends[name].refuses(op, arguments, forced=name == wanted)
+        name: backends[name].refuses(op, call, forced=name == wanted)
         if name in backends
         else "no implementation of this op"
         for name in BACKENDS
     }
 
 
-def _decide(
-    op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str
-) -> Decision:
-    reasons = _reasons(op, backends, arguments, wanted)
+def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> Decision:
+    reasons = _reasons(op, backends, call, wanted)
     able = [name for name in BACKENDS if reasons[name] is None]
     chosen = wanted if wanted != "auto" else able[0]
     rejected = []
@@ -250,14 +268,14 @@ def _decide(
         if reason is None:
             reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
         rejected.append((name, reason))
-    return Decision(op, chosen, _describe(arguments), tuple(rejected))
+    return Decision(op, chosen, _describe(call), tuple(rejected))
 
 
-def _refusal(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], wanted: str) -> str:
-    reasons = _reasons(op, backends, arguments, wanted)
+def _refusal(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> str:
+    reasons = _reasons(op, backends, call, wanted)
     lines = [
         f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
-        f"{op}({_describe(arguments)}): {reasons.get(wanted) or 'unknown backend'}."
+        f"{op}({_describe(call)}): {reasons.get(wanted) or 'unknown backend'}."
     ]
     for name, reason in reasons.items():
         if name != wanted:
@@ -266,16 +284,14 @@ def _refusal(op: str, backends: dict[str, Backend], arguments: tuple[Any, ...], 
     return "\n".join(lines)
 
 
-def _describe(arguments: tuple[Any, ...]) -> str:
-    if len(arguments) == 1 and isinstance(arguments[0], tuple):
-        arguments = tuple(value for value in arguments[0] if value is not None)
+def _describe(call: Any) -> str:
     parts = []
-    for value in arguments:
+    for name, value in zip(call._fields, call, strict=True):
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
             parts.append(f"{dtype}{list(value.shape)}@{value.device}")
-        else:
-            parts.append(repr(value))
+        elif value is not None:
+            parts.append(f"{name}={value!r}")
     return ", ".join(parts)
 
 
@@ -334,10 +350,10 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
     if reason is None and not triton_installed():
         reason = "triton is not installed (pip install triton)"
-    return told(reason, forced)
+    return warn_unless_forced(reason, forced)
 
 
-def told(reason: str | None, forced: bool) -> str | None:
+def warn_unless_forced(reason: str | None, forced: bool) -> str | None:
     """Why CUDA tensors get no kernel, if so; a call that did not choose its backend warns of it."""
     if reason is not None and not (forced or torch.compiler.is_compiling()):
         _warn_of_eager(reason)

@@ -33,8 +33,8 @@ class Arg(NamedTuple):
 
     Args:
         shape: "[N, E]" with a letter for each size; a letter is one size in all arguments of a
-            call. "..." stands for any leading dimensions, "B + 1" for one more than B. None: any
-            shape.
+            call. "..." stands for any leading dimensions, "B + 1" for one more than B, "E > 0" for
+            a size that may not be 0. None: any shape.
         dtypes: the dtypes allowed, or the name of the argument whose dtype it has.
         fix: what a user does about a wrong shape or dtype.
         packed: the shape in a call of packed rows, where that is another one.
@@ -51,6 +51,7 @@ class Arg(NamedTuple):
 class _Shape(NamedTuple):
     text: str
     sizes: tuple[tuple[str, int], ...]  # letter, and what is added to it
+    positive: tuple[int, ...]  # the dimensions that may not be 0
     leading: bool  # whether any dimensions may come first
 
 
@@ -60,7 +61,7 @@ class _TensorArgument(NamedTuple):
     optional: bool
     dtypes: tuple[torch.dtype, ...]
     dtype_of: int | None  # the index of the argument whose dtype it has
-    shapes: tuple[_Shape | None, _Shape | None]  # in calls of padded and of packed rows
+    shape: _Shape | None
     fix: str
 
 
@@ -86,7 +87,8 @@ class Signature:
                 arg = _arg_of(hint)
                 self.names.append(name)
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
-        self.tensors = tuple(_tensor_arguments(hints))
+        #: What to check of the tensors, in calls of padded and of packed rows.
+        self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
 
     @property
     def schema(self) -> str:
@@ -121,34 +123,37 @@ class Signature:
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
+        # Tuples are unpacked and not asked by name: half of what a small call costs on the host.
         sizes: dict[str, int] = {}
-        first = call[0]
-        for argument in self.tensors:
-            tensor = call[argument.index]
-            if tensor is None and argument.optional:
+        device = None
+        for index, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:
+            tensor = call[index]
+            if tensor is None and optional:
                 continue
             if not isinstance(tensor, Tensor):
-                check_tensor(where, argument.name, tensor)
-            shape = argument.shapes[packed]
+                check_tensor(where, name, tensor)
             if shape is not None:
-                found = tensor.shape
-                if shape.leading:
-                    found = found[max(len(found) - len(shape.sizes), 0) :]
-                if len(found) != len(shape.sizes):
-                    raise _wrong_shape(where, argument, shape, tensor, sizes)
-                for size, (letter, more) in zip(found, shape.sizes, strict=True):
+                found, letters, leading = tensor.shape, shape.sizes, shape.leading
+                if leading:
+                    found = found[max(len(found) - len(letters), 0) :]
+                if len(found) != len(letters):
+                    raise _wrong_shape(where, name, shape, tensor, sizes, fix)
+                for at in shape.positive:
+                    if found[at] == 0:
+                        raise _wrong_shape(where, name, shape, tensor, {}, fix)
+                for size, (letter, more) in zip(found, letters, strict=True):
                     if sizes.setdefault(letter, size - more) != size - more:
-                        raise _wrong_shape(where, argument, shape, tensor, sizes)
-            if argument.dtype_of is not None:
-                other = call[argument.dtype_of]
-                if tensor.dtype is not other.dtype:
-                    name = next(a.name for a in self.tensors if a.index == argument.dtype_of)
-                    check_same(where, **{name: other, argument.name: tensor})
-            elif tensor.dtype not in argument.dtypes:
-                fix = argument.fix or "Convert it with .to(dtype)."
-                check_dtype(where, argument.name, tensor, argument.dtypes, fix)
-            if tensor.device != first.device:
-                check_same_device(where, **{self.tensors[0].name: first, argument.name: tensor})
+                        raise _wrong_shape(where, name, shape, tensor, sizes, fix)
+            if dtype_of is not None:
+                if tensor.dtype is not call[dtype_of].dtype:
+                    other = self.names[dtype_of]
+                    check_same(where, **{other: call[dtype_of], name: tensor})
+            elif tensor.dtype not in dtypes:
+                check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                check_same_device(where, **{self.names[0]: call[0], name: tensor})
 
 
 def _arg_of(hint: Any) -> Arg | None:
@@ -157,25 +162,19 @@ def _arg_of(hint: Any) -> Arg | None:
     return None
 
 
-def _tensor_arguments(hints: dict[str, Any]) -> list[_TensorArgument]:
+def _tensor_arguments(hints: dict[str, Any], packed: bool) -> list[_TensorArgument]:
     found = []
     for index, (field, hint) in enumerate(hints.items()):
         arg = _arg_of(hint)
         if arg is None:
             continue
-        of = list(hints).index(arg.dtypes) if isinstance(arg.dtypes, str) else None
-        shapes = _shape(arg.shape), _shape(arg.packed or arg.shape)
-        found.append(
-            _TensorArgument(
-                index,
-                arg.name or field,
-                type(None) in get_args(get_args(hint)[0]),
-                () if isinstance(arg.dtypes, str) else arg.dtypes,
-                of,
-                shapes,
-                arg.fix,
-            )
-        )
+        optional = type(None) in get_args(get_args(hint)[0])
+        dtype_of, dtypes = None, arg.dtypes
+        if isinstance(dtypes, str):
+            dtype_of, dtypes = list(hints).index(dtypes), ()
+        shape = _shape(arg.packed if packed and arg.packed is not None else arg.shape)
+        name = arg.name or field
+        found.append(_TensorArgument(index, name, optional, dtypes, dtype_of, shape, arg.fix))
     return found
 
 
@@ -183,13 +182,14 @@ def _shape(text: str | None) -> _Shape | None:
     if text is None:
         return None
     words = [word for word in text.strip("[]").split(", ") if word]
-    sizes = [word.split(" + ") for word in words if word != "..."]
+    sizes = [word.removesuffix(" > 0").split(" + ") for word in words if word != "..."]
     pairs = tuple((letter, int(more[0]) if more else 0) for letter, *more in sizes)
-    return _Shape(text, pairs, "..." in words)
+    positive = tuple(at for at, word in enumerate(words) if word.endswith(" > 0"))
+    return _Shape(text, pairs, positive, "..." in words)
 
 
 def _wrong_shape(
-    where: str, argument: _TensorArgument, shape: _Shape, tensor: Tensor, sizes: dict[str, int]
+    where: str, name: str, shape: _Shape, tensor: Tensor, sizes: dict[str, int], fix: str
 ) -> ArgumentValueError:
     got, known = f"shape {tuple(tensor.shape)}", ""
     if tensor.dim() != len(shape.sizes) and not shape.leading:
@@ -197,6 +197,6 @@ def _wrong_shape(
     else:
         letters = dict.fromkeys(letter for letter, _ in shape.sizes)
         known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
-    fix = argument.fix or "Check the layout of the tensors of this call."
     expected = shape.text + (f" with {known}" if known else "")
-    return ArgumentValueError(message(where, argument.name, got, expected, fix))
+    fix = fix or "Check the layout of the tensors of this call."
+    return ArgumentValueError(message(where, name, got, expected, fix))

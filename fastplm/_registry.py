@@ -8,15 +8,15 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from fastplm._backends import BACKENDS, Backend, accepts_all, requested, resolve
+from fastplm._backends import BACKENDS, OP_NAMES, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
 from fastplm._declare import Signature
 from fastplm._measured import CallClass
@@ -25,8 +25,11 @@ _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments that dispatch to nobody else: neither subclasses of tensors nor symbols.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
+# Asked of every call, so looked up once.
+_is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
-OPS: dict[str, Any] = {}
+OPS: dict[str, Op] = {}
 
 
 class Op:
@@ -34,14 +37,15 @@ class Op:
 
     Args:
         name: the op's stem; the same in every folder of the tree.
-        call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). Its method ``check``,
-            if it has one, makes the checks that no annotation can say.
+        call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). Where it has them,
+            its method ``check(where)`` makes the checks that no annotation can say, and its
+            property ``packed`` says whether the rows are packed.
         results: the names of the outputs. The first one has a gradient, if the op has one.
         fake: ``fake(call, backend)`` makes the outputs, not written.
         reference: the eager reference, ``<op>_ref``.
         smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
             ``fastplm info`` to say what works by trying it.
-        eager: the reference called with a ``call``. Default: with its fields as keywords.
+        eager: the reference called with a ``call``. Default: ``reference(*call)``.
 
     An op with a gradient also has
 
@@ -51,7 +55,8 @@ class Op:
             that is of the class ``call`` stands for all arguments.
         gradients: the names of the arguments whose gradients a backward returns, in its order.
         fake_backward: ``fake_backward(grad, saved)`` makes the gradients, not written.
-        trim: ``trim(saved, backend)`` leaves out what this backend's backward does not read.
+        unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``saved``
+            that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
         tracked: outputs beside the first that autograd is to see as functions of the inputs.
         second: ``second(grad, saved, backend)``, the gradients as a differentiable formula, for
             gradients of gradients. Without it those are refused.
@@ -70,18 +75,18 @@ class Op:
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
-        trim: Callable[..., Any] | None = None,
+        unused: Callable[..., Sequence[str]] | None = None,
         tracked: tuple[str, ...] = (),
         second: Callable[..., Any] | None = None,
     ) -> None:
-        if name in OPS:
-            raise ValueError(f"op {name!r} is defined twice")
+        if name not in OP_NAMES or name in OPS:
+            raise ValueError(f"op {name!r} is not in OP_NAMES, or is defined twice")
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
         self.call, self.arguments = call, Signature(call)
-        eager = eager or (lambda call: reference(**call._asdict()))
+        eager = eager or (lambda call: reference(*call))
         self.backends = {"eager": Backend("eager", accepts_all, eager)}
-        self._extra_checks = hasattr(call, "check")
+        self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
         self._formula: type[torch.autograd.Function] | None = None
 
         def fake_forward(*arguments: Any) -> Any:
@@ -109,12 +114,10 @@ class Op:
         self._backward_operator = self._define(
             f"{name}_bwd", schema, self._run_backward, fake_backward_of
         )
-        formula = _Formula(self, results, gradients, trim, tracked, second)
-        kernel = _autograd_kernel(self._operator, formula.setup_context, formula.backward)
+        formula = _Formula(self, results, gradients, unused, tracked, second)
+        kernel = _autograd_kernel(self._operator, self.call, formula.save, formula.backward)
         _LIBRARY.impl(f"{name}_fwd", kernel, "Autograd", with_keyset=True)
-        self._formula = _direct_formula(
-            lambda arguments: self._run_forward(*arguments), formula.setup_context, formula.backward
-        )
+        self._formula = _direct_formula(self, formula.save, formula.backward)
 
     def backend(
         self,
@@ -137,20 +140,22 @@ class Op:
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
 
-    def __call__(self, call: Any, where: str = "") -> Any:
-        """Check a call, choose its backend and run it. ``where``: how errors call the op."""
-        self.check(call, where)
-        return self.run(call, self.resolve(call))
+    def __call__(self, call: Any) -> Any:
+        """Check a call, choose its backend and run it."""
+        self.check(call)
+        watched = needs_dispatch(call)
+        return self.run(call, resolve(self.name, self.backends, call, watched), watched)
 
-    def check(self, call: Any, where: str = "", packed: bool = False) -> None:
+    def check(self, call: Any, where: str = "") -> None:
         """Every argument is as declared, or an error names it."""
-        self.arguments.check(where or self.name, call, packed)
+        where = where or self.name
+        self.arguments.check(where, call, self._may_be_packed and call.packed)
         if self._extra_checks:
-            call.check()
+            call.check(where)
 
-    def resolve(self, call: Any) -> str:
+    def resolve(self, call: Any, watched: bool = True) -> str:
         """The backend that runs a call (see ``_backends.resolve``)."""
-        return resolve(self.name, self.backends, (call,))
+        return resolve(self.name, self.backends, call, watched)
 
     def is_faster(self, *arguments: Any) -> bool:
         """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
@@ -166,17 +171,20 @@ class Op:
         if not is_eager(*tensors):
             return False
         backend, forced = self.backends["cpp"], wanted == "cpp"
-        return backend.refuses(self.name, (call,), forced=forced, for_layer=True) is None
+        return backend.refuses(self.name, call, forced=forced, for_layer=True) is None
 
-    def run(self, call: Any, backend: str) -> Any:
+    def run(self, call: Any, backend: str, watched: bool | None = None) -> Any:
         """Run a call that was checked, on a backend that accepts it.
 
         Where nobody watches operators the call goes straight to the backend, under an autograd
         function: dispatch to Python costs tens of microseconds a call.
+
+        Args:
+            watched: the answer of ``needs_dispatch(call)``, if it is known.
         """
         if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
             return self.backends["eager"].forward(call)  # type: ignore[misc]
-        if is_watched(call):
+        if needs_dispatch(call) if watched is None else watched:
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
         if (
@@ -190,7 +198,7 @@ class Op:
     def run_backward(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
         """The gradients, from the gradient of the first output and what was saved."""
         arguments = self.saved.flat(saved)
-        if is_watched((grad, *arguments)):
+        if needs_dispatch((grad, *arguments)):
             return self._backward_operator(grad, *arguments, backend)
         return _outside_autocast(self.backends[backend].backward, grad, saved)
 
@@ -219,6 +227,13 @@ def _outside_autocast(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """The values at these places of a tuple."""
+    if len(places) < 2:  # of one place ``itemgetter`` returns no tuple
+        return lambda values: tuple(values[at] for at in places)
+    return operator.itemgetter(*places)
+
+
 class _Formula:
     """The autograd formula that follows from the declaration of an op."""
 
@@ -227,192 +242,63 @@ class _Formula:
         op: Op,
         results: tuple[str, ...],
         gradients: tuple[str, ...],
-        trim: Callable[..., Any] | None,
+        unused: Callable[..., Sequence[str]] | None,
         tracked: tuple[str, ...],
         second: Callable[..., Any] | None,
     ) -> None:
-        self.op, self.trim, self.second = op, trim, second
+        self.op, self.unused, self.second = op, unused, second
         arguments, saved = op.arguments.names, op.saved
         self.count = len(arguments) + 1  # the backend, too
-        known = [*arguments, "backend", *results, *(f"need_{name}" for name in arguments)]
-        #: Where each value to save is, among all of a forward; a property of the call by its name.
-        self.places = [known.index(name) if name in known else name for name in saved.names]
-        self.tensors = [at for at, kind in enumerate(saved.types) if kind.startswith("Tensor")]
-        self.others = [at for at, kind in enumerate(saved.types) if not kind.startswith("Tensor")]
+        forward = [*arguments, "backend", *results]
+        needs = [f"need_{name}" for name in arguments]
+        #: Properties of the call that are saved, and all values to save, by their places.
+        self.properties = [name for name in saved.names if name not in (*forward, *needs)]
+        places = [[*forward, *self.properties, *needs].index(name) for name in saved.names]
+        tensors = [at for at, kind in enumerate(saved.types) if kind.startswith("Tensor")]
+        others = [at for at in range(len(places)) if at not in tensors]
+        self.tensors = _picker([places[at] for at in tensors])
+        self.others = _picker([places[at] for at in others])
+        #: Brings tensors and others, one after the other, in the order of the fields.
+        self.order = _picker([[*tensors, *others].index(at) for at in range(len(places))])
+        self.tensor_names = [saved.names[at] for at in tensors]
         self.gradients = [arguments.index(name) for name in gradients]
         self.constant = [at for at, name in enumerate(results) if at > 0 and name not in tracked]
         self.single = len(results) == 1
         if second is None:
             self.backward = _once(op.name, self.backward)  # type: ignore[method-assign]
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
         outputs = (output,) if self.single else output
-        values = (*inputs, *outputs, *ctx.needs_input_grad)
-        saved = [
-            values[at] if isinstance(at, int) else getattr(self.op.call(*inputs[:-1]), at)
-            for at in self.places
-        ]
-        ctx.backend = inputs[-1]
-        if self.trim is not None:
-            saved = self.op.saved.flat(self.trim(self.op.saved.build(saved), ctx.backend))
+        properties = [getattr(call, name) for name in self.properties]
+        values = (*call, backend, *outputs, *properties, *ctx.needs_input_grad)
+        tensors, others = self.tensors(values), self.others(values)
+        if self.unused is not None:
+            unused = self.unused(call, outputs, ctx.needs_input_grad, backend)
+            tensors = [
+                None if n in unused else t for n, t in zip(self.tensor_names, tensors, strict=True)
+            ]
+        ctx.save_for_backward(*tensors)
+        ctx.others, ctx.backend = others, backend
         if self.constant:
             ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
-        # Or an output without a gradient would get one of zeros, of its size.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(saved[at] for at in self.tensors))
-        ctx.others = [saved[at] for at in self.others]
+            # Or an output without a gradient would get one of zeros, of its size.
+            ctx.set_materialize_grads(False)
 
     def backward(self, ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
-        values: list[Any] = [None] * (len(self.tensors) + len(self.others))
-        for at, value in zip(self.tensors, ctx.saved_tensors, strict=True):
-            values[at] = value
-        for at, value in zip(self.others, ctx.others, strict=True):
-            values[at] = value
-        saved = self.op.saved.build(values)
+        saved = self.op.saved.build(self.order(ctx.saved_tensors + ctx.others))
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, saved, ctx.backend)
         else:
             grads = self.op.run_backward(grad, saved, ctx.backend)
-        for at, one in zip(
-            self.gradients, grads if len(self.gradients) > 1 else (grads,), strict=True
-        ):
-            found[at] = one if ctx.needs_input_grad[at] else None
+        if len(self.gradients) == 1:
+            grads = (grads,)
+        for at, one in zip(self.gradients, grads, strict=True):
+            if ctx.needs_input_grad[at]:
+                found[at] = one
         return tuple(found)
-
-
-class OldOp:
-    """An op and its backends.
-
-    Args:
-        name: the op's stem; the same in every folder of the tree.
-        reference: the eager reference, ``<op>_ref``.
-        smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
-            ``fastplm info`` to say what works by trying it.
-    """
-
-    def __init__(
-        self, name: str, *, reference: Callable[..., Any], smoke: Callable[[torch.device], Any]
-    ) -> None:
-        if name in OPS:
-            raise ValueError(f"op {name!r} is defined twice")
-        self.name = name
-        self.reference = reference
-        self.smoke = smoke
-        self.backends: dict[str, Backend] = {"eager": Backend("eager", accepts_all)}
-        self._formula: type[torch.autograd.Function] | None = None
-        OPS[name] = self
-
-    def backend(
-        self,
-        name: str,
-        *,
-        forward: Callable[..., Any],
-        rejects: Callable[..., str | None],
-        backward: Callable[..., Any] | None = None,
-        measured: Callable[..., CallClass | None] | None = None,
-    ) -> None:
-        """Add an implementation; ``resolve`` tries them in the order of ``BACKENDS``."""
-        self.backends[name] = Backend(name, rejects, forward, backward, measured)
-        self.backends = {
-            known: self.backends[known] for known in BACKENDS if known in self.backends
-        }
-
-    def resolve(self, *arguments: Any) -> str:
-        """The backend that runs a call with these arguments (see ``_backends.resolve``)."""
-        return resolve(self.name, self.backends, arguments)
-
-    def is_faster(self, *arguments: Any) -> bool:
-        """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
-
-        For layers, which have PyTorch's function at hand and call it where this says no: traced or
-        transformed calls are PyTorch's, too.
-        """
-        wanted = requested(self.name)
-        if wanted not in ("auto", "cpp") or "cpp" not in self.backends:
-            return False
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-        return (
-            is_eager(*tensors)
-            and self.backends["cpp"].refuses(self.name, arguments, forced=wanted == "cpp") is None
-        )
-
-    def define(self, schema: str, *, fake: Callable[..., Any]) -> None:
-        """Register an op without gradient: ``fastplm::<op>`` + ``schema``."""
-        self._operator = self._define(self.name, schema, "forward", fake)
-
-    def call(self, *arguments: Any) -> Any:
-        """Call the op's operator; the last argument is the backend.
-
-        Where nobody looks at operators the call goes straight to the backend, under an autograd
-        function of its own: dispatch to Python costs tens of microseconds a call, and in the
-        middle of a training step, when the caches have forgotten it, as long as the work itself.
-        """
-        if is_watched(arguments):
-            _refuse_dtensors(self.name, arguments)
-            return self._operator(*arguments)
-        if (
-            self._formula is not None
-            and torch.is_grad_enabled()
-            and torch._C._any_requires_grad(*arguments)
-        ):
-            return self._formula.apply(*arguments)
-        return self._run("forward", arguments)
-
-    def call_backward(self, *arguments: Any) -> Any:
-        """The same of the backward's operator, which has no gradient."""
-        if is_watched(arguments):
-            return self._backward_operator(*arguments)
-        return self._run("backward", arguments)
-
-    def define_differentiable(
-        self,
-        forward_schema: str,
-        backward_schema: str,
-        *,
-        fake_forward: Callable[..., Any],
-        fake_backward: Callable[..., Any],
-        setup_context: Callable[..., None],
-        backward: Callable[..., Any],
-        twice: bool = False,
-    ) -> None:
-        """Register ``fastplm::<op>_fwd``, ``fastplm::<op>_bwd`` and the formula that joins them.
-
-        ``twice`` says that the formula itself has a gradient, where one is asked for.
-        """
-        forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
-        self._operator = self._define(forward_name, forward_schema, "forward", fake_forward)
-        self._backward_operator = self._define(
-            backward_name, backward_schema, "backward", fake_backward
-        )
-        if not twice:
-            backward = _once(self.name, backward)
-        kernel = _autograd_kernel(self._operator, setup_context, backward)
-        _LIBRARY.impl(forward_name, kernel, "Autograd", with_keyset=True)
-        self._formula = _direct_formula(
-            functools.partial(self._run, "forward"), setup_context, backward
-        )
-
-    def _run(self, attribute: str, arguments: tuple[Any, ...]) -> Any:
-        if torch._C._is_any_autocast_enabled():
-            # The public function has cast its arguments; a product inside is in their dtype.
-            with torch._C._DisableAutocast():
-                return self._run(attribute, arguments)
-        *others, backend = arguments
-        return getattr(self.backends[backend], attribute)(*others)
-
-    def _define(
-        self, operator: str, schema: str, attribute: str, fake: Callable[..., Any]
-    ) -> torch._ops.OpOverload:
-        def run(*arguments: Any) -> Any:
-            return self._run(attribute, arguments)
-
-        _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.fastplm, operator).default
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
@@ -445,13 +331,18 @@ def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]
             )
 
 
-def is_watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether somebody is to see an operator: who traces, profiles, transforms or dispatches."""
+def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call must go through PyTorch's dispatcher as an operator.
+
+    So it must where somebody traces, profiles, transforms or intercepts operators.
+    """
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.profiler._is_profiler_enabled
-        or is_transformed()
+        or _is_tracing()
+        or _dispatch_modes() > 0
+        or _profiler._is_profiler_enabled
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
     )
@@ -517,17 +408,17 @@ class _Once(torch.autograd.Function):
 
 
 def _direct_formula(
-    run: Callable[[tuple[Any, ...]], Any],
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
+    op: Op, save: Callable[..., None], backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
     """The formula of ``_autograd_kernel`` around the backend itself."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = run(arguments)
-            setup_context(ctx, arguments, output)
+            *inputs, backend = arguments
+            call = op.call(*inputs)
+            output = _outside_autocast(op.backends[backend].forward, call)
+            save(ctx, call, backend, output)
             return output
 
         @staticmethod
@@ -539,7 +430,8 @@ def _direct_formula(
 
 def _autograd_kernel(
     operator: torch._ops.OpOverload,
-    setup_context: Callable[..., None],
+    call: Callable[..., Any],
+    save: Callable[..., None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
     """What ``torch.library.register_autograd`` makes, for a schema without defaults.
@@ -561,7 +453,7 @@ def _autograd_kernel(
             below = torch._C._functorch.peek_interpreter_stack() is not None
             with torch.set_grad_enabled(below):
                 output = below_autograd(keyset, tuple(inputs))
-            setup_context(ctx, tuple(inputs), output)
+            save(ctx, call(*inputs[:-1]), inputs[-1], output)
             return output
 
         @staticmethod

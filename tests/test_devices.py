@@ -16,8 +16,8 @@ import fastplm
 from fastplm import _backends, _extension, ops
 from fastplm._checks import BackendError, UnsupportedError
 from fastplm._registry import OPS
+from fastplm.ops._attention_call import _bucket_table, _filled_from_cpu
 from fastplm.ops._common import rejects_of_csrc
-from fastplm.ops.attention import _bucket_table, _filled_from_cpu
 from fastplm.reference.attention import t5_buckets
 from fastplm.triton_kernels import _launch, _sass
 from fastplm.triton_kernels._launch import table_arch
@@ -60,7 +60,7 @@ def test_an_old_gpu_and_rocm_are_refused(looks_up, major, minor, hip, reason):
     assert asked == ([] if hip else [0])  # once for a device
     assert _backends.needs_triton(there, forced=True) == reason
     if "cuda" in OPS["mask_tokens"].backends:
-        said = OPS["mask_tokens"].backends["cuda"].rejects(there, forced=True)
+        said = OPS["mask_tokens"].backends["cuda"].rejects((there,), forced=True)
         assert said == reason if reason else "sm_" not in (said or "")
 
 
@@ -103,9 +103,9 @@ def test_masks_without_cuda_code_warn(monkeypatch):
     rejects, there = rejects_of_csrc("mask_tokens")["cuda"], SimpleNamespace(device=GPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert rejects(there, forced=True) == "the CUDA code is elsewhere"
+        assert rejects((there,), forced=True) == "the CUDA code is elsewhere"
     with pytest.warns(UserWarning, match="the CUDA code is elsewhere"):
-        rejects(there, forced=False)
+        rejects((there,), forced=False)
 
 
 def test_a_dtensor_is_refused_with_the_way_out(tmp_path):

@@ -25,12 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm.ops.attention import (
-    _bucket_table,
-    _Call,
-    _empty_like_projection,
-    _projection_layout,
+from fastplm.ops._attention_call import (
+    Call,
     check_lengths_on_cpu,
+    empty_like_projection,
+    projection_layout,
 )
 from fastplm.reference.attention import dropout_threshold
 from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, draw
@@ -62,14 +61,14 @@ class _Batch(NamedTuple):
     rows_k: _Rows | None
 
 
-def attention_fwd(call: _Call, stats: Tensor) -> tuple[Tensor, Tensor]:
+def attention_fwd(call: Call, stats: Tensor) -> tuple[Tensor, Tensor]:
     """(out, stats); ``stats`` is filled with the flash kernel's log-sum-exp, or with 0."""
     stats.zero_()
     if _is_empty(call):
-        return _empty_like_projection(call.query).zero_(), stats
+        return empty_like_projection(call.query).zero_(), stats
     batch = _cpu_batch(call)
     if batch.key.shape[2] == 0:
-        return _empty_like_projection(call.query).zero_(), stats
+        return empty_like_projection(call.query).zero_(), stats
     if _explicit(call):
         return _restore(_explicit_fwd(call, batch), batch.rows_q, call.query), stats
     mask, dead, is_causal = _flash_mask(batch)
@@ -86,7 +85,7 @@ def attention_fwd(call: _Call, stats: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention_bwd(
-    call: _Call, grad_out: Tensor, out: Tensor, stats: Tensor, bias_grad: bool
+    call: Call, grad_out: Tensor, out: Tensor, stats: Tensor, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and of the bias table (no element without ``bias_grad``)."""
     grad_weight = call.query.new_empty(0)
@@ -95,7 +94,7 @@ def attention_bwd(
         grad_weight = call.bias_weight.new_zeros(call.bias_weight.shape)
     batch = None if _is_empty(call) else _cpu_batch(call)
     if batch is None or batch.key.shape[2] == 0:
-        dq, dk, dv = (_empty_like_projection(tensor).zero_() for tensor in call[:3])
+        dq, dk, dv = (empty_like_projection(tensor).zero_() for tensor in call[:3])
         return dq, dk, dv, grad_weight
     grad_out = _pad(grad_out, batch.rows_q)
     if _explicit(call):
@@ -113,21 +112,21 @@ def attention_bwd(
     return dq, dk, dv, grad_weight
 
 
-def _explicit(call: _Call) -> bool:
+def _explicit(call: Call) -> bool:
     return call.bias_weight is not None or call.seed is not None
 
 
-def _is_empty(call: _Call) -> bool:
+def _is_empty(call: Call) -> bool:
     return 0 in (*call.query.shape, *call.key.shape, call.batch, *call[6:8])
 
 
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def _cpu_batch(call: _Call) -> _Batch:
+def _cpu_batch(call: Call) -> _Batch:
     query, key, value, key_mask = call[:4]
     rows_q = rows_k = None
-    if call.ragged:
+    if call.packed:
         assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
         rows_q = _cpu_rows("q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
         rows_k = _cpu_rows("k", call.cu_seqlens_k, key.shape[0], call.max_seqlen_k)
@@ -191,8 +190,8 @@ def _restore(tensor: Tensor, rows: _Rows | None, like: Tensor) -> Tensor:
     """A dense result in the layout of ``like``, 0 in the rows that it has no values for."""
     if rows is None:
         if tensor.shape == like.shape:
-            return _projection_layout(tensor)
-        whole = _empty_like_projection(like).zero_()
+            return projection_layout(tensor)
+        whole = empty_like_projection(like).zero_()
         whole[:, :, : tensor.shape[2]] = tensor
         return whole
     if tensor.shape[2] < rows.exists.shape[1]:  # keys that nobody sees were cut off
@@ -240,7 +239,7 @@ def _flash_mask(batch: _Batch) -> tuple[Tensor | None, Tensor | None, bool]:
 
 
 def _flash_bwd(
-    call: _Call, batch: _Batch, grad_out: Tensor, out: Tensor, stats: Tensor
+    call: Call, batch: _Batch, grad_out: Tensor, out: Tensor, stats: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask, dead, is_causal = _flash_mask(batch)
     if dead is not None:
@@ -262,7 +261,7 @@ def _flash_bwd(
 class _Chunk:
     """Some heads of some samples: n of them, flattened; the same numbers forward and backward."""
 
-    def __init__(self, call: _Call, batch: _Batch, samples: slice, heads: slice) -> None:
+    def __init__(self, call: Call, batch: _Batch, samples: slice, heads: slice) -> None:
         self.call, self.batch, self.where = call, batch, (samples, heads)
         self.query, self.key, self.value = (self.take(tensor) for tensor in batch[:3])
         self.rescale = 256 / max(256 - dropout_threshold(call.dropout_p), 1)  # c
@@ -322,7 +321,7 @@ class _Chunk:
         return drop.flatten(0, 1)
 
 
-def _chunks(call: _Call, batch: _Batch) -> Iterator[_Chunk]:
+def _chunks(call: Call, batch: _Batch) -> Iterator[_Chunk]:
     count, heads = batch.query.shape[:2]
     scores = batch.query.shape[2] * batch.key.shape[2]
     heads_each = min(max(_CHUNK_SCORES // scores, 1), heads)
@@ -334,8 +333,8 @@ def _chunks(call: _Call, batch: _Batch) -> Iterator[_Chunk]:
             )
 
 
-def _explicit_fwd(call: _Call, batch: _Batch) -> Tensor:
-    out = _empty_like_projection(batch.query)
+def _explicit_fwd(call: Call, batch: _Batch) -> Tensor:
+    out = empty_like_projection(batch.query)
     for chunk in _chunks(call, batch):
         probs, drop = chunk.probs(), chunk.dropped()
         if drop is not None:
@@ -345,10 +344,10 @@ def _explicit_fwd(call: _Call, batch: _Batch) -> Tensor:
 
 
 def _explicit_bwd(
-    call: _Call, batch: _Batch, grad_out: Tensor, bias_grad: bool
+    call: Call, batch: _Batch, grad_out: Tensor, bias_grad: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    dq = _empty_like_projection(batch.query)
-    dk, dv = _empty_like_projection(batch.key), _empty_like_projection(batch.value)
+    dq = empty_like_projection(batch.query)
+    dk, dv = empty_like_projection(batch.key), empty_like_projection(batch.value)
     lines = None
     for chunk in _chunks(call, batch):
         upstream = chunk.take(grad_out)
@@ -384,7 +383,7 @@ def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=factor)
 
 
-def _line_buckets(call: _Call, batch: _Batch, samples: slice = slice(None)) -> Tensor:
+def _line_buckets(call: Call, batch: _Batch, samples: slice = slice(None)) -> Tensor:
     """int64 [B | 1, Tq + Tk - 1]: the bucket of key j and query i, at index j - i + Tq - 1."""
     assert call.bias_weight is not None
     seqlen_q, seqlen_k = batch.query.shape[2], batch.key.shape[2]
@@ -393,13 +392,10 @@ def _line_buckets(call: _Call, batch: _Batch, samples: slice = slice(None)) -> T
         shift = batch.shift[samples] if batch.shift.numel() > 1 else batch.shift
         distance = distance - shift[:, None]
     furthest = call.bias_max_distance
-    table = _bucket_table(
-        call.bias_weight.shape[0], call.bias_bidirectional, furthest, distance.device
-    )
-    return table[distance.clamp(-furthest, furthest) + furthest]
+    return call.buckets[distance.clamp(-furthest, furthest) + furthest]
 
 
-def _bias_lines(call: _Call, batch: _Batch, samples: slice) -> Tensor:
+def _bias_lines(call: Call, batch: _Batch, samples: slice) -> Tensor:
     """[B | 1, H, Tq + Tk - 1]; see ``_line_buckets``."""
     assert call.bias_weight is not None
     return call.bias_weight[_line_buckets(call, batch, samples)].movedim(-1, 1)

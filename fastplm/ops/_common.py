@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastplm import _extension
-from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, told
+from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, warn_unless_forced
 from fastplm._checks import (
     check,
     check_choice,
@@ -37,12 +37,12 @@ def kernels(op: str) -> ModuleType:
 
 def csrc_rejects(operator: str, *, fp64: bool = False) -> Callable[..., str | None]:
     """``rejects`` of "cpp" for an op with a gradient, by its first argument."""
-    of_csrc = rejects_of_csrc(operator)["cpp"]
+    lacks = _extension.lacks(operator, "CPU")
 
     def rejects(call: Any, *, forced: bool) -> str | None:
         if call[0].dtype is torch.float64 and not fp64:
             return "float64: csrc/ takes fp32, fp16 and bf16"
-        return of_csrc(call[0], forced=forced)
+        return needs_cpu(call[0]) or lacks
 
     return rejects
 
@@ -63,46 +63,39 @@ def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
     """``rejects`` of "cpp" and "cuda": an operator of csrc/, which PyTorch dispatches by device."""
     cpp_lacks, cuda_lacks = _extension.lacks(operator, "CPU"), _extension.lacks(operator, "CUDA")
 
-    def cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-        return needs_cpu(input) or cpp_lacks
+    def cpp_rejects(call: Any, *, forced: bool) -> str | None:
+        return needs_cpu(call[0]) or cpp_lacks
 
-    def cuda_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
+    def cuda_rejects(call: Any, *, forced: bool) -> str | None:
+        input = call[0]
         if input.device.type != "cuda":
             return f"it runs on CUDA tensors, not {input.device}"
-        return told(needs_nvidia(input.device) or cuda_lacks, forced)
+        return warn_unless_forced(needs_nvidia(input.device) or cuda_lacks, forced)
 
     return {"cpp": cpp_rejects, "cuda": cuda_rejects}
 
 
-def seed_tensor(where: str, seed: int | torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
-    """A seed as the operators take it, 0-d int64; without one a new one from PyTorch's generator.
+def seed_tensor(
+    where: str, seed: int | torch.Tensor | None, beside: torch.Tensor, *, optional: bool = False
+) -> torch.Tensor:
+    """A seed as the operators take it: 0-d int64, on the device of ``beside``.
 
-    Args:
-        beside: on its device. A tensor is returned as it is.
+    A tensor is returned as it is. None, where it is ``optional``, is a new seed from PyTorch's
+    generator.
     """
+    if seed is None and optional:
+        return torch.randint(2**63 - 1, (), device=beside.device)
     if isinstance(seed, torch.Tensor):
         return seed
-    if seed is None:
-        return torch.randint(2**63 - 1, (), device=beside.device)
     check_seed_form(where, seed)
+    assert seed is not None
     return torch.full((), seed, dtype=torch.int64, device=beside.device)
 
 
-def checked_seed(where: str, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """A seed as int64, 0-d; without one a new one from PyTorch's generator."""
-    if seed is None:
-        return torch.randint(2**63 - 1, (), device=device)
-    check_seed_form(where, seed)
-    if isinstance(seed, torch.Tensor):
-        return seed
-    return torch.full((), seed, dtype=torch.int64, device=device)
+def cached_by_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function of settings once for each of them: settings hardly ever change.
 
-
-def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of settings, which is called once for each: for checks and for what follows.
-
-    Between two steps of a training nothing else runs as cold as Python does, and settings hardly
-    ever change. What is compiled calls the function itself, as does a setting without a hash.
+    Traced code calls the function itself, as does a setting that has no hash.
     """
     cached = functools.lru_cache(maxsize=256, typed=True)(function)
 

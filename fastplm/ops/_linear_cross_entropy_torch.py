@@ -14,17 +14,14 @@ The backward computes the logits of each chunk again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastplm._extension import lacks
+from fastplm.ops._linear_cross_entropy_call import Call, Saved
 from fastplm.ops.linear import dense, is_ours
 from fastplm.reference.linear_cross_entropy import uniform_level
-
-if TYPE_CHECKING:
-    from fastplm.ops.linear_cross_entropy import _Backward, _Forward
 
 _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
 _CHUNK_COLUMNS = 512  # at least, or the products of a chunk get too narrow
@@ -34,7 +31,7 @@ _ROWS_IN_CPP = lacks("softmax_statistics", "CPU") is None
 
 
 def torch_forward(
-    call: _Forward,
+    call: Call,
     loss: Tensor,
     log_probability: Tensor,
     row_max: Tensor,
@@ -67,14 +64,14 @@ def torch_forward(
 
 
 def torch_backward(
-    call: _Backward, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+    grad_loss: Tensor, saved: Saved, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
 ) -> None:
     """Write the outputs of ``fastplm::linear_cross_entropy_bwd``."""
     grad_input.zero_()
     if _HUGE_PAGES and grad_weight.nbytes >= _LARGE:
         torch.ops.fastplm_C.ask_for_huge_pages(grad_weight)
-    rows = _cpu_positions(call.target != call.ignore_index)
-    parts = _parts(rows, call.grad_logits.shape[0])
+    rows = _cpu_positions(saved.target != saved.ignore_index)
+    parts = _parts(rows, saved.grad_logits.shape[0])
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
@@ -83,7 +80,7 @@ def torch_backward(
         if number:
             weight, bias = torch.empty_like(weight), torch.empty_like(bias)
         backward = _backward_of_kept if kept else _backward_of_recomputed
-        backward(call, some, grad_input, weight, bias)
+        backward(grad_loss, saved, some, grad_input, weight, bias)
         if number:
             grad_weight += weight
             grad_bias += bias
@@ -98,7 +95,7 @@ def _parts(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
 class _Statistics:
     """What a forward finds out about the rows that count, each [rows]."""
 
-    def __init__(self, call: _Forward, rows: Tensor) -> None:
+    def __init__(self, call: Call, rows: Tensor) -> None:
         count = rows.shape[0]
         values = call.input.new_empty(4, count, dtype=_wide(call.input))
         self.m_i, self.l_i, self.picked, self.mean = values  # the last two relative to m_i
@@ -117,7 +114,7 @@ class _Statistics:
     def log_probability(self) -> Tensor:
         return self.picked - self.l_i.log()
 
-    def loss(self, call: _Forward) -> Tensor:
+    def loss(self, call: Call) -> Tensor:
         log_sum = self.l_i.log()
         loss = log_sum - self.picked
         if call.label_smoothing:
@@ -129,9 +126,7 @@ class _Statistics:
 # --- kept logits ----------------------------------------------------------------------------------
 
 
-def _keep_logits(
-    call: _Forward, rows: Tensor, statistics: _Statistics, grad_logits: Tensor
-) -> None:
+def _keep_logits(call: Call, rows: Tensor, statistics: _Statistics, grad_logits: Tensor) -> None:
     compact = call.input[rows]
     logits = grad_logits[: rows.shape[0]]
     _product(compact, call.linear_weight, call.linear_bias, logits)
@@ -149,7 +144,7 @@ def _keep_logits(
 
 
 def _row_block(
-    call: _Forward, z: Tensor, target: Tensor, statistics: _Statistics, here: slice
+    call: Call, z: Tensor, target: Tensor, statistics: _Statistics, here: slice
 ) -> Tensor:
     """Statistics of whole rows of logits, which become their softmax, in place."""
     cooled = call.seed is not None and call.temperature != 1.0
@@ -189,22 +184,27 @@ def _row_block(
 
 
 def _backward_of_kept(
-    call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+    grad_loss: Tensor,
+    saved: Saved,
+    rows: Tensor,
+    grad_input: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
 ) -> None:
-    vocab = call.linear_weight.shape[0]
-    grad_logits = call.grad_logits[: rows.shape[0]]
-    grad_loss = call.grad_loss[rows]
-    if call.need_input:
-        grad_rows = grad_logits @ call.linear_weight.to(grad_logits.dtype)
+    vocab = saved.linear_weight.shape[0]
+    grad_logits = saved.grad_logits[: rows.shape[0]]
+    grad_loss = grad_loss[rows]
+    if saved.need_input:
+        grad_rows = grad_logits @ saved.linear_weight.to(grad_logits.dtype)
         grad_input[rows] = (grad_rows * grad_loss[:, None]).to(grad_input.dtype)
     # The gradient of a mean is one number: off the rows it comes, which then take no rounding.
     scale = grad_loss.abs().amax()
     share = grad_loss / scale.masked_fill(scale == 0, 1.0)
-    if call.need_weight:
-        compact = (call.input[rows] * share[:, None]).to(grad_logits.dtype)
+    if saved.need_linear_weight:
+        compact = (saved.input[rows] * share[:, None]).to(grad_logits.dtype)
         _mm_into(grad_weight, grad_logits.t(), compact)
         grad_weight.mul_(scale)
-    if call.need_bias:
+    if saved.need_linear_bias:
         total = grad_loss.new_zeros(vocab)
         for here in _row_blocks(*grad_logits.shape):
             total += grad_loss[here] @ grad_logits[here].to(total.dtype)
@@ -220,7 +220,7 @@ def _row_blocks(count: int, vocab: int) -> Iterator[slice]:
 # --- recompute ------------------------------------------------------------------------------------
 
 
-def _stream_logits(call: _Forward, rows: Tensor, statistics: _Statistics) -> None:
+def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
     compact, target = call.input[rows].to(multiplies_in(call.input)), call.target[rows]
     vocab = call.linear_weight.shape[0]
     picked = statistics.picked
@@ -272,7 +272,7 @@ def _stream_logits(call: _Forward, rows: Tensor, statistics: _Statistics) -> Non
 
 
 def _sample_in_chunks(
-    call: _Forward, compact: Tensor, weights: Tensor, statistics: _Statistics
+    call: Call, compact: Tensor, weights: Tensor, statistics: _Statistics
 ) -> Tensor:
     """The uniform number of a row chooses one of the chunks, whose ``weights`` are [rows, chunks];
     that chunk alone is computed again."""
@@ -295,31 +295,36 @@ def _sample_in_chunks(
 
 
 def _backward_of_recomputed(
-    call: _Backward, rows: Tensor, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+    grad_loss: Tensor,
+    saved: Saved,
+    rows: Tensor,
+    grad_input: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
 ) -> None:
-    compact, target = call.input[rows].to(multiplies_in(call.input)), call.target[rows]
-    grad_loss, row_max = call.grad_loss[rows, None], call.row_max[rows, None]
-    vocab = call.linear_weight.shape[0]
-    scale = grad_loss / call.row_sum[rows, None]
-    grad_picked = grad_loss * _grad_target(call.log_probability[rows, None], call, vocab)
+    compact, target = saved.input[rows].to(multiplies_in(saved.input)), saved.target[rows]
+    grad_loss, row_max = grad_loss[rows, None], saved.row_max[rows, None]
+    vocab = saved.linear_weight.shape[0]
+    scale = grad_loss / saved.row_sum[rows, None]
+    grad_picked = grad_loss * _grad_target(saved.log_probability[rows, None], saved, vocab)
     grad_rows = compact.new_zeros(compact.shape, dtype=row_max.dtype)
-    chunks = _logit_chunks(compact, call.linear_weight, call.linear_bias)
+    chunks = _logit_chunks(compact, saved.linear_weight, saved.linear_bias)
     for start, weight, logits, scratch in chunks:
         column, inside = _locate(target, start, logits)
         grad_logits = logits.sub_(row_max).exp_().mul_(scale)
-        if call.label_smoothing:
-            grad_logits.sub_(grad_loss, alpha=call.label_smoothing / vocab)
+        if saved.label_smoothing:
+            grad_logits.sub_(grad_loss, alpha=saved.label_smoothing / vocab)
         grad_target = torch.where(inside[:, None], grad_picked, grad_logits.gather(1, column))
         grad_logits.scatter_(1, column, grad_target)
         here = slice(start, start + weight.shape[0])
-        if call.need_bias:
+        if saved.need_linear_bias:
             grad_bias[here] = grad_logits.sum(0)
         grad_logits = scratch.copy_(grad_logits)
-        if call.need_weight:
+        if saved.need_linear_weight:
             _mm_into(grad_weight[here], grad_logits.t(), compact)
-        if call.need_input:
+        if saved.need_input:
             grad_rows += grad_logits @ weight
-    if call.need_input:
+    if saved.need_input:
         grad_input[rows] = grad_rows.to(grad_input.dtype)
 
 
@@ -369,7 +374,7 @@ def _pivot(maximum: Tensor) -> Tensor:
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _grad_target(log_probability: Tensor, call: _Forward | _Backward, vocab: int) -> Tensor:
+def _grad_target(log_probability: Tensor, call: Call | Saved, vocab: int) -> Tensor:
     """The gradient of the target's logit at grad_loss = 1.
 
     Not softmax - 1 of rounded logits: this is exact where the row is certain.

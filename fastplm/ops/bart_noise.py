@@ -1,36 +1,31 @@
-"""``ops.bart_noise``: checks, schema, fake and backends."""
+"""``ops.bart_noise``: its arguments, and its backends."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm._backends import accepts_all
-from fastplm._checks import (
-    INTEGER,
-    check,
-    check_dtype,
-    check_int,
-    check_number,
-    check_probability,
-    check_tensor,
-)
-from fastplm._registry import OldOp as Op
-from fastplm.ops._common import rejects_of_csrc
-from fastplm.ops._rows import (
+from fastplm._checks import check, check_int, check_number, check_probability, check_tensor
+from fastplm._declare import Arg, Size
+from fastplm._registry import Op
+from fastplm.ops._common import rejects_of_csrc, seed_tensor
+from fastplm.ops._token_rows import (
+    ENDS,
+    IDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
     check_row_length,
+    check_row_values,
     check_rows,
-    check_sample_index,
-    check_seed,
     check_step,
     check_token_ids,
-    seed_tensor,
 )
 from fastplm.reference.bart_noise import (
     NoisedText,
-    NoisePlan,
     bart_noise_by_plan,
     bart_noise_ref,
     noise_plan,
@@ -39,16 +34,55 @@ from fastplm.reference.bart_noise import (
 _WHERE = "bart_noise"
 
 
+class Call(NamedTuple):
+    input_ids: Annotated[Tensor, TOKENS]
+    sentence_end_ids: Annotated[Tensor | None, Arg("[K]", (torch.int64,))]
+    special_ids: Annotated[Tensor | None, IDS]
+    lengths: Annotated[Tensor | None, PER_ROW]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    longest: Size
+    capacity: Size
+    vocab_size: int
+    mask_token_id: int
+    pad_token_id: int
+    bos_token_id: int  # -1 for none
+    eos_token_id: int
+    mask_probability: float
+    delete_probability: float
+    infill_probability: float
+    poisson_lambda: float
+    permute_sentences: float
+    rotate_probability: float
+    random_replace_prob: float
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def with_plan(self) -> tuple[tuple[Any, ...], Any]:
+        """The arguments before the probabilities, and the plan that these make."""
+        return self[:-7], noise_plan(*self[-7:])
+
+    def check(self, where: str) -> None:
+        check_row_values(where, self, self.longest)
+        check_token_ids(where, "special_ids", self.special_ids, self.vocab_size)
+        check_token_ids(where, "sentence_end_ids", self.sentence_end_ids)
+
+
 def bart_noise(
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     *,
     vocab_size: int,
     mask_token_id: int,
     pad_token_id: int,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
-    sentence_end_ids: torch.Tensor | None = None,
-    special_ids: torch.Tensor | None = None,
+    sentence_end_ids: Tensor | None = None,
+    special_ids: Tensor | None = None,
     mask_probability: float = 0.0,
     delete_probability: float = 0.0,
     infill_probability: float = 0.3,
@@ -56,12 +90,12 @@ def bart_noise(
     permute_sentences: float = 1.0,
     rotate_probability: float = 0.0,
     random_replace_prob: float = 0.1,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     capacity: int | None = None,
-    sample_index: torch.Tensor | None = None,
-    seed: int | torch.Tensor,
+    sample_index: Tensor | None = None,
+    seed: int | Tensor,
     step: int = 0,
 ) -> NoisedText:
     """Corrupt text as BART does: any mix of its five transformations, in one pass.
@@ -142,14 +176,12 @@ def bart_noise(
     Reference: ``fastplm.reference.bart_noise.bart_noise_ref``.
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
-    check_rows(_WHERE, input_ids, lengths, cu_seqlens, max_seqlen)
     check_row_length(_WHERE, input_ids)
-    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
+    check_rows(_WHERE, lengths, cu_seqlens, max_seqlen)
+    if special_ids is not None:
+        check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
     fix = "Pass the length of the tokenizer."
     check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, fix)
-    check_token_ids(_WHERE, "special_ids", special_ids, input_ids, vocab_size)
-    check_token_ids(_WHERE, "sentence_end_ids", sentence_end_ids, input_ids)
     check(
         special_ids is None or special_ids.shape[0] < vocab_size,
         _WHERE,
@@ -166,7 +198,7 @@ def bart_noise(
     for argument, token_id in tokens.items():
         check_int(_WHERE, argument, token_id, 0, 2**31, "Pass that of the tokenizer.")
     edges = (bos_token_id is not None) + (eos_token_id is not None)
-    longest = input_ids.shape[1] if max_seqlen is None else max_seqlen
+    longest = input_ids.shape[-1] if max_seqlen is None else max_seqlen
     if capacity is None:
         capacity = longest + edges
     check_int(_WHERE, "capacity", capacity, edges, 2**31, "BOS and EOS are part of the row.")
@@ -180,29 +212,26 @@ def bart_noise(
         random_replace_prob=random_replace_prob,
     )
     _check_probabilities(**probabilities)
-    check_seed(_WHERE, input_ids, seed)
     check_step(_WHERE, step)
-    return NoisedText(
-        *OP.call(
-            input_ids,
-            sentence_end_ids,
-            special_ids,
-            lengths,
-            cu_seqlens,
-            sample_index,
-            seed_tensor(seed, input_ids.device),
-            step,
-            longest,
-            capacity,
-            vocab_size,
-            mask_token_id,
-            pad_token_id,
-            -1 if bos_token_id is None else bos_token_id,
-            -1 if eos_token_id is None else eos_token_id,
-            *map(float, probabilities.values()),
-            OP.resolve(input_ids),
-        )
+    call = Call(
+        input_ids,
+        sentence_end_ids,
+        special_ids,
+        lengths,
+        cu_seqlens,
+        sample_index,
+        seed_tensor(_WHERE, seed, input_ids),
+        step,
+        longest,
+        capacity,
+        vocab_size,
+        mask_token_id,
+        pad_token_id,
+        -1 if bos_token_id is None else bos_token_id,
+        -1 if eos_token_id is None else eos_token_id,
+        *map(float, probabilities.values()),
     )
+    return NoisedText(*OP(call))
 
 
 def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
@@ -224,49 +253,27 @@ def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
     )
 
 
-# --- backends -------------------------------------------------------------------------------------
-
-
-def _eager(*arguments: Any) -> NoisedText:
-    given, plan = _with_plan(arguments)
-    return bart_noise_by_plan(*(*given, plan))
-
-
-def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """One operator of csrc/, which PyTorch dispatches by device."""
-    given, plan = _with_plan(arguments)
-    return torch.ops.fastplm_C.bart_noise(*given, *plan)
-
-
-def _with_plan(arguments: tuple[Any, ...]) -> tuple[Any, NoisePlan]:
-    """The arguments of an operator, the seven probabilities at its end made a plan."""
-    return arguments[:-7], noise_plan(*arguments[-7:])
-
-
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(
-    input_ids,
-    sentence_end_ids,
-    special_ids,
-    lengths,
-    cu_seqlens,
-    sample_index,
-    seed,
-    step,
-    longest,
-    capacity,
-    *_,
-):
-    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
-    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
-    check_seed(_WHERE, input_ids, seed)
-    rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _reference(call: Call) -> NoisedText:
+    arguments, plan = call.with_plan
+    return bart_noise_by_plan(*(*arguments, plan))
+
+
+def _compiled(call: Call) -> tuple[Tensor, ...]:
+    """One operator of csrc/, which PyTorch dispatches by device."""
+    arguments, plan = call.with_plan
+    return torch.ops.fastplm_C.bart_noise(*arguments, *plan)
+
+
+def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
+    ids, cu_seqlens = call.input_ids, call.cu_seqlens
+    rows = ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
-        input_ids.new_empty(rows, capacity),
-        input_ids.new_empty(rows, dtype=torch.int64),
-        input_ids.new_empty((), dtype=torch.int64),
+        ids.new_empty(rows, call.capacity),
+        ids.new_empty(rows, dtype=torch.int64),
+        ids.new_empty((), dtype=torch.int64),
     )
 
 
@@ -275,18 +282,16 @@ def _smoke(device: torch.device) -> None:
     bart_noise(tokens, vocab_size=16, mask_token_id=0, pad_token_id=1, seed=0)
 
 
-OP = Op("bart_noise", reference=bart_noise_ref, smoke=_smoke)
-# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
-# integer arithmetic of Philox.
-OP.backend("eager", forward=_eager, rejects=accepts_all)
+OP = Op(
+    "bart_noise",
+    Call,
+    results=NoisedText._fields,
+    fake=_fake,
+    reference=bart_noise_ref,
+    # Behind the operator, too: with no gradient nothing is lost, and Inductor takes minutes over
+    # the integer arithmetic of Philox.
+    eager=_reference,
+    smoke=_smoke,
+)
 for backend, rejects in rejects_of_csrc("bart_noise").items():
     OP.backend(backend, forward=_compiled, rejects=rejects)
-OP.define(
-    "(Tensor input_ids, Tensor? sentence_end_ids, Tensor? special_ids, Tensor? lengths, "
-    "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt longest, "
-    "SymInt capacity, int vocab_size, int mask_token_id, int pad_token_id, int bos_token_id, "
-    "int eos_token_id, float mask_probability, float delete_probability, "
-    "float infill_probability, float poisson_lambda, float permute_sentences, "
-    "float rotate_probability, float random_replace_prob, str backend) -> (Tensor, Tensor, Tensor)",
-    fake=_fake,
-)

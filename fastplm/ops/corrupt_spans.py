@@ -1,32 +1,26 @@
-"""``ops.corrupt_spans``: checks, schema, fake and backends."""
+"""``ops.corrupt_spans``: its arguments, and its backends."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm._backends import accepts_all
-from fastplm._checks import (
-    INTEGER,
-    check,
-    check_dtype,
-    check_int,
-    check_number,
-    check_same_device,
-    check_tensor,
-    values_are_known,
-)
-from fastplm._registry import OldOp as Op
-from fastplm.ops._common import rejects_of_csrc, remembered
-from fastplm.ops._rows import (
+from fastplm._checks import check, check_int, check_number, check_tensor, values_are_known
+from fastplm._declare import Arg, Size
+from fastplm._registry import Op
+from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
+from fastplm.ops._token_rows import (
+    ENDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
     check_row_length,
+    check_row_values,
     check_rows,
-    check_sample_index,
-    check_seed,
     check_step,
-    seed_tensor,
 )
 from fastplm.reference.corrupt_spans import (
     CorruptedSpans,
@@ -38,21 +32,47 @@ from fastplm.reference.corrupt_spans import (
 
 _WHERE = "corrupt_spans"
 _LONGEST = 2**31
+_SENTINELS = Arg("[K > 0]", (torch.int64,), "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.")
+
+
+class Call(NamedTuple):
+    input_ids: Annotated[Tensor, TOKENS]
+    lengths: Annotated[Tensor | None, PER_ROW]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sentinel_ids: Annotated[Tensor, _SENTINELS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    max_length: Size
+    noise_scale: int
+    span_scale: int
+    eos_token_id: int  # -1 for none
+    pad_token_id: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def check(self, where: str) -> None:
+        check_row_values(where, self, self.max_length)
+        if values_are_known(self.sentinel_ids):
+            low, fix = int(self.sentinel_ids.min()), "Pass their ids."
+            check(low >= 0, where, "sentinel_ids", f"id {low}", "ids from 0 on", fix)
 
 
 def corrupt_spans(
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     *,
-    sentinel_ids: torch.Tensor,
+    sentinel_ids: Tensor,
     eos_token_id: int | None = None,
     pad_token_id: int = 0,
     noise_density: float = 0.15,
     mean_span_length: float = 3.0,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    sample_index: torch.Tensor | None = None,
-    seed: int | torch.Tensor,
+    sample_index: Tensor | None = None,
+    seed: int | Tensor,
     step: int = 0,
 ) -> CorruptedSpans:
     """Replace random spans of tokens by sentinels, and make labels of what was replaced: T5's task.
@@ -121,27 +141,21 @@ def corrupt_spans(
     Reference: ``fastplm.reference.corrupt_spans.corrupt_spans_ref``.
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    check_tensor(_WHERE, "sentinel_ids", sentinel_ids, ndim=1)
-    check_rows(_WHERE, input_ids, lengths, cu_seqlens, max_seqlen)
     check_row_length(_WHERE, input_ids)
-    _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
-    settings = _settings(noise_density, mean_span_length, eos_token_id, pad_token_id)
+    check_rows(_WHERE, lengths, cu_seqlens, max_seqlen)
     check_step(_WHERE, step)
-    check_seed(_WHERE, input_ids, seed)
-    return CorruptedSpans(
-        *OP.call(
-            input_ids,
-            lengths,
-            cu_seqlens,
-            sentinel_ids,
-            sample_index,
-            seed_tensor(seed, input_ids.device),
-            step,
-            input_ids.shape[1] if max_seqlen is None else max_seqlen,
-            *settings,
-            OP.resolve(input_ids),
-        )
+    call = Call(
+        input_ids,
+        lengths,
+        cu_seqlens,
+        sentinel_ids,
+        sample_index,
+        seed_tensor(_WHERE, seed, input_ids),
+        step,
+        input_ids.shape[-1] if max_seqlen is None else max_seqlen,
+        *_settings(noise_density, mean_span_length, eos_token_id, pad_token_id),
     )
+    return CorruptedSpans(*OP(call))
 
 
 def span_corruption_lengths(
@@ -212,30 +226,7 @@ def span_corruption_fit(
     return length, output_lengths(length, *scales, sentinels, eos)[1]
 
 
-def _check_tensors(
-    input_ids: torch.Tensor,
-    sentinel_ids: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sample_index: torch.Tensor | None,
-) -> None:
-    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
-    check_dtype(_WHERE, "sentinel_ids", sentinel_ids, (torch.int64,))
-    check_same_device(_WHERE, input_ids=input_ids, sentinel_ids=sentinel_ids)
-    check(
-        sentinel_ids.shape[0] > 0,
-        _WHERE,
-        "sentinel_ids",
-        "no element",
-        "one id at least",
-        "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.",
-    )
-    if values_are_known(sentinel_ids):
-        low = int(sentinel_ids.min())
-        check(low >= 0, _WHERE, "sentinel_ids", f"id {low}", "ids from 0 on", "Pass their ids.")
-    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
-
-
-@remembered
+@cached_by_settings
 def _settings(
     noise_density: float, mean_span_length: float, eos_token_id: int | None, pad_token_id: int
 ) -> tuple[int, ...]:
@@ -256,42 +247,27 @@ def _check_shares(where: str, noise_density: float, mean_span_length: float) -> 
     check_number(where, "mean_span_length", mean_span_length, 1, _LONGEST, expected, fix)
 
 
-# --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
-
-
-def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return torch.ops.fastplm_C.corrupt_spans(*arguments)
-
-
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(
-    input_ids,
-    lengths,
-    cu_seqlens,
-    sentinel_ids,
-    sample_index,
-    seed,
-    step,
-    max_length,
-    noise_scale,
-    span_scale,
-    eos_token_id,
-    *_,
-):
-    _check_tensors(input_ids, sentinel_ids, cu_seqlens, sample_index)
-    check_seed(_WHERE, input_ids, seed)
-    rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _compiled(call: Call) -> tuple[Tensor, ...]:
+    """One operator of csrc/, which PyTorch dispatches by device."""
+    return torch.ops.fastplm_C.corrupt_spans(*call)
+
+
+def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
+    ids, cu_seqlens = call.input_ids, call.cu_seqlens
+    rows = ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sentinels, has_eos = call.sentinel_ids.shape[0], call.eos_token_id >= 0
     input_width, label_width = output_lengths(
-        max_length, noise_scale, span_scale, sentinel_ids.shape[0], eos_token_id >= 0
+        call.max_length, call.noise_scale, call.span_scale, sentinels, has_eos
     )
     return (
-        input_ids.new_empty(rows, input_width),
-        input_ids.new_empty(rows, label_width, dtype=torch.int64),
-        input_ids.new_empty(rows, dtype=torch.int64),
-        input_ids.new_empty(rows, dtype=torch.int64),
-        input_ids.new_empty((), dtype=torch.int64),
+        ids.new_empty(rows, input_width),
+        ids.new_empty(rows, label_width, dtype=torch.int64),
+        ids.new_empty(rows, dtype=torch.int64),
+        ids.new_empty(rows, dtype=torch.int64),
+        ids.new_empty((), dtype=torch.int64),
     )
 
 
@@ -300,16 +276,16 @@ def _smoke(device: torch.device) -> None:
     corrupt_spans(tokens, sentinel_ids=tokens[0] + 8, eos_token_id=1, seed=0)
 
 
-OP = Op("corrupt_spans", reference=corrupt_spans_ref, smoke=_smoke)
-# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
-# integer arithmetic of Philox.
-OP.backend("eager", forward=corrupt_spans_by_plan, rejects=accepts_all)
+OP = Op(
+    "corrupt_spans",
+    Call,
+    results=CorruptedSpans._fields,
+    fake=_fake,
+    reference=corrupt_spans_ref,
+    # Behind the operator, too: with no gradient nothing is lost, and Inductor takes minutes over
+    # the integer arithmetic of Philox.
+    eager=lambda call: corrupt_spans_by_plan(*call),
+    smoke=_smoke,
+)
 for backend, rejects in rejects_of_csrc("corrupt_spans").items():
     OP.backend(backend, forward=_compiled, rejects=rejects)
-OP.define(
-    "(Tensor input_ids, Tensor? lengths, Tensor? cu_seqlens, Tensor sentinel_ids, "
-    "Tensor? sample_index, Tensor seed, SymInt step, SymInt max_length, int noise_scale, "
-    "int span_scale, int eos_token_id, int pad_token_id, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
-)

@@ -17,13 +17,13 @@ from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_thresh
 
 class Call(NamedTuple):
     input: Annotated[Tensor, Arg()]
-    seed: Annotated[Tensor, Arg("[]", (torch.int64,))]
     p: float
+    seed: Annotated[Tensor, Arg("[]", (torch.int64,))]
 
 
 class Saved(NamedTuple):
-    seed: Tensor
     p: float
+    seed: Tensor
 
 
 def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) 
     """
     check_tensor("dropout", "input", input)
     check_probability("dropout", "p", p, "Pass the share of elements to drop.")
-    call = Call(input, seed_tensor("dropout", seed, input), float(p))
+    call = Call(input, float(p), seed_tensor("dropout", seed, input, optional=True))
     if p > 0.0:
         return OP(call)
     OP.check(call)
@@ -74,7 +74,7 @@ def is_faster(input: Tensor, p: float) -> bool:
 
     For layers, which may draw the random bits of either.
     """
-    return 0.0 < p < 1.0 and OP.is_faster(input, None, p)
+    return 0.0 < p < 1.0 and OP.is_faster(input, p, None)
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------

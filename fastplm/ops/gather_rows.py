@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, check, message, values_are_known
+from fastplm._checks import ArgumentValueError, message, values_are_known
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.ops._common import (
@@ -21,16 +21,12 @@ from fastplm.reference.gather_rows import gather_rows_ref
 
 
 class Call(NamedTuple):
-    input: Annotated[Tensor, Arg("[N, E]")]
+    input: Annotated[Tensor, Arg("[N, E > 0]")]
     positions: Annotated[Tensor, Arg("[P]", (torch.int64,))]
 
     @property
     def rows(self) -> int:
         return self.input.shape[0]
-
-    def check(self) -> None:
-        width, fix = self.input.shape[1], "Check the reshape."
-        check(width > 0, "gather_rows", "input", "row width 0", "at least 1", fix)
 
 
 class Saved(NamedTuple):

@@ -21,8 +21,8 @@ class Call(NamedTuple):
     input: Annotated[Tensor, Arg()]
     approximate: str = "none"
 
-    def check(self) -> None:
-        check_choice("gelu", "approximate", self.approximate, FORMS)
+    def check(self, where: str) -> None:
+        check_choice(where, "approximate", self.approximate, FORMS)
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:

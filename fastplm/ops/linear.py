@@ -1,24 +1,19 @@
-"""``ops.linear``: checks, schema, fake, autograd formula and backends."""
+"""``ops.linear``: its arguments, and its backends."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastplm._backends import is_recorded, requested
-from fastplm._checks import (
-    FLOATING,
-    check,
-    check_dtype,
-    check_same,
-    check_same_device,
-    check_shape,
-    check_tensor,
-)
+from fastplm._checks import FLOATING, check, check_same, check_shape, check_tensor
+from fastplm._declare import Arg
 from fastplm._measured import CallClass, slower
-from fastplm._registry import OldOp as Op, is_watched
-from fastplm.ops._common import rejects_of_csrc
+from fastplm._registry import Op, needs_dispatch
+from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear import linear_ref
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,9 +21,35 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_DIMS = 8
 
 
-def linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg("[...]")]
+    weight: Annotated[Tensor, Arg("[M, K]")]
+    bias: Annotated[Tensor | None, Arg("[M]")] = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether the backward, too, must run by csrc/, of whatever speed."""
+        return requested("linear") == "cpp"
+
+    def check(self, where: str) -> None:
+        fix = "Pass a row."
+        check(self.input.dim() > 0, where, "input", "0 dimensions", "[..., K]", fix)
+        shape = (*self.input.shape[:-1], self.weight.shape[1])
+        check_shape(where, "input", self.input, shape, "[..., K], K of `weight` [M, K],")
+        if not torch._C._is_any_autocast_enabled():
+            check_same(where, input=self.input, weight=self.weight, bias=self.bias)
+
+
+class Saved(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    forced: bool
+    need_input: bool
+    need_weight: bool
+    need_bias: bool
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``, by a product of fastplm's own where PyTorch's is slow.
 
     ``out = input weight^T + bias``
@@ -77,18 +98,17 @@ def linear(
     out = _short_way(input, weight, bias)
     if out is not None:
         return out
-    _check(input, weight, bias)
-    backend = OP.resolve(input, weight, bias)
+    call = Call(input, weight, bias)
+    OP.check(call)
+    backend = OP.resolve(call)
     if backend == "eager":
-        return linear_ref(input, weight, bias)
+        return linear_ref(*call)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    out = OP.call(dense(rows), dense(weight), bias, backend)
+    out = OP.run(Call(dense(rows), dense(weight), bias), backend)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
-def if_faster(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor | None:
+def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``linear`` where it does not end up with PyTorch's own, and None there.
 
     For layers, which have ``torch.nn.functional.linear`` at hand. A token of a decoder is some
@@ -104,7 +124,11 @@ def if_faster(
     return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+#: The name of ``linear_if_faster`` in layers.
+if_faster = linear_if_faster
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a b + bias`` on the CPU, by csrc/: [M, K], [K, N], [N] -> [M, N]."""
     out = a.new_empty(a.shape[0], b.shape[1])
     if a.numel() == 0 or b.numel() == 0:
@@ -113,7 +137,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     return out
 
 
-def is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_ours(a: Tensor, b: Tensor) -> bool:
     """Whether ``multiply`` of a [M, K] and b [K, N], as they lie, is faster than PyTorch's."""
     return (
         _BUILT
@@ -126,41 +150,27 @@ def is_ours(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def dense(matrix: torch.Tensor) -> torch.Tensor:
+def dense(matrix: Tensor) -> Tensor:
     """The matrix, or a copy if neither its rows nor its columns lie together."""
     return matrix if 1 in matrix.stride() else matrix.contiguous()
-
-
-def _check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    check_dtype("linear", "input", input, FLOATING)
-    check(input.dim() > 0, "linear", "input", "0 dimensions", "[..., K]", "Pass a row.")
-    check_shape(
-        "linear", "input", input, (*input.shape[:-1], weight.shape[1]), "[..., K], weight is [M, K]"
-    )
-    same = check_same_device if torch._C._is_any_autocast_enabled() else check_same
-    same("linear", input=input, weight=weight, bias=bias)
-    if bias is not None:
-        check_shape("linear", "bias", bias, (weight.shape[0],), "[M]")
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------
 
 
-def _cpp_rejects(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    forced: bool,
-) -> str | None:
-    reason = _CSRC_REJECTS(input, forced=forced)
+_CSRC_REJECTS = csrc_rejects("linear", fp64=True)
+_BUILT = _CSRC_REJECTS((torch.empty(0),), forced=False) is None
+
+
+def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
+    reason = _CSRC_REJECTS(call, forced=forced)
     if reason is not None:
         return reason
-    dtype = input.dtype
+    input, weight, bias = call
     if (
-        dtype not in _DTYPES
-        or weight.dtype is not dtype
-        or (bias is not None and bias.dtype is not dtype)
+        input.dtype not in _DTYPES
+        or weight.dtype is not input.dtype
+        or (bias is not None and bias.dtype is not input.dtype)
         or torch.is_autocast_enabled("cpu")
     ):
         return "csrc/ multiplies matrices of one dtype, fp32, fp16 or bf16, outside autocast"
@@ -169,23 +179,19 @@ def _cpp_rejects(
     return None
 
 
-def _measured(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> CallClass:
+def _measured(input: Tensor, weight: Tensor) -> CallClass:
     of_n, of_k = weight.stride()
     return _class_of(math.prod(input.shape[:-1]), weight, of_k, of_n)
 
 
-def _class_of(rows: int, b: torch.Tensor, of_k: int, of_n: int) -> CallClass:
+def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
     """Of a product of that many rows with b, whose K and N have these strides: nn.Linear's weight
     or Conv1D's."""
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     return CallClass(form, b.dtype, (rows, b.numel()))
 
 
-def _short_way(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor | None:
+def _short_way(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """A call without an error in it by what ``resolve`` would find, or None.
 
     Between the layers of a model the caches forget all Python, most of what a small call costs.
@@ -210,7 +216,7 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def _fits(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether there is no error in a call, on a CPU and of one dtype."""
     dtype = weight.dtype
     return (
@@ -225,7 +231,7 @@ def _fits(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     )
 
 
-def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_simple(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether ``fastplm_C::linear`` takes what fits, and nobody asks for more than the product."""
     return (
         _BUILT
@@ -233,81 +239,43 @@ def _is_simple(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and 1 in weight.stride()
         and min(input.numel(), weight.numel()) > 0
         and input.dim() <= _MOST_DIMS
-        and not is_watched((input, weight, bias))
+        and not needs_dispatch((input, weight, bias))
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
     )
 
 
-def _cpp_forward(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return multiply(input, weight.t(), bias)
+def _cpp_forward(call: Call) -> Tensor:
+    return multiply(call.input, call.weight.t(), call.bias)
 
 
-def _cpp_backward(
-    grad_out: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    of_input: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    nothing = grad_out.new_empty(0)
+def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grad, nothing = dense(grad), grad.new_empty(0)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        # What were few rows in the forward are many, or of another layout, in these products.
+        return multiply(a, b) if saved.forced or is_ours(a, b) else a @ b
+
     return (
-        multiply(grad_out, weight) if of_input else nothing,
-        multiply(grad_out.t(), input) if of_weight else nothing,
-        grad_out.sum(0) if of_bias else nothing,
+        product(grad, saved.weight) if saved.need_input else nothing,
+        product(grad.t(), saved.input) if saved.need_weight else nothing,
+        grad.sum(0) if saved.need_bias else nothing,
     )
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake_forward(input, weight, bias, backend):
-    _check(input, weight, bias)
-    return input.new_empty(input.shape[0], weight.shape[0])
-
-
-def _fake_backward(grad_out, input, weight, of_input, of_weight, of_bias, backend):
-    nothing = grad_out.new_empty(0)
+def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        grad_out.new_empty(input.shape) if of_input else nothing,
-        grad_out.new_empty(weight.shape) if of_weight else nothing,
-        grad_out.new_empty(weight.shape[0]) if of_bias else nothing,
+        grad.new_empty(saved.input.shape if saved.need_input else (0,)),
+        grad.new_empty(saved.weight.shape if saved.need_weight else (0,)),
+        grad.new_empty(saved.weight.shape[:1] if saved.need_bias else (0,)),
     )
 
 
-def _setup_context(ctx, inputs, output):
-    input, weight, _, ctx.backend = inputs
-    ctx.forced = requested("linear") == "cpp"
-    ctx.save_for_backward(input, weight)
-
-
-def _backward(ctx, grad_out):
-    input, weight = ctx.saved_tensors
-    of_input, of_weight, of_bias = needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # somebody wants the gradient's gradient
-        grads = (grad_out @ weight, grad_out.t() @ input, grad_out.sum(0))
-        return *(g if wanted else None for g, wanted in zip(grads, needed, strict=True)), None
-    # What were few rows in the forward are many, or of another layout, in these products.
-    grad_out = dense(grad_out)
-    rows, columns = grad_out.shape
-    ours_of_input = of_input and (ctx.forced or _pays(rows, weight))
-    ours_of_weight = of_weight and (ctx.forced or _pays(columns, input))
-    grad_input, grad_weight, grad_bias = OP.call_backward(
-        grad_out, input, weight, ours_of_input, ours_of_weight, of_bias, ctx.backend
-    )
-    if of_input and not ours_of_input:
-        grad_input = grad_out @ weight
-    if of_weight and not ours_of_weight:
-        grad_weight = grad_out.t() @ input
-    grads = (grad_input, grad_weight, grad_bias)
-    return *(g if wanted else None for g, wanted in zip(grads, needed, strict=True)), None
-
-
-def _pays(rows: int, b: torch.Tensor) -> bool:
-    return slower("linear", _class_of(rows, b, *b.stride())) is None
+def _second(grad: Tensor, saved: Saved, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    return grad @ saved.weight, grad.t() @ saved.input, grad.sum(0)
 
 
 def _smoke(device: torch.device) -> None:
@@ -315,24 +283,21 @@ def _smoke(device: torch.device) -> None:
     linear(input, torch.randn(3, 16, device=device), torch.randn(3, device=device)).sum().backward()
 
 
-_CSRC_REJECTS = rejects_of_csrc("linear")["cpp"]
-_BUILT = _CSRC_REJECTS(torch.empty(0), forced=False) is None
-
-OP = Op("linear", reference=linear_ref, smoke=_smoke)
+OP = Op(
+    "linear",
+    Call,
+    fake=lambda call, backend: call.input.new_empty(call.input.shape[0], call.weight.shape[0]),
+    reference=linear_ref,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input", "weight", "bias"),
+    fake_backward=_fake_backward,
+    second=_second,
+)
 OP.backend(
     "cpp",
     forward=_cpp_forward,
     backward=_cpp_backward,
     rejects=_cpp_rejects,
-    measured=_measured,
-)
-OP.define_differentiable(
-    "(Tensor input, Tensor weight, Tensor? bias, str backend) -> Tensor",
-    "(Tensor grad_out, Tensor input, Tensor weight, bool of_input, bool of_weight, bool of_bias, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    fake_forward=_fake_forward,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
-    twice=True,
+    measured=lambda call: _measured(call.input, call.weight),
 )

@@ -1,7 +1,8 @@
-"""``ops.linear_cross_entropy``: checks, schema, fake, autograd formula and backends.
+"""``ops.linear_cross_entropy``: the public functions, and its backends.
 
 The operator takes the reduction with it, so that autograd has one node to walk, not one more for
-each step of the reduction.
+each step of the reduction. ``_linear_cross_entropy_call.py`` declares its arguments,
+``_linear_cross_entropy_torch.py`` is the backend "torch".
 """
 
 from __future__ import annotations
@@ -10,23 +11,26 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm._backends import needs_cpu, needs_triton
-from fastplm._checks import (
-    FLOATING,
-    ArgumentValueError,
-    check,
-    check_dtype,
-    check_number,
-    check_same_device,
-    check_seed_form,
-    check_shape,
-    check_tensor,
-    message,
-    values_are_known,
+from fastplm._checks import check, check_number, check_tensor, values_are_known
+from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm.ops._common import (
+    check_reduction,
+    kernels,
+    last_dim_contiguous,
+    seed_tensor,
+    torch_rejects,
+    triton_rejects,
 )
-from fastplm._registry import OldOp as Op, autocast
-from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous
+from fastplm.ops._linear_cross_entropy_call import (
+    Call,
+    Saved,
+    check_targets,
+    empty_gradients,
+    empty_outputs,
+    logit_columns,
+)
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
 from fastplm.reference._reduce import denominator_of, reduce_loss
 from fastplm.reference.linear_cross_entropy import (
@@ -45,27 +49,23 @@ _NAME = "linear_cross_entropy"
 _KEEP_FROM_WIDTH = 2 * 184
 _KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
-# Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
-_LOGITS_ALIGNMENT = 64
 # Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
 # gradient (245 rows' worth each) than they save.
 _LEAST_KEPT_ROWS = 4096
 _ROW_ALIGNMENT = 256
-# Before the order of rows stand their counts.
-_ORDER_HEAD = 4
 _FP32 = torch.finfo(torch.float32)
 
 
 def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
     *,
-    linear_bias: torch.Tensor | None = None,
+    linear_bias: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    normalizer: torch.Tensor | None = None,
+    normalizer: Tensor | None = None,
     return_statistics: bool = False,
     logits_budget: int | None = None,
     expected_targets: int | None = None,
@@ -138,39 +138,37 @@ def linear_cross_entropy(
     """
     loss, _, statistics = _vocabulary_pass(
         _NAME,
-        input,
-        linear_weight,
+        (input, linear_weight, linear_bias),
         target,
-        linear_bias,
-        reduction=reduction,
+        _NOT_SAMPLED,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         normalizer=normalizer,
+        reduction=reduction,
         return_statistics=return_statistics,
         logits_budget=logits_budget,
         expected_targets=expected_targets,
-        sampling=None,
     )
     return (loss, statistics) if return_statistics else loss
 
 
 def linear_cross_entropy_with_sample(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
     *,
-    linear_bias: torch.Tensor | None = None,
+    linear_bias: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    normalizer: torch.Tensor | None = None,
+    normalizer: Tensor | None = None,
     return_statistics: bool = False,
     logits_budget: int | None = None,
     expected_targets: int | None = None,
     temperature: float = 1.0,
-    seed: int | torch.Tensor,
-    sample_index: torch.Tensor | None = None,
-    position: torch.Tensor | None = None,
+    seed: int | Tensor,
+    sample_index: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> Any:
     """``linear_cross_entropy`` and one token a row from ``softmax(z / temperature)``, in one pass.
 
@@ -222,26 +220,21 @@ def linear_cross_entropy_with_sample(
         "Use a small one for the likeliest token, or the statistics' argmax.",
     )
     check_tensor(where, "input", input, ndim=2)
-    sampling = _Sampling(
-        _seed(where, seed, input),
-        _row_index(where, "sample_index", sample_index, input),
-        _row_index(where, "position", position, input),
-        float(temperature),
-    )
+    for name, index in (("sample_index", sample_index), ("position", position)):
+        if index is not None:
+            check_tensor(where, name, index, ndim=1)
     loss, sample, statistics = _vocabulary_pass(
         where,
-        input,
-        linear_weight,
+        (input, linear_weight, linear_bias),
         target,
-        linear_bias,
-        reduction=reduction,
+        _Sampling(seed_tensor(where, seed, input), sample_index, position, float(temperature)),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         normalizer=normalizer,
+        reduction=reduction,
         return_statistics=return_statistics,
         logits_budget=logits_budget,
         expected_targets=expected_targets,
-        sampling=sampling,
     )
     return (loss, sample, statistics) if return_statistics else (loss, sample)
 
@@ -249,53 +242,35 @@ def linear_cross_entropy_with_sample(
 class _Sampling(NamedTuple):
     """How a token is drawn; the first three are None where none is."""
 
-    seed: torch.Tensor | None = None
-    sample_index: torch.Tensor | None = None
-    position: torch.Tensor | None = None
-    temperature: float = 1.0
+    seed: Tensor | None
+    sample_index: Tensor | None
+    position: Tensor | None
+    temperature: float
 
 
-def _seed(where: str, seed: int | torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    check_seed_form(where, seed)
-    if isinstance(seed, torch.Tensor):
-        check_same_device(where, input=input, seed=seed)
-        return seed
-    return torch.full((), seed, dtype=torch.int64, device=input.device)
-
-
-def _row_index(
-    where: str, name: str, index: torch.Tensor | None, input: torch.Tensor
-) -> torch.Tensor | None:
-    if index is None:
-        return None
-    check_tensor(where, name, index, ndim=1)
-    check_dtype(where, name, index, (torch.int64,))
-    check_same_device(where, input=input, **{name: index})
-    check_shape(where, name, index, input.shape[:1], "[N], N of `input`", "Pass one a row.")
-    return index.contiguous()
+_NOT_SAMPLED = _Sampling(None, None, None, 1.0)
 
 
 def _vocabulary_pass(
     where: str,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    linear_bias: torch.Tensor | None,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    target: Tensor,
+    sampling: _Sampling,
     *,
-    reduction: str,
     ignore_index: int,
     label_smoothing: float,
-    normalizer: torch.Tensor | None,
+    normalizer: Tensor | None,
+    reduction: str,
     return_statistics: bool,
     logits_budget: int | None,
     expected_targets: int | None,
-    sampling: _Sampling | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, RowStatistics | None]:
+) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     """The loss; the samples and the statistics where they are asked for."""
-    check_tensor(where, "input", input, ndim=2)
-    check_tensor(where, "linear_weight", linear_weight, ndim=2)
-    check_tensor(where, "target", target, ndim=1)
-    check_reduction(where, input, reduction, normalizer)
+    for name, value, ndim in (("input", operands[0], 2), ("linear_weight", operands[1], 2)):
+        check_tensor(where, name, value, ndim=ndim)
+    if operands[2] is not None:
+        check_tensor(where, "linear_bias", operands[2], ndim=1)
+    check_reduction(where, operands[0], reduction, normalizer)
     hint = "Usual values are 0.0 and 0.1."
     check_number(where, "label_smoothing", label_smoothing, 0.0, 1.0, "a share in [0, 1]", hint)
     for name, value, unit, hint in (
@@ -304,64 +279,76 @@ def _vocabulary_pass(
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    _check(where, input, linear_weight, linear_bias, target)
-    backend = OP.resolve(input, linear_weight, linear_bias, target, ignore_index)
-    sample = statistics = None
-    if backend == "eager":
-        if values_are_known(target):
-            check_targets(target, linear_weight, ignore_index)
-        rows: dict[str, Any] = {"linear_bias": linear_bias, "ignore_index": ignore_index}
-        loss = linear_cross_entropy_ref(
-            input,
-            linear_weight,
-            target,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            normalizer=normalizer,
-            **rows,
-        )
-        if sampling is not None:
-            sample = sample_ref(input, linear_weight, target, **rows, **sampling._asdict())
-        if return_statistics:
-            statistics = row_statistics_ref(input, linear_weight, target, **rows)
-        return loss, sample, statistics
-    operands = input, linear_weight, linear_bias
-    kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
-    if backend == "torch" and kept_rows and multiplies_in(input) is not input.dtype:
-        kept_rows = 0  # a CPU without 16-bit products makes them in fp32
-    seed, sample_index, position, temperature = sampling or _Sampling()
-    # The operator passes no gradient to the normalizer; whoever wants one divides here.
-    divides = normalizer is not None and normalizer.requires_grad
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP.call(
-        last_dim_contiguous(input),
-        last_dim_contiguous(linear_weight),
-        None if linear_bias is None else last_dim_contiguous(linear_bias),
-        target.contiguous(),
-        seed,
-        sample_index,
-        position,
+    operands = _autocast(*operands)
+    call = Call(
+        *operands,
+        target,
+        *sampling[:3],
         ignore_index,
         label_smoothing,
-        temperature,
+        sampling.temperature,
         return_statistics,
-        kept_rows,
-        None if divides else normalizer,
-        "sum" if divides else reduction,
-        backend,
+        0,
+        normalizer,
+        reduction,
     )
+    OP.check(call, where)
+    watched = needs_dispatch(call)
+    backend = OP.resolve(call, watched)
+    if backend == "eager":
+        return _eager(call)
+    kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
+    if backend == "torch" and kept_rows and multiplies_in(operands[0]) is not operands[0].dtype:
+        kept_rows = 0  # a CPU without 16-bit products makes them in fp32
+    # The operator passes no gradient to the normalizer; whoever wants one divides here.
+    divides = normalizer is not None and normalizer.requires_grad
+    input, weight, bias = operands
+    call = call._replace(
+        input=last_dim_contiguous(input),
+        linear_weight=last_dim_contiguous(weight),
+        linear_bias=None if bias is None else last_dim_contiguous(bias),
+        target=target.contiguous(),
+        sample_index=None if call.sample_index is None else call.sample_index.contiguous(),
+        position=None if call.position is None else call.position.contiguous(),
+        kept_rows=kept_rows,
+        normalizer=None if divides else normalizer,
+        reduction="sum" if divides else reduction,
+    )
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP.run(call, backend, watched)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
+    statistics = None
     if return_statistics:
         # An ignored row holds the sum 0.
         logsumexp = (row_max + row_sum.log()).masked_fill(target == ignore_index, 0.0)
         statistics = RowStatistics(argmax, logsumexp, log_probability)
-    return loss, None if sampling is None else drawn, statistics
+    return loss, None if call.seed is None else drawn, statistics
+
+
+def _eager(call: Call) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
+    if values_are_known(call.target):
+        check_targets(call.target, call.linear_weight, call.ignore_index)
+    tensors = call.input, call.linear_weight, call.target
+    rows: dict[str, Any] = {"linear_bias": call.linear_bias, "ignore_index": call.ignore_index}
+    loss = linear_cross_entropy_ref(
+        *tensors,
+        reduction=call.reduction,
+        label_smoothing=call.label_smoothing,
+        normalizer=call.normalizer,
+        **rows,
+    )
+    sample = statistics = None
+    if call.seed is not None:
+        sampling = _Sampling(call.seed, call.sample_index, call.position, call.temperature)
+        sample = sample_ref(*tensors, **rows, **sampling._asdict())  # type: ignore[arg-type]
+    if call.need_argmax:
+        statistics = row_statistics_ref(*tensors, **rows)
+    return loss, sample, statistics
 
 
 def _autocast(
-    input: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
     their gradients stay fp32."""
     (input,) = autocast(input)  # type: ignore[assignment]
@@ -371,7 +358,7 @@ def _autocast(
 
 
 def _kept_rows(
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    operands: tuple[Tensor, Tensor, Tensor | None],
     budget: int | None,
     expected: int | None,
     backend: str,
@@ -398,263 +385,62 @@ def _kept_rows(
     return some if some >= _LEAST_KEPT_ROWS else 0
 
 
-def logit_columns(vocab: int) -> int:
-    """Columns of a row of kept logits: V, up to whole tiles."""
-    return -(-vocab // _LOGITS_ALIGNMENT) * _LOGITS_ALIGNMENT
-
-
-def _check(
-    where: str,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-) -> None:
-    check_dtype(where, "input", input, FLOATING)
-    check_dtype(where, "target", target, (torch.int64,), "Use target.long().")
-    if linear_bias is not None:
-        check_tensor(where, "linear_bias", linear_bias, ndim=1)
-    allowed: tuple[torch.dtype, ...] = (input.dtype,)
-    if input.dtype in (torch.float16, torch.bfloat16):
-        allowed += (torch.float32,)
-    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if value is not None:
-            check_dtype(where, name, value, allowed, f"Convert it with {name}.to(input.dtype).")
-    check_same_device(
-        where, input=input, linear_weight=linear_weight, linear_bias=linear_bias, target=target
-    )
-    rows, width = input.shape
-    vocab = linear_weight.shape[0]
-    check(width > 0, where, "input", "row width 0", "at least 1", "Check the reshape.")
-    check(vocab > 0, where, "linear_weight", "no rows", "at least 1", "Check the vocabulary.")
-    check_shape(where, "linear_weight", linear_weight, (vocab, width), "[V, E], E of `input`")
-    check_shape(where, "target", target, (rows,), "[N], N of `input`", "Pass one target per row.")
-    if linear_bias is not None:
-        check_shape(where, "linear_bias", linear_bias, (vocab,), "[V], V of `linear_weight`")
-
-
-def check_targets(target: torch.Tensor, linear_weight: torch.Tensor, ignore_index: int) -> None:
-    """Every target of a CPU tensor is ``ignore_index`` or lies in [0, V)."""
-    vocab = linear_weight.shape[0]
-    if target.device.type != "cpu" or target.numel() == 0:
-        return
-    low, high = (int(end) for end in target.masked_fill(target == ignore_index, 0).aminmax())
-    if low < 0 or high >= vocab:
-        raise ArgumentValueError(
-            message(
-                _NAME,
-                "target",
-                f"target {low if low < 0 else high}",
-                f"{ignore_index} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
-                "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
-            )
-        )
-
-
 # --- backends -------------------------------------------------------------------------------------
 
 
-def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input)
+def _reduced(call: Call, loss: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a forward of rows, with the reduction of the loss and its denominator: [] for
+    "mean", else without elements."""
+    if call.reduction != "mean":
+        loss = loss if call.reduction == "none" else loss.sum()
+        return loss, loss.new_empty(0), *others
+    denominator = denominator_of(loss, call.target != call.ignore_index, call.normalizer)
+    return loss.sum() / denominator, denominator, *others
 
 
-def _torch_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *of_rows, normalizer, reduction = arguments
-    call = _Forward(*of_rows)
-    outputs = _empty_outputs(call, "torch")
+def _grad_of_rows(grad: Tensor, saved: Saved) -> Tensor:
+    """[N], from the gradient of the reduced loss."""
+    if saved.denominator is not None:
+        grad = grad / saved.denominator
+    return grad.expand(saved.input.shape[0])
+
+
+def _torch_forward(call: Call) -> tuple[Tensor, ...]:
+    outputs = empty_outputs(call, "torch")
     check_targets(call.target, call.linear_weight, call.ignore_index)
     torch_forward(call, *outputs[:-2])
-    return _reduced(call, normalizer, reduction, *outputs)
+    return _reduced(call, *outputs)
 
 
-def _torch_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _backward_call(*arguments)
-    grads = _empty_gradients(call)
-    torch_backward(call, *grads)
+def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grads = empty_gradients(saved)
+    torch_backward(_grad_of_rows(grad, saved), saved, *grads)
     return grads
 
 
-def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input.dtype is torch.float64:
-        return "float64: the kernels take fp32, fp16 and bf16"
-    return needs_triton(input, forced)
-
-
-def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *of_rows, normalizer, reduction = arguments
-    call = _Forward(*of_rows)
-    outputs = _empty_outputs(call, "triton")
+def _triton_forward(call: Call) -> tuple[Tensor, ...]:
+    outputs = empty_outputs(call, "triton")
     check_targets(call.target, call.linear_weight, call.ignore_index)
-    kernels(_NAME).linear_cross_entropy_fwd(*outputs, **call._asdict())
+    arguments = call._asdict()
+    normalizer, reduction = arguments.pop("normalizer"), arguments.pop("reduction")
+    kernels(_NAME).linear_cross_entropy_fwd(*outputs, **arguments)
     if reduction != "mean":
-        return _reduced(call, None, reduction, *outputs)
+        return _reduced(call, *outputs)
     loss, *others = outputs
     return *kernels(_NAME).mean(loss, outputs[-1], normalizer), *others
 
 
-def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _backward_call(*arguments)
-    grads = _empty_gradients(call)
-    kernels(_NAME).linear_cross_entropy_bwd(*grads, **call._asdict())
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grads, arguments = empty_gradients(saved), saved._asdict()
+    for name in ("weight", "bias"):
+        arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
+    arguments["grad_loss"] = _grad_of_rows(grad, saved)
+    del arguments["denominator"]
+    kernels(_NAME).linear_cross_entropy_bwd(*grads, **arguments)
     return grads
 
 
 # --- registration ---------------------------------------------------------------------------------
-
-
-class _Forward(NamedTuple):
-    """The arguments of ``fastplm::linear_cross_entropy_fwd``, but for reduction and backend."""
-
-    input: torch.Tensor
-    linear_weight: torch.Tensor
-    linear_bias: torch.Tensor | None
-    target: torch.Tensor
-    seed: torch.Tensor | None
-    sample_index: torch.Tensor | None
-    position: torch.Tensor | None
-    ignore_index: int
-    label_smoothing: float
-    temperature: float
-    need_argmax: bool
-    kept_rows: int
-
-
-class _Backward(NamedTuple):
-    """The arguments of ``fastplm::linear_cross_entropy_bwd``, but for the backend.
-
-    ``grad_loss`` is that of each row [N]: see ``_backward_call``.
-    """
-
-    grad_loss: torch.Tensor
-    input: torch.Tensor
-    linear_weight: torch.Tensor
-    linear_bias: torch.Tensor | None
-    target: torch.Tensor
-    log_probability: torch.Tensor
-    row_max: torch.Tensor
-    row_sum: torch.Tensor
-    grad_logits: torch.Tensor
-    slots: torch.Tensor
-    order: torch.Tensor
-    ignore_index: int
-    label_smoothing: float
-    need_input: bool
-    need_weight: bool
-    need_bias: bool
-
-
-def _backward_call(
-    grad_loss: torch.Tensor, denominator: torch.Tensor | None, input: torch.Tensor, *others: Any
-) -> _Backward:
-    """A backward of rows, from one of their reduction."""
-    if denominator is not None:
-        grad_loss = grad_loss / denominator
-    return _Backward(grad_loss.expand(input.shape[0]), input, *others)
-
-
-def _reduced(
-    call: _Forward,
-    normalizer: torch.Tensor | None,
-    reduction: str,
-    loss: torch.Tensor,
-    *others: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """The outputs of a forward of rows, with the reduction of the loss and its denominator: [] for
-    "mean", else without elements."""
-    if reduction != "mean":
-        loss = loss if reduction == "none" else loss.sum()
-        return loss, loss.new_empty(0), *others
-    denominator = denominator_of(loss, call.target != call.ignore_index, normalizer)
-    return loss.sum() / denominator, denominator, *others
-
-
-def _empty_outputs(call: _Forward, backend: str) -> tuple[torch.Tensor, ...]:
-    """Of a forward of rows, to be written.
-
-    Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
-    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
-    [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
-    backend, and is never written on the other. Then what the Triton backend needs again: the rows
-    of kept logits, [kept_rows, E], and the order in which it took all rows, int64.
-
-    Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
-    at logits around 1e4.
-    """
-    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
-    dtype = torch.promote_types(call.input.dtype, torch.float32)
-    on_triton, kept_rows = backend == "triton", call.kept_rows
-    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
-    return (
-        *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
-        call.target.new_empty(rows if call.need_argmax else 0),
-        call.target.new_empty(rows if call.seed is not None else 0),
-        call.input.new_empty(logits if kept_rows else (0,)),
-        call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
-        call.target.new_empty(_ORDER_HEAD + rows if on_triton else 0),
-    )
-
-
-def _empty_gradients(call: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of input, weight and bias to be written; without elements where not needed."""
-    bias = call.linear_weight if call.linear_bias is None else call.linear_bias
-    return (
-        call.input.new_empty(call.input.shape if call.need_input else (0,)),
-        call.linear_weight.new_empty(call.linear_weight.shape if call.need_weight else (0,)),
-        bias.new_empty(call.linear_weight.shape[:1] if call.need_bias else (0,)),
-    )
-
-
-def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *of_rows, normalizer, reduction, backend = arguments
-    call = _Forward(*of_rows)
-    _check(_NAME, call.input, call.linear_weight, call.linear_bias, call.target)
-    outputs = _empty_outputs(call, backend)
-    return _reduced(call, normalizer, reduction, *outputs)
-
-
-def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _empty_gradients(_backward_call(*arguments[:-1]))
-
-
-def _setup_context(ctx, inputs, output):
-    *of_rows, _, reduction, ctx.backend = inputs
-    call = _Forward(*of_rows)
-    ctx.ignore_index, ctx.label_smoothing = call.ignore_index, call.label_smoothing
-    _, *others = output
-    denominator, log_probability, row_max, row_sum, _, _, grad_logits, slots, order = others
-    ctx.mark_non_differentiable(*others)
-    ctx.save_for_backward(
-        denominator if reduction == "mean" else None,
-        call.input,
-        call.linear_weight,
-        call.linear_bias,
-        call.target,
-        log_probability,
-        row_max,
-        row_sum,
-        grad_logits,
-        slots,
-        order,
-    )
-    # Or every output without a gradient would get one of zeros, of the size of the logits.
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_loss, *_):
-    if grad_loss is None:
-        return (None,) * len(ctx.needs_input_grad)
-    need_input, need_weight, need_bias, *others = ctx.needs_input_grad
-    needed = (need_input, need_weight, need_bias)
-    grads = OP.call_backward(
-        grad_loss,
-        *ctx.saved_tensors,
-        ctx.ignore_index,
-        ctx.label_smoothing,
-        *needed,
-        ctx.backend,
-    )
-    grads = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return *grads, *(None for _ in others)
 
 
 def _smoke(device: torch.device) -> None:
@@ -669,22 +455,29 @@ def _smoke(device: torch.device) -> None:
         loss.backward(retain_graph=True)
 
 
-OP = Op(_NAME, reference=linear_cross_entropy_ref, smoke=_smoke)
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
-OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
-OP.define_differentiable(
-    "(Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? seed, "
-    "Tensor? sample_index, Tensor? position, int ignore_index, float label_smoothing, "
-    "float temperature, bool need_argmax, SymInt kept_rows, Tensor? normalizer, str reduction, "
-    "str backend) "
-    "-> (Tensor loss, Tensor denominator, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor argmax, Tensor sample, Tensor grad_logits, Tensor slots, Tensor order)",
-    "(Tensor grad_loss, Tensor? denominator, Tensor input, Tensor linear_weight, "
-    "Tensor? linear_bias, Tensor target, Tensor log_probability, Tensor row_max, Tensor row_sum, "
-    "Tensor grad_logits, Tensor slots, Tensor order, int ignore_index, float label_smoothing, "
-    "bool need_input, bool need_weight, bool need_bias, str backend) -> (Tensor, Tensor, Tensor)",
-    fake_forward=_fake_forward,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+OP = Op(
+    _NAME,
+    Call,
+    results=(
+        "loss",
+        "denominator",
+        "log_probability",
+        "row_max",
+        "row_sum",
+        "argmax",
+        "sample",
+        "grad_logits",
+        "slots",
+        "order",
+    ),
+    fake=lambda call, backend: _reduced(call, *empty_outputs(call, backend)),
+    reference=linear_cross_entropy_ref,
+    eager=_eager,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input", "linear_weight", "linear_bias"),
+    fake_backward=lambda grad, saved: empty_gradients(saved),
+    unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
 )
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

@@ -1,36 +1,34 @@
-"""``ops.mask_tokens``: checks, schema, fake and backends."""
+"""``ops.mask_tokens``: its arguments, and its backends."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastplm._backends import accepts_all
 from fastplm._checks import (
-    INTEGER,
     check,
     check_choice,
-    check_dtype,
     check_int,
     check_number,
     check_probability,
-    check_same_device,
-    check_shape,
     check_tensor,
 )
-from fastplm._registry import OldOp as Op
-from fastplm.ops._common import rejects_of_csrc, remembered
-from fastplm.ops._rows import (
-    check_boundaries,
+from fastplm._declare import Arg, Size
+from fastplm._registry import Op
+from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
+from fastplm.ops._token_rows import (
+    ENDS,
+    IDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
     check_boundary_values,
     check_row_length,
-    check_sample_index,
-    check_seed,
     check_step,
     check_token_ids,
-    seed_tensor,
 )
 from fastplm.reference.mask_tokens import (
     MAX_NGRAM,
@@ -45,25 +43,55 @@ _UNITS = (*UNITS, "ngram")
 _SAMPLINGS = ("exact", "bernoulli")
 _WHERE = "mask_tokens"
 
+_MASKABLE = Arg("[B, T]", (torch.bool,), "Pass one bool for each token, True = may.", packed="[N]")
+_WORDS = Arg("[B, T]", (torch.int64,), "Pass one id for each token, with .long().", packed="[N]")
+
+
+class Call(NamedTuple):
+    input_ids: Annotated[Tensor, TOKENS]
+    maskable: Annotated[Tensor | None, _MASKABLE]
+    special_ids: Annotated[Tensor | None, IDS]
+    word_ids: Annotated[Tensor | None, _WORDS]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    capacity: Size
+    slots: Size
+    quota_scale: int
+    chosen_below: int
+    mask_below: int
+    random_below: int
+    mask_token_id: int
+    vocab_size: int
+    max_ngram: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def check(self, where: str) -> None:
+        check_token_ids(where, "special_ids", self.special_ids, self.vocab_size)
+
 
 def mask_tokens(
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     *,
     vocab_size: int,
     mask_token_id: int,
-    maskable: torch.Tensor | None = None,
-    special_ids: torch.Tensor | None = None,
+    maskable: Tensor | None = None,
+    special_ids: Tensor | None = None,
     mlm_probability: float = 0.15,
     mask_replace_prob: float = 0.8,
     random_replace_prob: float = 0.1,
     max_predictions: int | None = None,
     sampling: str = "exact",
     unit: str = "token",
-    word_ids: torch.Tensor | None = None,
+    word_ids: Tensor | None = None,
     max_ngram: int = 3,
-    cu_seqlens: torch.Tensor | None = None,
-    sample_index: torch.Tensor | None = None,
-    seed: int | torch.Tensor,
+    cu_seqlens: Tensor | None = None,
+    sample_index: Tensor | None = None,
+    seed: int | Tensor,
     step: int = 0,
 ) -> MaskedTokens:
     """Choose the tokens to predict, corrupt them, and compact their places, in one pass.
@@ -121,9 +149,10 @@ def mask_tokens(
 
     Determinism:
         A pure function of its arguments, the same bits on every backend and device, for padded and
-        packed rows. 32 random bits are a token's rank; equal ranks, one row in 2^32 / T at the
-        edge of its choice, go by position. 64 others are its fate. Probabilities are rounded to
-        multiples of 2^-32. Nothing waits for the device, but for the reference on packed rows.
+        packed rows. 32 random bits are a token's rank; tokens of equal rank, which matters for one
+        row in 2^32 / T, are ordered by position. 64 other bits decide what a chosen token becomes.
+        Probabilities are rounded to multiples of 2^-32. Nothing waits for the device, except the
+        reference on packed rows.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
@@ -144,9 +173,10 @@ def mask_tokens(
     Reference: ``fastplm.reference.mask_tokens.mask_tokens_ref``.
     """
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    _check_tensors(input_ids, maskable, word_ids, cu_seqlens, sample_index)
-    check_seed(_WHERE, input_ids, seed)
+    if cu_seqlens is not None:
+        check_tensor(_WHERE, "cu_seqlens", cu_seqlens, ndim=1)
     check_step(_WHERE, step)
+    check_row_length(_WHERE, input_ids)
     settings = mask_settings(
         input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         input_ids.shape[1] if cu_seqlens is None else None,
@@ -163,55 +193,28 @@ def mask_tokens(
         unit,
         max_ngram,
     )
-    check_token_ids(_WHERE, "special_ids", special_ids, input_ids, vocab_size)
-    return MaskedTokens(
-        *OP.call(
-            input_ids,
-            maskable,
-            special_ids,
-            word_ids,
-            cu_seqlens,
-            sample_index,
-            seed_tensor(seed, input_ids.device),
-            step,
-            *settings,
-            OP.resolve(input_ids),
-        )
+    call = Call(
+        input_ids,
+        maskable,
+        special_ids,
+        word_ids,
+        cu_seqlens,
+        sample_index,
+        seed_tensor(_WHERE, seed, input_ids),
+        step,
+        *settings,
     )
+    return MaskedTokens(*OP(call))
 
 
-def _check_tensors(
-    input_ids: torch.Tensor,
-    maskable: torch.Tensor | None,
-    word_ids: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    sample_index: torch.Tensor | None,
-) -> None:
-    check_dtype(_WHERE, "input_ids", input_ids, INTEGER)
-    names = "[B, T] of `input_ids`" if cu_seqlens is None else "[N] of `input_ids`"
-    for argument, tensor, dtype, fix in (
-        ("maskable", maskable, torch.bool, "Convert it with .bool(), True = may."),
-        ("word_ids", word_ids, torch.int64, "Convert it with .long()."),
-    ):
-        if tensor is not None:
-            check_tensor(_WHERE, argument, tensor)
-            check_dtype(_WHERE, argument, tensor, (dtype,), fix)
-            check_same_device(_WHERE, **{"input_ids": input_ids, argument: tensor})
-            check_shape(_WHERE, argument, tensor, input_ids.shape, names)
-    if cu_seqlens is not None:
-        check_boundaries(_WHERE, cu_seqlens, input_ids)
-    check_row_length(_WHERE, input_ids)
-    check_sample_index(_WHERE, sample_index, input_ids, cu_seqlens)
-
-
-def _count(special_ids: torch.Tensor | None) -> int:
+def _count(special_ids: Tensor | None) -> int:
     if special_ids is None:
         return 0
     check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
     return special_ids.shape[0]
 
 
-@remembered
+@cached_by_settings
 def mask_settings(
     rows: int,
     length: int | None,
@@ -313,49 +316,36 @@ def _check_probabilities(
     )
 
 
-# --- backends "cpp" and "cuda": one operator of csrc/, which PyTorch dispatches by device ---------
+# --- backends: the reference, and one operator of csrc/, dispatched by device ---------------------
 
 
-def _compiled(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    _check_values(*arguments)
-    return torch.ops.fastplm_C.mask_tokens(*arguments)
+def _reference(call: Call) -> MaskedTokens:
+    _check_values(call)
+    return mask_tokens_by_plan(*call)
 
 
-def _reference(*arguments: Any) -> MaskedTokens:
-    _check_values(*arguments)
-    return mask_tokens_by_plan(*arguments)
+def _compiled(call: Call) -> tuple[Tensor, ...]:
+    _check_values(call)
+    return torch.ops.fastplm_C.mask_tokens(*call)
 
 
-def _check_values(input_ids, _maskable, _special_ids, _word_ids, cu_seqlens, *_) -> None:
+def _check_values(call: Call) -> None:
     """Here and not where the op is called: a compiled caller could not look at them."""
-    if cu_seqlens is not None:
-        check_boundary_values(_WHERE, cu_seqlens, input_ids)
+    if call.cu_seqlens is not None:
+        check_boundary_values(_WHERE, call.cu_seqlens, call.input_ids)
 
 
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake(
-    input_ids,
-    maskable,
-    special_ids,
-    word_ids,
-    cu_seqlens,
-    sample_index,
-    seed,
-    step,
-    capacity,
-    slots,
-    *_,
-):
-    _check_tensors(input_ids, maskable, word_ids, cu_seqlens, sample_index)
-    check_seed(_WHERE, input_ids, seed)
+def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
+    ids = call.input_ids
     return (
-        input_ids.new_empty(input_ids.shape),
-        input_ids.new_empty(slots, dtype=torch.int64),
-        input_ids.new_empty(slots, dtype=torch.int64),
-        input_ids.new_empty((), dtype=torch.int64),
-        input_ids.new_empty((), dtype=torch.int64),
+        ids.new_empty(ids.shape),
+        ids.new_empty(call.slots, dtype=torch.int64),
+        ids.new_empty(call.slots, dtype=torch.int64),
+        ids.new_empty((), dtype=torch.int64),
+        ids.new_empty((), dtype=torch.int64),
     )
 
 
@@ -364,17 +354,16 @@ def _smoke(device: torch.device) -> None:
     mask_tokens(tokens, vocab_size=8, mask_token_id=0, maskable=tokens > 1, seed=0)
 
 
-OP = Op("mask_tokens", reference=mask_tokens_ref, smoke=_smoke)
-# The reference is opaque too: with no gradient nothing is lost, and Inductor takes minutes over the
-# integer arithmetic of Philox.
-OP.backend("eager", forward=_reference, rejects=accepts_all)
+OP = Op(
+    "mask_tokens",
+    Call,
+    results=MaskedTokens._fields,
+    fake=_fake,
+    reference=mask_tokens_ref,
+    # Behind the operator, too: with no gradient nothing is lost, and Inductor takes minutes over
+    # the integer arithmetic of Philox.
+    eager=_reference,
+    smoke=_smoke,
+)
 for backend, rejects in rejects_of_csrc("mask_tokens").items():
     OP.backend(backend, forward=_compiled, rejects=rejects)
-OP.define(
-    "(Tensor input_ids, Tensor? maskable, Tensor? special_ids, Tensor? word_ids, "
-    "Tensor? cu_seqlens, Tensor? sample_index, Tensor seed, SymInt step, SymInt capacity, "
-    "SymInt slots, int quota_scale, int chosen_below, int mask_below, int random_below, "
-    "int mask_token_id, int vocab_size, int max_ngram, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
-)

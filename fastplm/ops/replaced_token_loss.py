@@ -1,4 +1,4 @@
-"""``ops.replaced_token_loss``: checks, schema, fake, autograd formula and backends.
+"""``ops.replaced_token_loss``: its arguments, and its backends.
 
 The operator takes the reduction with it, because with "mean" and "sum" its one output has one
 upstream gradient, whatever follows: that of the weight is then this number times a sum over rows
@@ -7,40 +7,87 @@ which the forward can take, and the backward need not read the rows again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from fastplm._backends import needs_cpu, needs_triton
 from fastplm._checks import (
-    FLOATING,
     INTEGER,
     ArgumentTypeError,
     check,
     check_dtype,
-    check_same,
-    check_same_device,
     check_shape,
     check_tensor,
 )
-from fastplm._registry import OldOp as Op, autocast
-from fastplm.ops._common import check_reduction, kernels, last_dim_contiguous, rejects_of_csrc
+from fastplm._declare import Arg
+from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm.ops._common import (
+    check_reduction,
+    csrc_rejects,
+    kernels,
+    last_dim_contiguous,
+    torch_rejects,
+    triton_rejects,
+)
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 
-Replaced = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Replaced = Tensor | tuple[Tensor, Tensor]
+
+
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg("[N, E > 0]")]
+    weight: Annotated[Tensor, Arg("[E]", "input")]
+    bias: Annotated[Tensor | None, Arg("[]", "input")]
+    replaced: Annotated[Tensor, Arg(None, (torch.bool, *INTEGER))]
+    original: Annotated[Tensor | None, Arg("[N]", (torch.bool, *INTEGER), name="replaced[1]")]
+    mask: Annotated[Tensor | None, Arg("[N]", (torch.bool,), "Use mask.bool(), flattened.")]
+    normalizer: Tensor | None
+    reduction: str
+    need_counts: bool
+    sum_weight: bool
+
+    def check(self, where: str) -> None:
+        original = self.original
+        # A pair of ids, or one tensor of booleans: errors call them by what was passed.
+        name, dtypes = ("replaced", (torch.bool,)) if original is None else ("replaced[0]", INTEGER)
+        fix = "Use replaced.bool(), or pass (ids, original_ids)."
+        check_dtype(where, name, self.replaced, dtypes, fix)
+        shape, names = self.input.shape[:1], "[N] of `input` [N, E]"
+        check_shape(where, name, self.replaced, shape, names, "Use .flatten().")
+        if original is not None:
+            dtype, fix = self.replaced.dtype, "Convert one of the two."
+            expected = f"{dtype}, the dtype of `replaced[0]`"
+            same = original.dtype is dtype
+            check(same, where, "replaced[1]", original.dtype, expected, fix, ArgumentTypeError)
+
+
+class Saved(NamedTuple):
+    """``slope`` [N] is that of a row's loss by its logit. With "mean" and "sum" there are the
+    denominator [] and the sum of the slopes [], and perhaps the sum of slope times row [E]."""
+
+    slope: Tensor
+    denominator: Tensor | None
+    weight: Tensor
+    mask: Tensor | None
+    input: Tensor | None
+    weight_sum: Tensor | None
+    bias_sum: Tensor | None
+    need_input: bool
+    need_weight: bool
 
 
 def replaced_token_loss(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     replaced: Replaced,
     *,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
     reduction: str = "mean",
-    normalizer: torch.Tensor | None = None,
+    normalizer: Tensor | None = None,
     return_counts: bool = False,
 ) -> Any:
     """Binary cross-entropy of "was this token replaced?", from hidden rows in one pass.
@@ -84,26 +131,21 @@ def replaced_token_loss(
     Reference: ``fastplm.reference.replaced_token_loss.replaced_token_loss_ref``.
     """
     where = "replaced_token_loss"
-    check_tensor(where, "input", input, ndim=2)
-    check_tensor(where, "weight", weight, ndim=1)
     flags, original = _labels(replaced)
     if bias is not None:
         check_tensor(where, "bias", bias)
-        check(
-            bias.numel() == 1,
-            where,
-            "bias",
-            f"shape {tuple(bias.shape)}",
-            "one element, [] or [1]",
-            "Pass the bias of the one output.",
-        )
+        fix, got = "Pass the bias of the one output.", f"shape {tuple(bias.shape)}"
+        check(bias.numel() == 1, where, "bias", got, "one element, [] or [1]", fix)
         bias = bias.reshape(())
-    if mask is not None:
-        check_tensor(where, "mask", mask, ndim=1)
+    check_tensor(where, "input", input, ndim=2)
     check_reduction(where, input, reduction, normalizer)
     input, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
-    _check(input, weight, bias, flags, original, mask)
-    backend = OP.resolve(input, weight, bias, flags, original, mask)
+    call = Call(
+        input, weight, bias, flags, original, mask, normalizer, reduction, return_counts, False
+    )
+    OP.check(call)
+    watched = needs_dispatch(call)
+    backend = OP.resolve(call, watched)
     if backend == "eager":
         return replaced_token_loss_ref(
             input,
@@ -117,13 +159,8 @@ def replaced_token_loss(
         )
     # The operator passes no gradient to the normalizer; whoever wants one divides here.
     divides = normalizer is not None and normalizer.requires_grad
-    sum_weight = (
-        reduction != "none"
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and _sums_weight(input, backend)
-    )
-    loss, _, _, _, _, counts = OP.call(
+    needs_sum = reduction != "none" and torch.is_grad_enabled() and weight.requires_grad
+    call = Call(
         last_dim_contiguous(input),
         weight.contiguous(),
         bias,
@@ -133,15 +170,15 @@ def replaced_token_loss(
         None if divides else normalizer,
         "sum" if divides else reduction,
         return_counts,
-        sum_weight,
-        backend,
+        needs_sum and _sums_weight(input, backend),
     )
+    loss, _, _, _, _, counts = OP.run(call, backend, watched)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     return (loss, DetectionCounts(*counts.unbind())) if return_counts else loss
 
 
-def _labels(replaced: Replaced) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _labels(replaced: Replaced) -> tuple[Tensor, Tensor | None]:
     """(flags, None) or (ids, original ids)."""
     where = "replaced_token_loss"
     if not isinstance(replaced, (tuple, list)):
@@ -160,57 +197,11 @@ def _labels(replaced: Replaced) -> tuple[torch.Tensor, torch.Tensor | None]:
     return replaced[0], replaced[1]
 
 
-def _check(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    replaced: torch.Tensor,
-    original: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> None:
-    where = "replaced_token_loss"
-    check_dtype(where, "input", input, FLOATING)
-    check_same(where, input=input, weight=weight, bias=bias)
-    rows, width = input.shape
-    check(width > 0, where, "input", "row width 0", "at least 1", "Check the reshape.")
-    check_shape(where, "weight", weight, (width,), "[E] of `input` [N, E]")
-    labels = {"replaced": replaced}
-    if original is None:
-        fix = "Use replaced.bool(), or pass (ids, original_ids)."
-        check_dtype(where, "replaced", replaced, (torch.bool,), fix)
-    else:
-        labels = {"replaced[0]": replaced, "replaced[1]": original}
-        check_dtype(where, "replaced[0]", replaced, INTEGER)
-        check(
-            original.dtype is replaced.dtype,
-            where,
-            "replaced[1]",
-            original.dtype,
-            f"{replaced.dtype}, the dtype of `replaced[0]`",
-            "Convert one of the two.",
-            ArgumentTypeError,
-        )
-    if mask is not None:
-        check_dtype(where, "mask", mask, (torch.bool,), "Use mask.bool().")
-        labels["mask"] = mask
-    for name, flags in labels.items():
-        check_shape(where, name, flags, (rows,), "[N] of `input` [N, E]", "Use .flatten().")
-    check_same_device(where, input=input, **labels)
-
-
 # --- backend "cpp": logit, loss and the weight's sum while a row is in the cache ------------------
 
-_CSRC_REJECTS = rejects_of_csrc("replaced_token_loss")["cpp"]
 
-
-def _cpp_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input.dtype is torch.float64:
-        return "float64: csrc/ takes fp32, fp16 and bf16"
-    return _CSRC_REJECTS(input, forced=forced)
-
-
-def _cpp_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *tensors, normalizer, reduction, need_counts, sum_weight = arguments
+def _cpp_forward(call: Call) -> tuple[Tensor, ...]:
+    *tensors, normalizer, reduction, need_counts, sum_weight = call
     return torch.ops.fastplm_C.replaced_token_loss.default(
         *tensors,
         None if normalizer is None else normalizer.float(),
@@ -221,18 +212,14 @@ def _cpp_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _cpp_backward(grad_loss: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
-    return torch.ops.fastplm_C.replaced_token_loss_backward.default(grad_loss.contiguous(), *saved)
+def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.fastplm_C.replaced_token_loss_backward.default(grad.contiguous(), *saved)
 
 
 # --- backend "torch": two matrix-vector products --------------------------------------------------
 
 
-def _torch_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    return needs_cpu(input)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _wide(tensor: Tensor) -> Tensor:
     """In the dtype of the loss: fp32, or fp64 as it is."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
@@ -241,18 +228,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 _SOFTPLUS_THRESHOLD = 40.0
 
 
-def _torch_forward(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    replaced: torch.Tensor,
-    original: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    normalizer: torch.Tensor | None,
-    reduction: str,
-    need_counts: bool,
-    sum_weight: bool,
-) -> tuple[torch.Tensor, ...]:
+def _torch_forward(call: Call) -> tuple[Tensor, ...]:
+    input, weight, bias, replaced, original, mask, normalizer, reduction, *_ = call
     rows = _wide(input)
     logit = torch.mv(rows, _wide(weight))
     if bias is not None:
@@ -260,7 +237,7 @@ def _torch_forward(
     if original is not None:
         replaced = replaced != original
     counts = logit.new_empty(0, dtype=torch.int64)
-    if need_counts:
+    if call.need_counts:
         counts = _torch_counts(logit, replaced, mask)
     x = torch.where(replaced, -logit, logit)
     if mask is not None:
@@ -270,7 +247,7 @@ def _torch_forward(
     slope = x.sigmoid_()
     slope = torch.where(replaced, -slope, slope)
     weight_sum = slope.new_empty(0)
-    if sum_weight:
+    if call.sum_weight:
         weight_sum = _torch_weight_sum(input, rows, slope, mask)
     if reduction == "none":
         return loss, slope, slope.new_empty(0), weight_sum, slope.new_empty(0), counts
@@ -286,20 +263,16 @@ def _torch_forward(
     return loss.sum() / denominator, slope, denominator, weight_sum, slope.sum(), counts
 
 
-def _torch_counts(
-    logit: torch.Tensor, replaced: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    flagged, told = logit > 0, replaced
+def _torch_counts(logit: Tensor, replaced: Tensor, mask: Tensor | None) -> Tensor:
+    flagged, positive = logit > 0, replaced
     counted = torch.ones_like(replaced) if mask is None else mask
     if mask is not None:
-        flagged, told = flagged & mask, replaced & mask
-    correct = (flagged == told) & counted
-    return torch.stack((flagged & told, flagged, told, correct, counted)).sum(1)
+        flagged, positive = flagged & mask, replaced & mask
+    correct = (flagged == positive) & counted
+    return torch.stack((flagged & positive, flagged, positive, correct, counted)).sum(1)
 
 
-def _torch_weight_sum(
-    input: torch.Tensor, rows: torch.Tensor, slope: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def _torch_weight_sum(input: Tensor, rows: Tensor, slope: Tensor, mask: Tensor | None) -> Tensor:
     """Sum of slope times row; ``rows`` is ``input`` in the dtype of the slope."""
     total = torch.mv(rows.t(), slope)
     if mask is not None and not total.sum().isfinite():
@@ -308,19 +281,9 @@ def _torch_weight_sum(
     return total
 
 
-def _torch_backward(
-    grad_loss: torch.Tensor,
-    slope: torch.Tensor,
-    denominator: torch.Tensor | None,
-    weight: torch.Tensor,
-    mask: torch.Tensor | None,
-    input: torch.Tensor | None,
-    weight_sum: torch.Tensor | None,
-    bias_sum: torch.Tensor | None,
-    need_input: bool,
-    need_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale = grad_loss if denominator is None else grad_loss / denominator
+def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    slope, denominator, weight, mask, input, weight_sum, bias_sum, need_input, need_weight = saved
+    scale = grad if denominator is None else grad / denominator
     grad_logit = slope
     if need_input or denominator is None or input is not None:
         grad_logit = slope * scale
@@ -343,21 +306,15 @@ def _torch_backward(
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
-def _triton_rejects(input: torch.Tensor, *_: Any, forced: bool) -> str | None:
-    if input.dtype is torch.float64:
-        return "float64: the kernels take fp32, fp16 and bf16"
-    return needs_triton(input, forced)
+def _triton_forward(call: Call) -> tuple[Tensor, ...]:
+    return kernels("replaced_token_loss").replaced_token_loss_fwd(*call)
 
 
-def _triton_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return kernels("replaced_token_loss").replaced_token_loss_fwd(*arguments)
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels("replaced_token_loss").replaced_token_loss_bwd(grad, *saved)
 
 
-def _triton_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return kernels("replaced_token_loss").replaced_token_loss_bwd(*arguments)
-
-
-def _sums_weight(input: torch.Tensor, backend: str) -> bool:
+def _sums_weight(input: Tensor, backend: str) -> bool:
     """Whether the forward of this backend can take the sum that the weight's gradient needs."""
     if backend != "triton":
         return True
@@ -369,83 +326,38 @@ def _sums_weight(input: torch.Tensor, backend: str) -> bool:
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _fake_forward(
-    input,
-    weight,
-    bias,
-    replaced,
-    original,
-    mask,
-    normalizer,
-    reduction,
-    need_counts,
-    sum_weight,
-    backend,
-):
-    _check(input, weight, bias, replaced, original, mask)
-    rows, width = input.shape
-    reduced = reduction != "none"
-    dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-    slope = input.new_empty(rows, dtype=dtype)
+def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
+    rows, width = call.input.shape
+    reduced = call.reduction != "none"
+    dtype = torch.float64 if call.input.dtype is torch.float64 else torch.float32
+    slope = call.input.new_empty(rows, dtype=dtype)
     return (
         slope.new_empty(() if reduced else (rows,)),
         slope,
         slope.new_empty(() if reduced else (0,)),
-        slope.new_empty(width if sum_weight else 0),
+        slope.new_empty(width if call.sum_weight else 0),
         slope.new_empty(() if reduced else (0,)),
-        input.new_empty(5 if need_counts else 0, dtype=torch.int64),
+        slope.new_empty(5 if call.need_counts else 0, dtype=torch.int64),
     )
 
 
-def _fake_backward(
-    grad_loss,
-    slope,
-    denominator,
-    weight,
-    mask,
-    input,
-    weight_sum,
-    bias_sum,
-    need_input,
-    need_weight,
-    backend,
-):
-    rows, width = slope.shape[0], weight.shape[0]
+def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    rows, width, weight = saved.slope.shape[0], saved.weight.shape[0], saved.weight
     return (
-        weight.new_empty((rows, width) if need_input else (0,)),
-        weight.new_empty(width if need_weight else 0),
+        weight.new_empty((rows, width) if saved.need_input else (0,)),
+        weight.new_empty(width if saved.need_weight else 0),
         weight.new_empty(()),
     )
 
 
-def _setup_context(ctx, inputs, output):
-    input, weight, _, _, _, mask, _, reduction, _, sum_weight, ctx.backend = inputs
-    _, slope, denominator, weight_sum, bias_sum, counts = output
-    # Not the slope, which the gradients are made of: it tells that they depend on the inputs.
-    ctx.mark_non_differentiable(denominator, weight_sum, bias_sum, counts)
-    ctx.set_materialize_grads(False)
-    if reduction == "none":
-        denominator = bias_sum = None
-    # The rows are kept only for a gradient whose sum the forward did not take.
-    reads_rows = ctx.needs_input_grad[1] and not sum_weight
-    ctx.save_for_backward(
-        slope,
-        denominator,
-        weight,
-        mask,
-        input if reads_rows else None,
-        weight_sum if sum_weight else None,
-        bias_sum,
-    )
-
-
-def _backward(ctx, grad_loss, *_):
-    if grad_loss is None:
-        return (None,) * len(ctx.needs_input_grad)
-    need_input, need_weight, need_bias, *others = ctx.needs_input_grad
-    grads = OP.call_backward(grad_loss, *ctx.saved_tensors, need_input, need_weight, ctx.backend)
-    needed = (need_input, need_weight, need_bias)
-    return *(g if n else None for g, n in zip(grads, needed, strict=True)), *(None for _ in others)
+def _unused(call: Call, outputs: Any, needs: Any, backend: str) -> list[str]:
+    """The rows are kept only for a gradient whose sum the forward did not take."""
+    names = ["denominator", "bias_sum"] if call.reduction == "none" else []
+    if not call.sum_weight:
+        names.append("weight_sum")
+    if call.sum_weight or not needs[1]:
+        names.append("input")
+    return names
 
 
 def _smoke(device: torch.device) -> None:
@@ -455,22 +367,24 @@ def _smoke(device: torch.device) -> None:
     replaced_token_loss(input, weight, replaced, mask=~replaced).backward()
 
 
-OP = Op("replaced_token_loss", reference=replaced_token_loss_ref, smoke=_smoke)
-OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=_torch_rejects)
-OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
-OP.define_differentiable(
-    # slope [N]: of a row's loss by its logit. With "mean" and "sum": the denominator [], sum of
-    # slope times row [E], if asked for, and sum of the slopes []; else empty.
-    "(Tensor input, Tensor weight, Tensor? bias, Tensor replaced, Tensor? original, Tensor? mask, "
-    "Tensor? normalizer, str reduction, bool need_counts, bool sum_weight, str backend) "
-    "-> (Tensor loss, Tensor slope, Tensor denominator, Tensor weight_sum, Tensor bias_sum, "
-    "Tensor counts)",
-    "(Tensor grad_loss, Tensor slope, Tensor? denominator, Tensor weight, Tensor? mask, "
-    "Tensor? input, Tensor? weight_sum, Tensor? bias_sum, bool need_input, bool need_weight, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    fake_forward=_fake_forward,
+OP = Op(
+    "replaced_token_loss",
+    Call,
+    results=("loss", "slope", "denominator", "weight_sum", "bias_sum", "counts"),
+    fake=_fake,
+    reference=replaced_token_loss_ref,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input", "weight", "bias"),
     fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    unused=_unused,
+    tracked=("slope",),  # what the gradients are made of: it tells that they depend on the inputs
 )
+OP.backend(
+    "cpp",
+    forward=_cpp_forward,
+    backward=_cpp_backward,
+    rejects=csrc_rejects("replaced_token_loss"),
+)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

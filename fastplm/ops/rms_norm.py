@@ -21,9 +21,9 @@ class Call(NamedTuple):
     weight: Annotated[Tensor, Arg("[E]")]
     eps: float = 1e-6
 
-    def check(self) -> None:
+    def check(self, where: str) -> None:
         fix = "Pass the model's, such as 1e-6."
-        check_number("rms_norm", "eps", self.eps, 0.0, math.inf, "0 or more", fix)
+        check_number(where, "eps", self.eps, 0.0, math.inf, "0 or more", fix)
 
 
 def rms_norm(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:

@@ -1216,7 +1216,7 @@ DENSE_ERRORS = (
     (dict(key_mask=[True]), TypeError, "`key_mask` got a list"),
     (dict(key_mask=torch.ones(2, 33)), TypeError, "`key_mask` got torch.float32"),
     (dict(key_mask=torch.ones(2, 5).bool()), ValueError, "`key_mask` got shape (2, 5)"),
-    (dict(key_mask=torch.ones(66).bool()), ValueError, "`key_mask` got shape (66,)"),
+    (dict(key_mask=torch.ones(66).bool()), ValueError, "`key_mask` got 1 dimensions (66,)"),
 )
 
 
@@ -1232,12 +1232,12 @@ RAGGED_ERRORS = (
     (dict(value=torch.zeros(47, 2, 32).half()), TypeError, "`value` got torch.float16"),
     (dict(query=torch.zeros(45, 2, 32).long()), TypeError, "`query` got torch.int64"),
     (dict(key_mask=torch.ones(47)), TypeError, "`key_mask` got torch.float32"),
-    (dict(key_mask=torch.ones(2, 33).bool()), ValueError, "`key_mask` got shape (2, 33)"),
+    (dict(key_mask=torch.ones(2, 33).bool()), ValueError, "`key_mask` got 2 dimensions (2, 33)"),
     (dict(key_mask=torch.ones(42).bool()), ValueError, "`key_mask` got shape (42,)"),
     (dict(cu_seqlens_q=[0, 33, 42]), TypeError, "`cu_seqlens_q` got a list"),
     (dict(cu_seqlens_q=int32(0, 33, 42).long()), TypeError, "`cu_seqlens_q` got torch.int64"),
     (dict(cu_seqlens_k=int32(0, 33, 42).long()), TypeError, "`cu_seqlens_k` got torch.int64"),
-    (dict(cu_seqlens_q=int32()), ValueError, "`cu_seqlens_q` got no element"),
+    (dict(cu_seqlens_q=int32()), ValueError, "`cu_seqlens_q` got shape (0,)"),
     (dict(cu_seqlens_q=int32(0)[0]), ValueError, "`cu_seqlens_q` got 0 dimensions"),
     (dict(cu_seqlens_k=int32(0, 33)), ValueError, "`cu_seqlens_k` got shape (2,)"),
     (dict(max_seqlen_k=-1), ValueError, "`max_seqlen_k` got -1"),
@@ -1309,7 +1309,8 @@ def test_without_a_bias_its_gradient_is_empty_even_if_asked_for():
         for value in operator_arguments(make("cpu"), "cpp")
     ]
     out, stats = torch.ops.fastplm.attention_fwd(*arguments)
-    *_, grad_bias = torch.ops.fastplm.attention_bwd(out, out, stats, True, *arguments)
+    *call, backend = arguments
+    *_, grad_bias = torch.ops.fastplm.attention_bwd(out, *call, out, stats, True, backend)
     assert grad_bias.numel() == 0
 
 
@@ -1319,7 +1320,7 @@ def test_the_fake_of_the_operator_checks_alike(ragged):
     inputs = pack(inputs, (33, 9)) if ragged else inputs
     inputs["key_mask"] = torch.ones(2, 5, dtype=torch.bool)
     inputs = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-    with pytest.raises(ValueError, match="`key_mask` got shape"):
+    with pytest.raises(ValueError, match="`key_mask` got "):
         torch.ops.fastplm.attention_fwd(*operator_arguments(inputs, "torch"))
 
 

@@ -667,7 +667,7 @@ def test_wrong_arguments(change, error, words):
         ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4; expected at least 5"),
         ({"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
         ({"cu_seqlens": _IDS}, ArgumentTypeError, "`cu_seqlens` got torch.int64"),
-        ({"cu_seqlens": _boundaries()}, ArgumentValueError, "`cu_seqlens` got no element"),
+        ({"cu_seqlens": _boundaries()}, ArgumentValueError, "`cu_seqlens` got shape (0,)"),
         ({"cu_seqlens": _boundaries(1, 4, 9)}, ArgumentValueError, "`cu_seqlens` got 1 at its"),
         ({"cu_seqlens": _boundaries(0, 4, 10)}, ArgumentValueError, "`cu_seqlens` got 10 at its"),
         ({"cu_seqlens": _boundaries(0, 6, 4)}, ArgumentValueError, "`cu_seqlens` got values that"),

@@ -141,8 +141,8 @@ def test_gradients_of_gradients():
 def test_operator():
     input = torch.randn(4, 9, requires_grad=True)
     seed = torch.tensor(3)
-    torch.library.opcheck(torch.ops.fastplm.dropout_fwd.default, (input, seed, 0.3, "cpp"))
-    torch.library.opcheck(torch.ops.fastplm.dropout_bwd.default, (input.detach(), seed, 0.3, "cpp"))
+    torch.library.opcheck(torch.ops.fastplm.dropout_fwd.default, (input, 0.3, seed, "cpp"))
+    torch.library.opcheck(torch.ops.fastplm.dropout_bwd.default, (input.detach(), 0.3, seed, "cpp"))
 
 
 @needs_csrc

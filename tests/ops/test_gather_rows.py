@@ -401,7 +401,7 @@ def test_a_position_outside_is_a_zero_row_on_cuda(backend, rows):
     (
         (dict(input=None), TypeError, "`input` got a NoneType"),
         (dict(input=torch.zeros(3)), ValueError, "`input` got 1 dimensions"),
-        (dict(input=torch.zeros(3, 0)), ValueError, "`input` got row width 0"),
+        (dict(input=torch.zeros(3, 0)), ValueError, "`input` got shape (3, 0)"),
         (dict(input=torch.zeros(3, 4).long()), TypeError, "`input` got torch.int64"),
         (dict(positions=[1, 2]), TypeError, "`positions` got a list"),
         (dict(positions=torch.zeros(2, 2).long()), ValueError, "`positions` got 2 dimensions"),

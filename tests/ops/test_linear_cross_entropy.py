@@ -973,12 +973,15 @@ def plant(monkeypatch, way: Way, direction: str, wrong) -> None:
     """Replace an implementation by ``wrong(right, call)``, ``call`` its arguments by name."""
     backend = op_module.OP.backends[way.backend]
     right = getattr(backend, direction)
-    operator = getattr(torch.ops.fastplm, f"linear_cross_entropy_{direction[0]}wd").default
-    names = [argument.name for argument in operator._schema.arguments]
 
     def implementation(*arguments):
-        call = dict(zip(names, arguments, strict=False))
-        return wrong(lambda **change: right(*(call | change).values()), call)
+        *grad, given = arguments  # of a backward the gradient, and what was saved
+
+        def changed(**change):
+            first = [change.pop("grad", *grad)] if grad else []
+            return right(*first, given._replace(**change))
+
+        return wrong(changed, given._asdict() | dict(zip(["grad"], grad, strict=False)))
 
     broken = dataclasses.replace(backend, **{direction: implementation})
     monkeypatch.setitem(op_module.OP.backends, way.backend, broken)
@@ -1009,7 +1012,7 @@ def without_smoothing_in_kept_logits(right, call):
 
 
 def upstream_gradient_for_the_weight_alone(right, call):
-    grad_input, *_ = right(grad_loss=torch.ones_like(call["grad_loss"]))
+    grad_input, *_ = right(grad=torch.ones_like(call["grad"]))
     return grad_input, *right()[1:]
 
 
@@ -1110,9 +1113,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastplm":  # look inside: an opaque operator is one call to a mode
-            way = "forward" if "fwd" in func.__name__ else "backward"
+            op = op_module.OP
             with self:
-                out = getattr(op_module.OP.backends[args[-1]], way)(*args[:-1])
+                out = (op._run_forward if "fwd" in func.__name__ else op._run_backward)(*args)
         else:
             out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
@@ -1427,7 +1430,7 @@ def test_only_the_gradients_that_are_needed(device, way, name):
     (forward, _), (backward, grads) = operators.calls
     assert forward["kept_rows"] == (33 if way.logits_budget else 0)
     for n, grad in zip(PARAMETERS, grads, strict=True):
-        assert backward[f"need_{n.split('_')[-1]}"] is (n == name)
+        assert backward[f"need_{n}"] is (n == name)
         assert torch.equal(grad, whole[name]) if n == name else grad.numel() == 0, n
 
 
@@ -1589,8 +1592,8 @@ ERRORS = (
     (dict(input=torch.zeros(33, 16)), ValueError, "`linear_weight` got shape (70, 32)"),
     (dict(input=torch.zeros(33, 32).double()), TypeError, "`linear_weight` got torch.float32"),
     (dict(input=torch.zeros(33, 32).long()), TypeError, "`input` got torch.int64"),
-    (dict(input=torch.zeros(33, 0)), ValueError, "`input` got row width 0"),
-    (dict(linear_weight=torch.zeros(0, 32)), ValueError, "`linear_weight` got no rows"),
+    (dict(input=torch.zeros(33, 0)), ValueError, "`input` got shape (33, 0)"),
+    (dict(linear_weight=torch.zeros(0, 32)), ValueError, "`linear_weight` got shape (0, 32)"),
     (dict(linear_weight=torch.zeros(70, 32).half()), TypeError, "got torch.float16"),
     (dict(linear_bias=torch.zeros(69)), ValueError, "`linear_bias` got shape (69,)"),
     (dict(linear_bias=torch.zeros(70, 1)), ValueError, "`linear_bias` got 2 dimensions"),

@@ -697,7 +697,7 @@ def packed(ends: list[int], dtype=torch.int32) -> dict:
         ({"special_ids": torch.tensor([5, 2**32])}, ArgumentValueError, "got 4294967296"),
         ({"cu_seqlens": torch.tensor([0, 9])}, ArgumentValueError, "1 dimensions"),
         (packed([0, 9], torch.int64), ArgumentTypeError, "`cu_seqlens` got torch.int64"),
-        (packed([]), ArgumentValueError, "`cu_seqlens` got no element"),
+        (packed([]), ArgumentValueError, "`cu_seqlens` got shape (0,)"),
         (packed([1, 9]), ArgumentValueError, "`cu_seqlens` got 1 at its beginning"),
         (packed([0, 10]), ArgumentValueError, "`cu_seqlens` got 10 at its end"),
         (packed([0, 7, 6, 9]), ArgumentValueError, "`cu_seqlens` got values that fall"),

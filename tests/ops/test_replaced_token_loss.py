@@ -659,7 +659,11 @@ IDS = torch.zeros(63, dtype=torch.int64)
     (
         (dict(input=None), TypeError, "`input` got a NoneType"),
         (dict(input=torch.zeros(2, 3, 4)), ValueError, "`input` got 3 dimensions"),
-        (dict(input=torch.zeros(63, 0), weight=torch.zeros(0)), ValueError, "row width 0"),
+        (
+            dict(input=torch.zeros(63, 0), weight=torch.zeros(0)),
+            ValueError,
+            "`input` got shape (63, 0)",
+        ),
         (dict(input=torch.zeros(63, 40).long()), TypeError, "`input` got torch.int64"),
         (dict(weight=torch.zeros(1, 40)), ValueError, "`weight` got 2 dimensions"),
         (dict(weight=torch.zeros(41)), ValueError, "`weight` got shape (41,)"),

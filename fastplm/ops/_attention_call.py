@@ -1,0 +1,208 @@
+"""The arguments of ``fastplm::attention_fwd``, and what its backends on a CPU share."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import FLOATING, check, check_number, values_are_known
+from fastplm._declare import Arg, Size
+from fastplm.reference.attention import T5RelativeBias, t5_buckets
+
+#: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
+_MAX_DROPOUT_KEYS = 2**20
+_MAX_DROPOUT_HEADS = 2**12
+
+_KEY = Arg("[B, H, Tk, D]", "query", packed="[Nk, H, D]")
+_ENDS = Arg("[B + 1 > 0]", (torch.int32,), "Pass pad(lengths.cumsum(0), (1, 0)).int().")
+_MASK_FIX = "Pass one bool for each key, attention_mask.bool(); causality is is_causal=True."
+
+
+class Call(NamedTuple):
+    """Both layouts: a ragged call has ``cu_seqlens``, a dense one does not."""
+
+    query: Annotated[Tensor, Arg("[B, H, Tq, D]", packed="[Nq, H, D]")]
+    key: Annotated[Tensor, _KEY]
+    value: Annotated[Tensor, _KEY]
+    key_mask: Annotated[Tensor | None, Arg("[B, Tk]", (torch.bool,), _MASK_FIX, packed="[Nk]")]
+    cu_seqlens_q: Annotated[Tensor | None, _ENDS]
+    cu_seqlens_k: Annotated[Tensor | None, _ENDS]
+    max_seqlen_q: Size
+    max_seqlen_k: Size
+    bias_weight: Annotated[
+        Tensor | None, Arg("[buckets, H]", FLOATING, name="relative_bias.weight")
+    ]
+    bias_bidirectional: bool
+    bias_max_distance: int
+    seed: Annotated[Tensor | None, Arg("[]", (torch.int64,))]
+    sample_index: Annotated[Tensor | None, Arg("[B]", (torch.int64,))]
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    allow_tf32: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.numel() - 1
+        return self.query.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but scores: nothing is hidden, added or dropped."""
+        return (
+            self.key_mask is None
+            and self.cu_seqlens_q is None
+            and self.bias_weight is None
+            and self.seed is None
+            and (not self.is_causal or self.query.shape[2] == 1)  # the last query sees every key
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of the two references."""
+        bias = None
+        if self.bias_weight is not None:
+            bias = T5RelativeBias(self.bias_weight, self.bias_bidirectional, self.bias_max_distance)
+        return dict(
+            key_mask=self.key_mask,
+            is_causal=self.is_causal,
+            dropout_p=self.dropout_p,
+            scale=self.scale,
+            relative_bias=bias,
+            seed=self.seed,
+            sample_index=self.sample_index,
+        )
+
+    def check(self, where: str) -> None:
+        if self.cu_seqlens_q is not None:
+            for name in ("max_seqlen_q", "max_seqlen_k"):
+                expected, fix = "the length of the longest sequence", "Pass it, or any upper bound."
+                check_number(where, name, getattr(self, name), 0, math.inf, expected, fix)
+        if self.bias_weight is not None:
+            self._check_bias(where, self.bias_weight.shape[0])
+        if self.seed is not None:
+            heads, longest = self.query.shape[1], self.max_seqlen_k
+            check(
+                longest <= _MAX_DROPOUT_KEYS and heads < _MAX_DROPOUT_HEADS,
+                where,
+                "dropout_p",
+                f"{self.dropout_p} with {longest} keys and {heads} heads",
+                f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
+                "Turn dropout off for such a call.",
+            )
+
+    def _check_bias(self, where: str, buckets: int) -> None:
+        least = 4 if self.bias_bidirectional else 2
+        check(
+            buckets >= least and buckets % 2 == 0,
+            where,
+            "relative_bias.weight",
+            f"{buckets} buckets",
+            f"an even number, at least {least}",
+            "T5 has 32: half of those of a side are exact distances.",
+        )
+        check(
+            self.bias_max_distance > buckets // least,
+            where,
+            "relative_bias.max_distance",
+            self.bias_max_distance,
+            f"more than {buckets // least}, the distances with a bucket of their own",
+            "T5 has 128.",
+        )
+
+    def check_lengths(self) -> None:
+        """The values of ``cu_seqlens``, on the CPU, where looking at them waits for nothing."""
+        for name, cu_seqlens, rows, longest in (
+            ("q", self.cu_seqlens_q, self.query, self.max_seqlen_q),
+            ("k", self.cu_seqlens_k, self.key, self.max_seqlen_k),
+        ):
+            if cu_seqlens is not None and values_are_known(cu_seqlens):
+                check_lengths_on_cpu(name, cu_seqlens, rows.shape[0], longest)
+
+    @property
+    def buckets(self) -> Tensor:
+        """int64 [2 * max_distance + 1]: the bucket of each distance."""
+        assert self.bias_weight is not None
+        buckets, device = self.bias_weight.shape[0], self.query.device
+        return _bucket_table(buckets, self.bias_bidirectional, self.bias_max_distance, device)
+
+
+class Saved(NamedTuple):
+    call: Call
+    out: Tensor | None  # None where the backward computes it again
+    stats: Tensor
+    need_bias_weight: bool
+
+
+def check_lengths_on_cpu(name: str, cu_seqlens: Tensor, rows: int, longest: int) -> None:
+    """Sequences lie one after the other in so many rows, and none is longer than the longest."""
+    where = "attention_varlen"
+    values = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(values[:-1], values[1:], strict=True)]
+    check(
+        values[0] == 0 and min(lengths, default=0) >= 0 and values[-1] <= rows,
+        where,
+        f"cu_seqlens_{name}",
+        f"{values[0]} … {values[-1]} with lengths from {min(lengths, default=0)}",
+        f"0 first, never decreasing, at most {rows} (the rows of the tensor) last",
+        "Build it as pad(lengths.cumsum(0), (1, 0)).",
+    )
+    check(
+        max(lengths, default=0) <= longest,
+        where,
+        f"max_seqlen_{name}",
+        longest,
+        f"at least {max(lengths, default=0)}, the longest sequence",
+        "Pass the longest length, or any upper bound.",
+    )
+
+
+def projection_layout(tensor: Tensor) -> Tensor:
+    """[B, H, T, D] over [B, T, H, D] memory, the dense layout every backend returns."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def empty_like_projection(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 3:
+        return tensor.new_empty(tensor.shape)
+    batch, heads, length, dim = tensor.shape
+    return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+_BUCKET_TABLES: dict[tuple[int, bool, int, torch.device], Tensor] = {}
+
+
+def _bucket_table(
+    num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
+) -> Tensor:
+    """``t5_buckets`` on a device, made once.
+
+    But for a table made inside the capture of a CUDA graph: it holds nothing until a replay.
+    """
+    settings = num_buckets, bidirectional, max_distance, device
+    table = _BUCKET_TABLES.get(settings)
+    if table is None:
+        table = _filled_from_cpu(t5_buckets(num_buckets, bidirectional, max_distance), device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _BUCKET_TABLES[settings] = table
+    return table
+
+
+def _filled_from_cpu(values: Tensor, device: torch.device) -> Tensor:
+    """A few runs of equal values on a device, without a copy, which no CUDA graph can capture."""
+    if device.type == "cpu":
+        return values
+    result = torch.empty(values.shape, dtype=values.dtype, device=device)
+    runs, lengths = values.unique_consecutive(return_counts=True)
+    parts = result.split(lengths.tolist())
+    for part, value in zip(parts, runs.tolist(), strict=True):
+        part.fill_(value)
+    return result

@@ -1,0 +1,126 @@
+"""The arguments of ``fastplm::linear_cross_entropy_fwd``, and what its backends share."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import ArgumentValueError, check_dtype, message
+from fastplm._declare import Arg, Size
+
+# Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
+_LOGITS_ALIGNMENT = 64
+# Before the order of rows stand their counts.
+_ORDER_HEAD = 4
+
+_ROW_INDEX = Arg("[N]", (torch.int64,), "Pass one a row.")
+
+
+class Call(NamedTuple):
+    input: Annotated[Tensor, Arg("[N, E > 0]")]
+    linear_weight: Annotated[Tensor, Arg("[V > 0, E]")]
+    linear_bias: Annotated[Tensor | None, Arg("[V]")]
+    target: Annotated[Tensor, Arg("[N]", (torch.int64,), "Use target.long(), one for each row.")]
+    seed: Annotated[Tensor | None, Arg("[]", (torch.int64,))]
+    sample_index: Annotated[Tensor | None, _ROW_INDEX]
+    position: Annotated[Tensor | None, _ROW_INDEX]
+    ignore_index: int
+    label_smoothing: float
+    temperature: float
+    need_argmax: bool
+    kept_rows: Size
+    normalizer: Tensor | None
+    reduction: str
+
+    def check(self, where: str) -> None:
+        dtypes: tuple[torch.dtype, ...] = (self.input.dtype,)
+        if self.input.dtype in (torch.float16, torch.bfloat16):
+            dtypes += (torch.float32,)
+        for name in ("linear_weight", "linear_bias"):
+            value = getattr(self, name)
+            if value is not None:
+                check_dtype(where, name, value, dtypes, f"Convert it with {name}.to(input.dtype).")
+
+
+class Saved(NamedTuple):
+    """``denominator`` is that of "mean", else None."""
+
+    denominator: Tensor | None
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    log_probability: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    grad_logits: Tensor
+    slots: Tensor
+    order: Tensor
+    ignore_index: int
+    label_smoothing: float
+    need_input: bool
+    need_linear_weight: bool
+    need_linear_bias: bool
+
+
+def check_targets(target: Tensor, linear_weight: Tensor, ignore_index: int) -> None:
+    """Every target of a CPU tensor is ``ignore_index`` or lies in [0, V)."""
+    vocab = linear_weight.shape[0]
+    if target.device.type != "cpu" or target.numel() == 0:
+        return
+    low, high = (int(end) for end in target.masked_fill(target == ignore_index, 0).aminmax())
+    if low < 0 or high >= vocab:
+        raise ArgumentValueError(
+            message(
+                "linear_cross_entropy",
+                "target",
+                f"target {low if low < 0 else high}",
+                f"{ignore_index} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
+                "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
+            )
+        )
+
+
+def logit_columns(vocab: int) -> int:
+    """Columns of a row of kept logits: V, up to whole tiles."""
+    return -(-vocab // _LOGITS_ALIGNMENT) * _LOGITS_ALIGNMENT
+
+
+def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
+    """Of a forward of rows, to be written.
+
+    Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
+    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
+    [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
+    backend, and is never written on the other. Then what the Triton backend needs again: the rows
+    of kept logits, [kept_rows, E], and the order in which it took all rows, int64.
+
+    Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
+    at logits around 1e4.
+    """
+    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
+    dtype = torch.promote_types(call.input.dtype, torch.float32)
+    on_triton, kept_rows = backend == "triton", call.kept_rows
+    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
+    return (
+        *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
+        call.target.new_empty(rows if call.need_argmax else 0),
+        call.target.new_empty(rows if call.seed is not None else 0),
+        call.input.new_empty(logits if kept_rows else (0,)),
+        call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
+        call.target.new_empty(_ORDER_HEAD + rows if on_triton else 0),
+    )
+
+
+def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias to be written; without elements where not needed."""
+    bias = saved.linear_weight if saved.linear_bias is None else saved.linear_bias
+    return (
+        saved.input.new_empty(saved.input.shape if saved.need_input else (0,)),
+        saved.linear_weight.new_empty(
+            saved.linear_weight.shape if saved.need_linear_weight else (0,)
+        ),
+        bias.new_empty(saved.linear_weight.shape[:1] if saved.need_linear_bias else (0,)),
+    )
