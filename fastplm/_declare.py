@@ -24,8 +24,12 @@ from fastplm.errors import ArgumentValueError, message
 #: An int that torch.compile may trace as a symbol.
 Size = Annotated[int, "SymInt"]
 
-_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int"}
-_SCHEMA |= {float: "float", str: "str", Size: "SymInt"}
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Size: "SymInt",
+    **{kind: kind.__name__ for kind in (bool, int, float, str)},
+}
 
 
 class Arg(NamedTuple):
@@ -56,11 +60,11 @@ class _Shape(NamedTuple):
 
 
 class _TensorArgument(NamedTuple):
-    index: int
+    place: int
     name: str
     optional: bool
     dtypes: tuple[torch.dtype, ...]
-    dtype_of: int | None  # the index of the argument whose dtype it has
+    dtype_of: int | None  # the place of the argument whose dtype it has
     shape: _Shape | None
     fix: str
 
@@ -126,16 +130,16 @@ class Signature:
         # Tuples are unpacked and not asked by name: half of what a small call costs on the host.
         sizes: dict[str, int] = {}
         device = None
-        for index, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:
-            tensor = call[index]
+        for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:
+            tensor = call[place]
             if tensor is None and optional:
                 continue
             if not isinstance(tensor, Tensor):
                 check_tensor(where, name, tensor)
             if shape is not None:
-                found, letters, leading = tensor.shape, shape.sizes, shape.leading
-                if leading:
-                    found = found[max(len(found) - len(letters), 0) :]
+                found, letters = tensor.shape, shape.sizes
+                if len(found) > len(letters) and shape.leading:
+                    found = found[len(found) - len(letters) :]
                 if len(found) != len(letters):
                     raise _wrong_shape(where, name, shape, tensor, sizes, fix)
                 for at in shape.positive:
@@ -164,7 +168,7 @@ def _arg_of(hint: Any) -> Arg | None:
 
 def _tensor_arguments(hints: dict[str, Any], packed: bool) -> list[_TensorArgument]:
     found = []
-    for index, (field, hint) in enumerate(hints.items()):
+    for place, (field, hint) in enumerate(hints.items()):
         arg = _arg_of(hint)
         if arg is None:
             continue
@@ -174,7 +178,7 @@ def _tensor_arguments(hints: dict[str, Any], packed: bool) -> list[_TensorArgume
             dtype_of, dtypes = list(hints).index(dtypes), ()
         shape = _shape(arg.packed if packed and arg.packed is not None else arg.shape)
         name = arg.name or field
-        found.append(_TensorArgument(index, name, optional, dtypes, dtype_of, shape, arg.fix))
+        found.append(_TensorArgument(place, name, optional, dtypes, dtype_of, shape, arg.fix))
     return found
 
 

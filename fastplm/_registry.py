@@ -142,7 +142,9 @@ class Op:
 
     def __call__(self, call: Any) -> Any:
         """Check a call, choose its backend and run it."""
-        self.check(call)
+        self.arguments.check(self.name, call, self._may_be_packed and call.packed)
+        if self._extra_checks:
+            call.check(self.name)
         watched = needs_dispatch(call)
         return self.run(call, resolve(self.name, self.backends, call, watched), watched)
 
@@ -269,14 +271,16 @@ class _Formula:
 
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
         outputs = (output,) if self.single else output
-        properties = [getattr(call, name) for name in self.properties]
-        values = (*call, backend, *outputs, *properties, *ctx.needs_input_grad)
+        needs = ctx.needs_input_grad
+        if self.properties:
+            needs = (*(getattr(call, name) for name in self.properties), *needs)
+        values = (*call, backend, *outputs, *needs)
         tensors, others = self.tensors(values), self.others(values)
         if self.unused is not None:
             unused = self.unused(call, outputs, ctx.needs_input_grad, backend)
-            tensors = [
+            tensors = tuple(
                 None if n in unused else t for n, t in zip(self.tensor_names, tensors, strict=True)
-            ]
+            )
         ctx.save_for_backward(*tensors)
         ctx.others, ctx.backend = others, backend
         if self.constant:

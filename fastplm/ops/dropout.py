@@ -103,6 +103,11 @@ def _fake(call: Call, backend: str) -> Tensor:
     return torch.empty_like(call.input, memory_format=torch.contiguous_format)
 
 
+def _second(grad: Tensor, saved: Saved, backend: str) -> Tensor:
+    """The gradient is a dropout itself."""
+    return OP.run(Call(grad, *saved), backend)
+
+
 def _smoke(device: torch.device) -> None:
     dropout(torch.randn(5, 16, device=device, requires_grad=True), 0.5).sum().backward()
 
@@ -116,8 +121,7 @@ OP = Op(
     saved=Saved,
     gradients=("input",),
     fake_backward=lambda grad, saved: _fake(Call(grad, *saved), ""),
-    # The gradient is a dropout itself.
-    second=lambda grad, saved, backend: OP.run(Call(grad, *saved), backend),
+    second=_second,
 )
 OP.backend(
     "cpp",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastplm._checks import ArgumentValueError, message, values_are_known
 from fastplm._declare import Arg, Size
-from fastplm._registry import Op
+from fastplm._registry import Op, needs_dispatch
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,
@@ -76,9 +76,12 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
         prediction head as in ``run_pretraining.py`` of its authors.
     Reference: ``fastplm.reference.gather_rows.gather_rows_ref``.
     """
-    OP.check(Call(input, positions))
-    call = Call(last_dim_contiguous(input), positions.contiguous())
-    return OP.run(call, OP.resolve(call))
+    call = Call(input, positions)
+    OP.check(call)
+    if input.stride(1) != 1 or positions.stride(0) != 1:
+        call = Call(last_dim_contiguous(input), positions.contiguous())
+    watched = needs_dispatch(call)
+    return OP.run(call, OP.resolve(call, watched), watched)
 
 
 def _check_range(call: Call) -> None:

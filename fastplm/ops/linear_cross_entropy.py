@@ -266,8 +266,8 @@ def _vocabulary_pass(
     expected_targets: int | None,
 ) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     """The loss; the samples and the statistics where they are asked for."""
-    for name, value, ndim in (("input", operands[0], 2), ("linear_weight", operands[1], 2)):
-        check_tensor(where, name, value, ndim=ndim)
+    check_tensor(where, "input", operands[0], ndim=2)
+    check_tensor(where, "linear_weight", operands[1], ndim=2)
     if operands[2] is not None:
         check_tensor(where, "linear_bias", operands[2], ndim=1)
     check_reduction(where, operands[0], reduction, normalizer)
@@ -339,8 +339,14 @@ def _eager(call: Call) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     )
     sample = statistics = None
     if call.seed is not None:
-        sampling = _Sampling(call.seed, call.sample_index, call.position, call.temperature)
-        sample = sample_ref(*tensors, **rows, **sampling._asdict())  # type: ignore[arg-type]
+        sample = sample_ref(
+            *tensors,
+            seed=call.seed,
+            sample_index=call.sample_index,
+            position=call.position,
+            temperature=call.temperature,
+            **rows,
+        )
     if call.need_argmax:
         statistics = row_statistics_ref(*tensors, **rows)
     return loss, sample, statistics

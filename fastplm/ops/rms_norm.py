@@ -70,7 +70,9 @@ _CSRC_REJECTS = csrc_rejects("rms_norm")
 
 
 def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
-    return _CSRC_REJECTS(call, forced=forced) or _CSRC_REJECTS((call.weight,), forced=forced)
+    if call.weight.dtype is torch.float64:
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(call, forced=forced)
 
 
 def _measured(call: Call) -> CallClass:
