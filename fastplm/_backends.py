@@ -103,12 +103,12 @@ class Backend:
 
 
 def needs_plain_pytorch() -> str | None:
-    """Why nothing but the reference can run a call: who transforms it must see into it.
+    """Why only the reference can run a call: some transforms need to see PyTorch's operators.
 
-    Gradients of ``torch.func``, and ``vmap`` alone, have what they need of our operators.
+    Our operators support gradients of ``torch.func``, and ``vmap`` without gradients.
     """
     if is_written_down():
-        return "torch.jit.trace or an ONNX export, which write down operators of PyTorch alone"
+        return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
     if torch.compiler.is_compiling():  # tangents are ``_registry._refuse_tangents``'s there
         return None
     if forward_ad._current_level >= 0:
@@ -118,11 +118,11 @@ def needs_plain_pytorch() -> str | None:
     kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack()}
     if kinds == {_TRANSFORMS.Grad} or kinds == {_TRANSFORMS.Vmap}:
         return None
-    return "several transforms of torch.func at once: a kernel takes vmap or gradients alone"
+    return "several transforms of torch.func at once: a kernel supports vmap or gradients"
 
 
 def is_written_down() -> bool:
-    """Whether a call is traced for another program to run, which has PyTorch's operators alone."""
+    """Whether a call is traced for another program, which has only PyTorch's own operators."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
     return torch.jit.is_tracing()
@@ -154,9 +154,9 @@ class _Choice:
         return self.per_op.get(op, self.default)
 
 
-# The choices of the blocks that a thread is inside of, the newest last. Not a ContextVar, which
-# torch.compile cannot trace: what it reads here is guarded, thread by thread, so a compiled
-# function is retraced when the choice changes.
+# The choices of the ``use_backend`` blocks that a thread is in, the newest last. Not a ContextVar,
+# which torch.compile cannot trace. Dynamo guards what it reads here, for each thread, so a compiled
+# function is traced again when the choice changes.
 _OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND", "auto"), {})]
 _thread = threading.local()
 if threading.current_thread() is threading.main_thread():
@@ -170,7 +170,7 @@ def _choices() -> list[_Choice]:
 
 
 def requested(op: str) -> str:
-    """What the user asked for ``op``: "auto" or the name of a backend."""
+    """The backend that the user chose for ``op``, or "auto"."""
     return _choices()[-1].of(op)
 
 
@@ -374,5 +374,5 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def triton_installed() -> bool:
-    """Whether ``import triton`` can work; nothing is imported and no device is asked."""
+    """Whether ``import triton`` can work. Nothing is imported, and no device is started."""
     return _HAS_TRITON

@@ -127,7 +127,7 @@ class Signature:
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
-        # Tuples are unpacked and not asked by name: half of what a small call costs on the host.
+        # Fields are unpacked, as access by name would cost microseconds in every call.
         sizes: dict[str, int] = {}
         device = None
         for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:

@@ -42,7 +42,8 @@ def _driver_is_older(built: int, torch_cuda: str) -> str | None:
     """Whether the driver is too old for the CUDA runtime inside our library, 13000 for CUDA 13.0.
 
     Within a major version any driver serves any runtime, and a torch that works has such a driver.
-    Of a torch of an older CUDA the driver may be older, too; it is asked without being started.
+    With a torch of an older CUDA the driver may be older, too. Its version is read without
+    starting it.
     """
     major, torch_major = built // 1000, int(torch_cuda.split(".")[0])
     if torch_major >= major:

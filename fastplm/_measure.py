@@ -1,9 +1,9 @@
 """``fastplm measure``: the table of ``fastplm/_measured.py``, made on this machine.
 
 Both sides of a comparison are called as a layer would call them, overhead and all. They take turns,
-so that whatever else the machine does hits both, and the median of the rounds counts. What a layer
-finds in the caches is there when it is measured, too: nothing of the attention of a decoder's
-token, neither keys and values nor the Python of so short a call, after the weights of other layers.
+so that other load on the machine slows both, and the median of the rounds counts. The caches are as
+in a model: the attention of a decoder's token is measured with cold caches, since the weights of
+the other layers have replaced its keys, values and Python code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
     """Measure this machine, write its own table and return the file.
 
     Args:
-        write: is told each series as it is done.
+        write: called with a line of text after each series.
         only: names of ops; none means all. What the file has of others is kept.
 
     Raises:

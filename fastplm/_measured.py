@@ -70,7 +70,7 @@ def level() -> str:
 
 
 def cpu_kind() -> str:
-    """What tables are told apart by: level, architecture, and who made a CPU with AVX-512."""
+    """The name of a table: the level or architecture, and for AVX-512 the maker of the CPU."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine().lower()
     if level() != "avx512":
@@ -116,7 +116,7 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 
 class Table:
-    """The table in use, read when it is first asked."""
+    """The table in use, read when it is first needed."""
 
     def __init__(self, path: Path | None, contents: dict[str, Any]) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class Table:
     def _speedup(
         self, op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]
     ) -> float | None:
-        """How much faster than PyTorch ours is; None where nobody measured."""
+        """How much faster than PyTorch ours is; None where it was not measured."""
         series = self.contents.get("ops", {}).get(op, {}).get(f"{form} {dtype_key(dtype)}")
         return None if series is None else Series(**series).speedup(sizes)
 
@@ -148,13 +148,13 @@ def slower(op: str, call: CallClass) -> str | None:
     """Why a call is PyTorch's; None if ours was seen to be as fast."""
     speedup = table().speedup(op, *call)
     if speedup is None:
-        return f"nobody measured it on a CPU of the kind {cpu_kind()} (fastplm measure)"
+        return f"it was not measured on a CPU of the kind {cpu_kind()} (fastplm measure)"
     if speedup < 1.0:
         return f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
     return None
 
 
 def training(*tensors: torch.Tensor | None) -> str:
-    """The form of a call of which a gradient may be asked, or not."""
+    """The form of a call: "training" if it can have a gradient, else "forward"."""
     grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     return "training" if grad else "forward"

@@ -22,7 +22,7 @@ from fastplm._declare import Signature
 from fastplm._measured import CallClass
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
-#: Types of arguments that dispatch to nobody else: neither subclasses of tensors nor symbols.
+#: Types of arguments without a dispatch of their own: no subclasses of tensors and no symbols.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 # Asked of every call, so looked up once.
@@ -178,8 +178,8 @@ class Op:
     def run(self, call: Any, backend: str, watched: bool | None = None) -> Any:
         """Run a call that was checked, on a backend that accepts it.
 
-        Where nobody watches operators the call goes straight to the backend, under an autograd
-        function: dispatch to Python costs tens of microseconds a call.
+        Unless it needs PyTorch's dispatcher, a call goes straight to the backend, under an
+        autograd function: dispatch to Python costs tens of microseconds a call.
 
         Args:
             watched: the answer of ``needs_dispatch(call)``, if it is known.
@@ -231,8 +231,11 @@ def _outside_autocast(function: Any, *arguments: Any) -> Any:
 
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """The values at these places of a tuple."""
-    if len(places) < 2:  # of one place ``itemgetter`` returns no tuple
-        return lambda values: tuple(values[at] for at in places)
+    if not places:
+        return lambda values: ()
+    if len(places) == 1:  # of one place ``itemgetter`` returns no tuple
+        (only,) = places
+        return lambda values: (values[only],)
     return operator.itemgetter(*places)
 
 
@@ -318,7 +321,7 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
-    """In a traced graph nobody could choose the reference any more, and a tangent would be lost."""
+    """A traced graph cannot change to the reference any more, and would lose a tangent."""
     if forward_ad._current_level < 0:
         return
     for value in arguments:
@@ -338,7 +341,7 @@ def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]
 def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     """Whether a call must go through PyTorch's dispatcher as an operator.
 
-    So it must where somebody traces, profiles, transforms or intercepts operators.
+    It must while operators are traced, profiled, transformed or intercepted.
     """
     return (
         torch.compiler.is_compiling()
@@ -353,7 +356,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
-    """Whether a call on these is nobody's but ours: not traced, transformed or a subclass's."""
+    """Whether a call on these tensors is plain: not traced, not transformed, no subclass."""
     return (
         _PLAIN.issuperset(map(type, tensors))
         and not torch.compiler.is_compiling()
@@ -370,9 +373,9 @@ def is_transformed() -> bool:
 
 
 def _once(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula whose gradients raise where somebody wants their gradient (create_graph=True).
+    """A formula whose gradients cannot be differentiated again: that raises (create_graph=True).
 
-    Without this they would pass for constants, and a gradient penalty for nothing.
+    Without this, autograd would treat them as constants, and a gradient penalty as 0.
     """
 
     def run(ctx: Any, *grads: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,22 @@ def test_no_host_sync_in_hot_paths(folder):
                     assert node.func.attr not in ("item", "nonzero", "tolist"), (
                         f"{path}:{node.lineno} {function.name} calls .{node.func.attr}()"
                     )
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_the_documentation_says_the_shapes_declared(op):
+    function = getattr(fastplm.ops, op)
+    doc = inspect.getdoc(function)
+    documented = doc[doc.index("Args:") : doc.index("Returns:")]
+    found = 0
+    for argument in OPS[op].arguments.tensors[False]:
+        if argument.shape is None or argument.name not in inspect.signature(function).parameters:
+            continue
+        text = argument.shape.text.replace(" > 0", "").replace("[...]", "[...").removesuffix("]")
+        line = re.search(rf"^ +[\w, ]*\b{argument.name}\b[\w, ]*: ([^:]*)", documented, re.M)
+        assert line and (text in line[1] or "shape of `" in line[1] or text == "["), argument
+        found += 1
+    assert found > 0 or op in ("dropout", "gelu")
 
 
 def test_no_tests_package():

@@ -263,17 +263,17 @@ class _Chunk:
 
     def __init__(self, call: Call, batch: _Batch, samples: slice, heads: slice) -> None:
         self.call, self.batch, self.where = call, batch, (samples, heads)
-        self.query, self.key, self.value = (self.take(tensor) for tensor in batch[:3])
+        self.query, self.key, self.value = (self.part(tensor) for tensor in batch[:3])
         self.rescale = 256 / max(256 - dropout_threshold(call.dropout_p), 1)  # c
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def part(self, tensor: Tensor) -> Tensor:
         """The chunk's part of a [B, H, T, D] tensor as [n, T, D], contiguous whatever it was."""
-        part = tensor[self.where]
-        if part.dtype is torch.float16:
-            part = part.float()
-        return part.flatten(0, 1).contiguous()
+        tensor = tensor[self.where]
+        if tensor.dtype is torch.float16:
+            tensor = tensor.float()
+        return tensor.flatten(0, 1).contiguous()
 
-    def give(self, target: Tensor, part: Tensor) -> None:
+    def write(self, target: Tensor, part: Tensor) -> None:
         """Write [n, T, D] into the chunk's part of a [B, H, T, D] tensor."""
         target[self.where] = part.unflatten(0, self._outer(target))
 
@@ -339,7 +339,7 @@ def _explicit_fwd(call: Call, batch: _Batch) -> Tensor:
         probs, drop = chunk.probs(), chunk.dropped()
         if drop is not None:
             probs.masked_fill_(drop, 0.0)
-        chunk.give(out, _product(probs.to(chunk.value.dtype), chunk.value, chunk.rescale))
+        chunk.write(out, _product(probs.to(chunk.value.dtype), chunk.value, chunk.rescale))
     return out
 
 
@@ -350,7 +350,7 @@ def _explicit_bwd(
     dk, dv = empty_like_projection(batch.key), empty_like_projection(batch.value)
     lines = None
     for chunk in _chunks(call, batch):
-        upstream = chunk.take(grad_out)
+        upstream = chunk.part(grad_out)
         dtype = upstream.dtype
         probs, drop = chunk.probs(), chunk.dropped()
         grad_probs = _product(upstream, chunk.value.transpose(1, 2), chunk.rescale).to(probs.dtype)
@@ -358,7 +358,7 @@ def _explicit_bwd(
         if drop is not None:
             used = probs.masked_fill(drop, 0.0)
             grad_probs.masked_fill_(drop, 0.0)
-        chunk.give(dv, _product(used.to(dtype).transpose(1, 2), upstream, chunk.rescale))
+        chunk.write(dv, _product(used.to(dtype).transpose(1, 2), upstream, chunk.rescale))
         ds = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
         if bias_grad:
             if lines is None:
@@ -366,8 +366,8 @@ def _explicit_bwd(
                 lines = ds.new_zeros(*batch.query.shape[:2], length)
             lines[chunk.where] = _distance_sums(ds).view_as(lines[chunk.where])
         ds = ds.to(dtype)
-        chunk.give(dq, _product(ds, chunk.key, call.scale))
-        chunk.give(dk, _product(ds.transpose(1, 2), chunk.query, call.scale))
+        chunk.write(dq, _product(ds, chunk.key, call.scale))
+        chunk.write(dk, _product(ds.transpose(1, 2), chunk.query, call.scale))
     if lines is None:
         return (dq, dk, dv), None
     assert call.bias_weight is not None

@@ -114,7 +114,7 @@ def cached_by_settings(function: Callable[..., Any]) -> Callable[..., Any]:
 def check_reduction(
     where: str, input: torch.Tensor, reduction: str, normalizer: torch.Tensor | None
 ) -> None:
-    """``reduction`` is a known one, and ``normalizer`` a 0-d tensor with "mean" alone."""
+    """``reduction`` is a known one, and ``normalizer`` a 0-d tensor only with "mean"."""
     check_choice(where, "reduction", reduction, ("mean", "sum", "none"))
     if normalizer is None:
         return

@@ -48,19 +48,19 @@ def torch_forward(
     rows = _cpu_positions(call.target != call.ignore_index)
     if rows.numel() == 0:
         return
-    for some, kept in _parts(rows, call.kept_rows):
-        statistics = _Statistics(call, some)
+    for counted, kept in _parts(rows, call.kept_rows):
+        statistics = _Statistics(call, counted)
         if kept:
-            _keep_logits(call, some, statistics, grad_logits)
+            _keep_logits(call, counted, statistics, grad_logits)
         else:
-            _stream_logits(call, some, statistics)
-        loss[some] = statistics.loss(call)
-        log_probability[some] = statistics.log_probability()
-        row_max[some], row_sum[some] = statistics.m_i, statistics.l_i
+            _stream_logits(call, counted, statistics)
+        loss[counted] = statistics.loss(call)
+        log_probability[counted] = statistics.log_probability()
+        row_max[counted], row_sum[counted] = statistics.m_i, statistics.l_i
         if call.need_argmax:
-            argmax[some] = statistics.argmax
+            argmax[counted] = statistics.argmax
         if call.seed is not None:
-            sample[some] = statistics.sample
+            sample[counted] = statistics.sample
 
 
 def torch_backward(
@@ -75,12 +75,12 @@ def torch_backward(
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
-    for number, (some, kept) in enumerate(parts):
+    for number, (counted, kept) in enumerate(parts):
         weight, bias = grad_weight, grad_bias
         if number:
             weight, bias = torch.empty_like(weight), torch.empty_like(bias)
         backward = _backward_of_kept if kept else _backward_of_recomputed
-        backward(grad_loss, saved, some, grad_input, weight, bias)
+        backward(grad_loss, saved, counted, grad_input, weight, bias)
         if number:
             grad_weight += weight
             grad_bias += bias
@@ -89,7 +89,7 @@ def torch_backward(
 def _parts(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
     """The rows that keep their logits and those that do not, without empty parts."""
     parts = (rows[:kept_rows], True), (rows[kept_rows:], False)
-    return [(some, kept) for some, kept in parts if some.numel()]
+    return [(counted, kept) for counted, kept in parts if counted.numel()]
 
 
 class _Statistics:

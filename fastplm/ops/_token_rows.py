@@ -54,7 +54,7 @@ def check_row_values(where: str, call: Any, longest: int) -> None:
 def check_row_length(where: str, input_ids: Tensor) -> None:
     """Short enough for the counters of random draws."""
     length = input_ids.shape[-1]
-    if length >= _MOST_TOKENS:  # spelled out only then: a size in words is no symbol any more
+    if length >= _MOST_TOKENS:  # only then as text, which would make a symbolic size a constant
         expected = f"fewer than {_MOST_TOKENS}"
         check(False, where, "input_ids", f"rows of {length} tokens", expected, "Cut them.")
 
@@ -105,7 +105,7 @@ def check_length_values(where: str, lengths: Tensor, input_ids: Tensor) -> None:
 
 
 def check_step(where: str, step: int) -> None:
-    """What fits beside the stream in the last counter word."""
+    """A step that fits into the last counter word, which also holds the stream."""
     check_int(where, "step", step, 0, 2**28, "Count from 0.")
 
 

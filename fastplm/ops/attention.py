@@ -42,7 +42,7 @@ from fastplm.reference.attention import (
 
 #: Of the kernels, in 16 bits and in fp32.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
-# Which arguments a backend wants with a last stride of 1.
+# Arguments that backends need with a last stride of 1.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
 
@@ -139,9 +139,9 @@ def attention(
 
 
 def is_faster(query: Tensor, key: Tensor) -> bool:
-    """Whether ``attention`` of these has more to win than a call costs, with nothing but scores.
+    """Whether ``attention`` is faster than PyTorch's for a call without mask, bias and dropout.
 
-    For those who have ``scaled_dot_product_attention`` at hand, and nothing to hide, add or drop.
+    For layers, which can call ``scaled_dot_product_attention`` instead.
     """
     if query.device.type != "cpu" or requested("attention") != "auto" or not is_eager(query, key):
         return True
@@ -229,12 +229,12 @@ def attention_varlen(
 
 
 def _allows_tf32() -> bool:
-    """Whether PyTorch multiplies fp32 matrices of a GPU in TF32, by whichever flag it was told."""
+    """Whether PyTorch multiplies fp32 matrices of a GPU in TF32, whichever flag allows it."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# It cannot be traced, but Dynamo guards its answer. As ``torch.compiler.assume_constant_result``
-# does it, which imports Dynamo: a second that nobody else needs.
+# Dynamo cannot trace it, but may take its result as a constant. This is what
+# ``torch.compiler.assume_constant_result`` does, without importing Dynamo, which takes a second.
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -327,9 +327,10 @@ _CSRC_REJECTS = csrc_rejects("attention")
 
 
 def _short_way(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
-    """A call with nothing but scores and no error in it, by what ``_run`` would find, or None.
+    """The result of a correct call without mask, bias and dropout, or None.
 
-    Between the layers of a model the caches forget all Python, most of what a small call costs.
+    A shorter way to what ``_attend`` does: Python code is cold between the layers of a model, and
+    most of the cost of a small call.
     """
     batch, heads, seqlen_q, dim = query.shape
     seqlen_k, dtype, wanted = key.shape[2], query.dtype, requested("attention")

@@ -129,7 +129,7 @@ def bart_noise(
         mask_probability, delete_probability: as above; their sum is at most 1.
         infill_probability: share of the tokens that spans cover.
         poisson_lambda: mean length of a span, above 0 and at most 20. A row has at most 2 m + 16
-            spans, the last of which covers what is left; this is felt for means below 1 alone.
+            spans, the last of which covers what is left; this matters only for means below 1.
         permute_sentences: share of the sentences that is shuffled.
         rotate_probability: share of the rows that is rotated.
         random_replace_prob: share of the masks that becomes a random id. The paper does not name
@@ -188,7 +188,7 @@ def bart_noise(
         "special_ids",
         f"all {vocab_size} ids",
         "fewer than the vocabulary has, or there is no random id to draw",
-        "Pass the ids of the special tokens alone.",
+        "Pass only the ids of the special tokens.",
     )
     tokens = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
     if bos_token_id is not None:
@@ -249,7 +249,7 @@ def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
         "delete_probability",
         delete,
         f"at most 1 - mask_probability = {1 - mask}",
-        "A token has one fate; the two are shares of the same tokens.",
+        "A token is masked or deleted, not both: the two are shares of the same tokens.",
     )
 
 

@@ -120,8 +120,8 @@ def corrupt_spans(
         A pure function of its arguments, the same bits on every backend and device, for padded and
         packed rows. A boundary between two tokens has 32 random bits as its rank; equal ranks go
         by position. Density and mean are rounded to multiples of 2^-32. Nothing waits for the
-        device: lengths and boundaries that do not fit are errors on the CPU alone, and elsewhere
-        held to what there is.
+        device: lengths and boundaries that do not fit are errors only on the CPU, and elsewhere
+        are cut to the tokens.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.

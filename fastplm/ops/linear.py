@@ -109,10 +109,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``linear`` where it does not end up with PyTorch's own, and None there.
+    """The result of ``linear`` where csrc/ is faster than PyTorch, else None.
 
-    For layers, which have ``torch.nn.functional.linear`` at hand. A token of a decoder is some
-    fifty of them, of few rows, so the question that most calls end with comes first.
+    For layers, which then call ``torch.nn.functional.linear``. A decoder runs about fifty of them
+    for each token, most of them PyTorch's, so this is checked first.
     """
     wanted = requested("linear")
     if not _BUILT or wanted not in ("auto", "cpp") or _is_traced():
@@ -192,9 +192,10 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
 
 
 def _short_way(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """A call without an error in it by what ``resolve`` would find, or None.
+    """The result of a correct call on the CPU without gradients, or None.
 
-    Between the layers of a model the caches forget all Python, most of what a small call costs.
+    A shorter way to what ``linear`` does: Python code is cold between the layers of a model, and
+    most of the cost of a small call.
     """
     wanted = requested("linear")
     if (
@@ -217,7 +218,7 @@ def _is_traced() -> bool:
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is no error in a call, on a CPU and of one dtype."""
+    """Whether a call is correct, on the CPU and of one dtype."""
     dtype = weight.dtype
     return (
         dtype in FLOATING
@@ -232,7 +233,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_simple(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``fastplm_C::linear`` takes what fits, and nobody asks for more than the product."""
+    """Whether ``fastplm_C::linear`` can run a correct call, and no gradient or trace is needed."""
     return (
         _BUILT
         and weight.dtype in _DTYPES

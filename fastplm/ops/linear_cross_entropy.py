@@ -265,7 +265,7 @@ def _vocabulary_pass(
     logits_budget: int | None,
     expected_targets: int | None,
 ) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
-    """The loss; the samples and the statistics where they are asked for."""
+    """The loss, and the samples and the statistics if requested."""
     check_tensor(where, "input", operands[0], ndim=2)
     check_tensor(where, "linear_weight", operands[1], ndim=2)
     if operands[2] is not None:
@@ -275,7 +275,7 @@ def _vocabulary_pass(
     check_number(where, "label_smoothing", label_smoothing, 0.0, 1.0, "a share in [0, 1]", hint)
     for name, value, unit, hint in (
         ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
-        ("expected_targets", expected_targets, "rows", "None is for whoever does not know."),
+        ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
@@ -300,7 +300,7 @@ def _vocabulary_pass(
     kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
     if backend == "torch" and kept_rows and multiplies_in(operands[0]) is not operands[0].dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
-    # The operator passes no gradient to the normalizer; whoever wants one divides here.
+    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
     divides = normalizer is not None and normalizer.requires_grad
     input, weight, bias = operands
     call = call._replace(
@@ -387,8 +387,8 @@ def _kept_rows(
     row_bytes = logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
     if rows * row_bytes <= budget:
         return rows
-    some = budget // row_bytes // _ROW_ALIGNMENT * _ROW_ALIGNMENT
-    return some if some >= _LEAST_KEPT_ROWS else 0
+    rows = budget // row_bytes // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    return rows if rows >= _LEAST_KEPT_ROWS else 0
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def _check_numbers(
         "special_ids",
         f"{special_count} of {vocab_size} ids",
         "fewer than the vocabulary has, or there is no random id to draw",
-        "Pass the ids of the special tokens alone.",
+        "Pass only the ids of the special tokens.",
     )
     if max_predictions is not None:
         check_int(

@@ -157,7 +157,7 @@ def replaced_token_loss(
             normalizer=normalizer,
             return_counts=return_counts,
         )
-    # The operator passes no gradient to the normalizer; whoever wants one divides here.
+    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
     divides = normalizer is not None and normalizer.requires_grad
     needs_sum = reduction != "none" and torch.is_grad_enabled() and weight.requires_grad
     call = Call(
