@@ -108,8 +108,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/ops/gather_rows.py",
-        "used = (positions >= 0).nonzero().squeeze(1)",
-        "used = (positions > 0).nonzero().squeeze(1)",
+        "used = (saved.positions >= 0).nonzero().squeeze(1)",
+        "used = (saved.positions > 0).nonzero().squeeze(1)",
         "tests/ops/test_gather_rows.py -k torch",
     ),
     # --- ops: losses
@@ -133,8 +133,8 @@ MUTATIONS = (
     ),
     Mutation(
         RTD,
-        "flagged, told = flagged & mask, replaced & mask",
-        "flagged, told = flagged, replaced & mask",
+        "flagged, positive = flagged & mask, replaced & mask",
+        "flagged, positive = flagged, replaced & mask",
         f"{REPLACED} 'counts and torch'",
     ),
     Mutation(
