@@ -69,7 +69,16 @@ class Call(NamedTuple):
 
     def check(self, where: str) -> None:
         check_row_values(where, self, self.longest)
-        check_token_ids(where, "special_ids", self.special_ids, self.vocab_size)
+        ids, vocab_size = self.special_ids, self.vocab_size
+        check_token_ids(where, "special_ids", ids, vocab_size)
+        check(
+            ids is None or ids.shape[0] < vocab_size,
+            where,
+            "special_ids",
+            f"all {vocab_size} ids",
+            "fewer than the vocabulary has, or there is no random id to draw",
+            "Pass only the ids of the special tokens.",
+        )
         check_token_ids(where, "sentence_end_ids", self.sentence_end_ids)
 
 
@@ -178,18 +187,8 @@ def bart_noise(
     check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
     check_row_length(_WHERE, input_ids)
     check_rows(_WHERE, lengths, cu_seqlens, max_seqlen)
-    if special_ids is not None:
-        check_tensor(_WHERE, "special_ids", special_ids, ndim=1)
     fix = "Pass the length of the tokenizer."
     check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, fix)
-    check(
-        special_ids is None or special_ids.shape[0] < vocab_size,
-        _WHERE,
-        "special_ids",
-        f"all {vocab_size} ids",
-        "fewer than the vocabulary has, or there is no random id to draw",
-        "Pass only the ids of the special tokens.",
-    )
     tokens = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
     if bos_token_id is not None:
         tokens["bos_token_id"] = bos_token_id

@@ -566,7 +566,7 @@ PACKED = {
         ({"input_ids": torch.zeros(5, dtype=torch.long)}, ArgumentValueError, "2 dimensions"),
         ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
         ({"sentinel_ids": [5]}, ArgumentTypeError, "`sentinel_ids` got a list"),
-        ({"sentinel_ids": sentinels()[:0]}, ArgumentValueError, "`sentinel_ids` got no element"),
+        ({"sentinel_ids": sentinels()[:0]}, ArgumentValueError, "`sentinel_ids` got shape (0,)"),
         ({"sentinel_ids": sentinels().int()}, ArgumentTypeError, "got torch.int32"),
         ({"sentinel_ids": sentinels().to("meta")}, ArgumentValueError, "device meta"),
         ({"eos_token_id": -1}, ArgumentValueError, "`eos_token_id` got -1"),
