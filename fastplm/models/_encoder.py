@@ -54,6 +54,7 @@ class EncoderModel(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -63,7 +64,6 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        *,
         unpad: bool | int | RaggedBatch | None = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
@@ -148,7 +148,7 @@ class EncoderModel(FastplmModel):
         if lookup is not None and inputs_embeds is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         outputs = super().forward(  # type: ignore[misc]
-            input_ids,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,

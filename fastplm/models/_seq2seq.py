@@ -27,10 +27,12 @@ from fastplm.models._base import (
     check_positions,
 )
 from fastplm.models._encoder import _rows_at, cross_inputs
+from fastplm.models._heads import ScaledLoss, shape_of
 from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
+_CACHING = ("past_key_values", "use_cache")
 Unpad = bool | int | RaggedBatch | None
 
 
@@ -119,6 +121,8 @@ class Stack(FastplmModel):
     embed_tokens: Any
     gradient_checkpointing: bool
     training: bool
+    #: Whether the parent has an argument ``use_cache``.
+    _takes_cache = True
     #: Whether the distance of two rows counts, so that none between them may be left out.
     gapless = False
 
@@ -127,11 +131,11 @@ class Stack(FastplmModel):
         masks: Sequence[Tensor | None],
         kwargs: dict[str, Any],
         past_key_values: Any = None,
-        use_cache: bool | None = False,
+        use_cache: bool | None = None,
     ) -> bool:
         """Whether rows can be left out: the parent's padded path does the rest."""
         if use_cache is None:
-            use_cache = self.config.use_cache
+            use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
         return (
@@ -150,36 +154,33 @@ class Stack(FastplmModel):
             **kwargs,
         )
 
-    def _run(
+    @can_return_tuple
+    def forward(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None,
-        kwargs: dict[str, Any],
-        unpad: Unpad,
-        lookup: Callable[[Tensor], Tensor] | None,
         *,
-        caching: dict[str, Any] | None = None,
-        states: Tensor | None = None,
-        states_mask: Tensor | None = None,
-        encoder_rows: RaggedBatch | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | None = None,
         read_rows: Tensor | None = None,
         extra_rows: Tensor | None = None,
+        encoder_rows: RaggedBatch | None = None,
+        lookup: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """The forward of all stacks.
+        """As the parent, with these arguments more.
 
         Args:
-            kwargs: of the parent's forward.
-            unpad: as in ``unpadded``.
+            unpad: None = leave padding out where that is possible; False = do not; an int = the
+                number of rows to make room for, which fixes all shapes; a batch = these rows, and
+                a last hidden state [1, N, E].
+            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``; with ``output_rows`` the
+                last hidden state is [P, 1, E].
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
             lookup: takes the place of the word embeddings.
-            caching: past_key_values and use_cache of a stack that takes them.
-            states, states_mask, encoder_rows: as in ``cross_inputs``.
-            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``.
-
-        Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
-            batch given as ``unpad`` it is [1, N, E].
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -187,9 +188,9 @@ class Stack(FastplmModel):
         where = type(self).__name__
         check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
-        caching = caching or {}
+        caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
         check_mask(where, "attention_mask", attention_mask)
-        check_mask(where, "encoder_attention_mask", states_mask)
+        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
         table = getattr(self, "embed_positions", None)
         check_positions(where, table, seqlen, caching.get("past_key_values"))
         if (
@@ -198,13 +199,14 @@ class Stack(FastplmModel):
             and not caching.get("past_key_values")
         ):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
-        kwargs = dict(kwargs, return_dict=True)
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        kwargs["return_dict"] = True
 
         # --- which rows are computed ---
         if output_rows is not None:
             read_rows = flags(output_rows, batch * seqlen).view(batch, seqlen)
         rows = None
-        if self._packs((attention_mask, states_mask), kwargs, **caching):
+        if self._packs((attention_mask, encoder_attention_mask), kwargs, **caching):
             if read_rows is not None and asked_for(self, "output_hidden_states", kwargs):
                 extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
                 read_rows = None
@@ -219,14 +221,15 @@ class Stack(FastplmModel):
         elif rows is not None:
             inputs_embeds = rows.pack_rows(inputs_embeds)
         assert inputs_embeds is not None
-        if states is not None:
-            kwargs.update(cross_inputs(states, states_mask, encoder_rows, rows))
+        if encoder_hidden_states is not None:
+            cross = cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, rows)
+            kwargs.update(cross)
         if rows is None:
             outputs = super().forward(  # type: ignore[misc]
                 inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
             )
         else:
-            if caching:
+            if self._takes_cache:
                 kwargs["use_cache"] = False
             outputs = self._on_rows(inputs_embeds, rows, **kwargs)
 
@@ -262,6 +265,7 @@ class EncoderDecoder(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
@@ -271,7 +275,6 @@ class EncoderDecoder(FastplmModel):
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        *,
         unpad: Unpad = None,
         decoder_unpad: Unpad = None,
         output_rows: Tensor | None = None,
@@ -374,19 +377,12 @@ class ConditionalGeneration(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """As the parent, with these differences.
 
@@ -396,7 +392,7 @@ class ConditionalGeneration(FastplmModel):
             output_logits: return the logits beside the loss after all.
             num_items_in_batch: what the sum of the losses is divided by: the number of labels of
                 all batches that gradients are accumulated over. Default: of this batch.
-            kwargs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
+            inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
             ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label.
@@ -410,30 +406,18 @@ class ConditionalGeneration(FastplmModel):
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            assert given is not None
-            labels = as_tokens(type(self).__name__, labels, given.shape[:2])
-            positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
-            kwargs["lookup"] = lookup
+            if shape_of(inputs, "decoder_") is None:
+                inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
+            shape = shape_of(inputs, "decoder_")
+            assert shape is not None
+            labels = as_tokens(type(self).__name__, labels, shape)
+            positions, targets = labels_at(type(self).__name__, labels, shape, None)
+            inputs["lookup"] = lookup
             if output_logits:
-                kwargs["extra_rows"] = labels != IGNORE_INDEX
+                inputs["extra_rows"] = labels != IGNORE_INDEX
             else:
-                kwargs["output_rows"] = positions
-        outputs = self._backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+                inputs["output_rows"] = positions
+        outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
         hidden = self._scaled_rows(outputs.last_hidden_state)
         bias = self._logits_bias()
         loss = logits = None
@@ -453,6 +437,34 @@ class ConditionalGeneration(FastplmModel):
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+
+
+class LastEosClassification(ScaledLoss):
+    """Mixin of a classifier that reads the last end-of-sequence token, where the decoder ends."""
+
+    config: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
+        if input_ids is not None and (shape is None or shape == input_ids.shape):
+            inputs["read_rows"] = input_ids == self.config.eos_token_id
+        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
+        return self._scaled(outputs, labels, num_items_in_batch)
+
+
+class DecoderQuestionAnswering(FastplmModel):
+    """Mixin of ``…ForQuestionAnswering``, whose softmax runs over all rows of the decoder: they are
+    all computed, and the encoder's padding is left out."""
+
+    def forward(self, **inputs: Any) -> Any:
+        return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]
 
 
 class SharedLookup:

@@ -41,8 +41,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
-from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutput
-from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check, check_choice
 from fastplm.models._base import FastplmModel, drop_in
@@ -292,74 +290,17 @@ class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
 class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.AlbertForPreTraining):
     """``transformers.AlbertForPreTraining`` whose MLM head sees the labelled tokens only.
 
-    ``loss = MLM loss + sentence-order loss``, or the one whose labels are given.
-
     Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
     """
+
+    _output = modeling_albert.AlbertForPreTrainingOutput
+    _pair_label, _pair_logits = "sentence_order_label", "sop_logits"
 
     def _head(self) -> Head:
         return _head(self.predictions)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        sentence_order_label: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> AlbertForPreTrainingOutput:
-        """As the parent, with these differences.
-
-        Args:
-            labels, masked_positions, output_logits, num_items_in_batch: as in
-                ``AlbertForMaskedLM``, for the MLM loss and ``prediction_logits``.
-            sentence_order_label: int64 [B], 0 = B follows A, 1 = A follows B, -100 = none.
-            num_sequences_in_batch: what the sum of the sentence-order losses is divided by. Without
-                it, but with ``num_items_in_batch``, their mean is weighted by this batch's share of
-                the labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
-                unequally many labels do not weigh their sequences quite equally.
-
-        Returns:
-            ``AlbertForPreTrainingOutput``; the loss is fp32.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
-        """
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        outputs, loss, prediction_logits, sop_logits = self._pretrain(
-            self.sop_classifier,
-            labels,
-            "sentence_order_label",
-            sentence_order_label,
-            masked_positions,
-            output_logits,
-            num_items_in_batch,
-            num_sequences_in_batch,
-            inputs,
-        )
-        return AlbertForPreTrainingOutput(
-            loss=loss,
-            prediction_logits=prediction_logits,
-            sop_logits=sop_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _pair_head(self) -> nn.Module:
+        return self.sop_classifier
 
 
 @drop_in

@@ -177,6 +177,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,

@@ -82,6 +82,7 @@ class _FusedLayers:
 
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -140,34 +141,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     def _position_table(self) -> nn.Module:
         return self.positions_embed
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """As the parent, with the further arguments of ``BertModel``."""
-        for cached in ("past_key_values", "use_cache"):
-            # It has no cache, but generate() offers one all the same.
-            kwargs.pop(cached, None)
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
+        # It has no cache, but generate() offers one all the same.
+        inputs.pop("past_key_values", None)
+        return super().forward(**{**inputs, "use_cache": False})
 
     def _has_our_attention(self) -> bool:
         return True
@@ -183,41 +161,6 @@ class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
     def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
         return None, self.lm_head
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, with the differences of ``BertLMHeadModel``."""
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            shift_labels=shift_labels,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
@@ -228,40 +171,6 @@ class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsMo
 
     _output = modeling_openai.OpenAIGPTDoubleHeadsModelOutput
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        mc_token_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        mc_labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            mc_token_ids=mc_token_ids,
-            labels=labels,
-            mc_labels=mc_labels,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTForSequenceClassification(
@@ -270,31 +179,3 @@ class OpenAIGPTForSequenceClassification(
     """``transformers.OpenAIGPTForSequenceClassification``, whose head sees the last token alone."""
 
     _output = SequenceClassifierOutput
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
