@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
@@ -26,7 +27,14 @@ from fastplm.models._base import (
     check_mask,
     check_positions,
 )
-from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
+from fastplm.models._ragged import (
+    LastRows,
+    RaggedBatch,
+    Rows,
+    flags,
+    take,
+    values_can_be_read,
+)
 
 # Above this share of the rows, cutting the last layer down to some of them saves too little.
 _WORTH_CUTTING = 0.75
@@ -125,7 +133,6 @@ class EncoderModel(FastplmModel):
         if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
             assert rows is not None
             last = self._last_rows(needed, rows, ragged, attention_mask)
-            kwargs["last_rows"] = last
 
         # --- the parent, on those ---
         if ragged is not None:
@@ -136,11 +143,14 @@ class EncoderModel(FastplmModel):
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
             attention_mask = ragged.key_mask_row(always=self._is_causal())
-            kwargs.update(ragged.attention_arguments())
+        cross = None
         if encoder_hidden_states is not None:
-            kwargs.update(
-                cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged)
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged
             )
+            kwargs.update(states)
+        if ragged is not None or last is not None:
+            kwargs["rows"] = Rows(ragged, cross, last)
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         if use_cache is not None:
@@ -294,8 +304,8 @@ def cross_inputs(
     mask: Tensor | None,
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
-) -> dict[str, Any]:
-    """What a decoder's layers get of its encoder's states, packed if the decoder is.
+) -> tuple[dict[str, Any], RaggedBatch | None]:
+    """What a decoder gets of its encoder's states, packed if the decoder is, and how these are.
 
     Args:
         states: [B, S, E], or [1, N, E] with ``encoder_rows``.
@@ -309,7 +319,7 @@ def cross_inputs(
         given: dict[str, Any] = {"encoder_hidden_states": states}
         if mask is not None:
             given["encoder_attention_mask"] = mask
-        return given
+        return given, None
     key_mask = None
     if encoder_rows is None:
         if mask is not None and values_can_be_read(mask):
@@ -323,72 +333,34 @@ def cross_inputs(
             states = encoder_rows.pack_rows(states)
     else:
         key_mask = encoder_rows.key_mask_row()
-    given = {
-        "encoder_hidden_states": states,
-        "cross_lengths": (encoder_rows.cu_seqlens, encoder_rows.max_seqlen),
-    }
+    given = {"encoder_hidden_states": states}
     if key_mask is not None:
         given["encoder_attention_mask"] = key_mask
-    return given
+    return given, encoder_rows
 
 
 class EncoderAttention:
     """Mixin of a layer's attention block: in the last layer, for the rows that are wanted."""
 
     self: Any
-    output: Any
     is_cross_attention: bool
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        last_rows: LastRows | None = None,
-        cross_lengths: tuple[Tensor, int] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.is_cross_attention and cross_lengths is not None:
-            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
-        if last_rows is None or last_rows.layer != self.self.layer_idx:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        rows = last_rows.take(hidden_states)
-        context, _ = self.self(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.output(context, rows), None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        last = None if rows is None else rows.in_layer(self.self.layer_idx)
+        if last is not None and not self.is_cross_attention:
+            hidden_states, kwargs = last.attention_inputs(hidden_states)
+            args = ()
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
 class EncoderSelfAttention:
-    """Mixin of self-attention, whose queries may be some of the rows alone."""
+    """Mixin of self-attention, whose queries may be some of the rows alone.
 
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    dropout: nn.Dropout
-    attention_head_size: int
-    scaling: float
-    training: bool
+    Then it is attention across: BERT's module for that has the same parts.
+    """
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        all_rows: Tensor | None = None,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None or all_rows is None:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        heads = (-1, self.attention_head_size)
-        keys = all_rows.flatten(0, -2)
-        out = ops.attention_varlen(
-            self.query(hidden_states).squeeze(0).unflatten(-1, heads),
-            self.key(keys).unflatten(-1, heads),
-            self.value(keys).unflatten(-1, heads),
-            last_rows.cu_seqlens_q,
-            last_rows.cu_seqlens_k,
-            last_rows.max_seqlen_q,
-            last_rows.max_seqlen_k,
-            key_mask=last_rows.key_mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-            scale=self.scaling,
-        )
-        return out.flatten(1)[None], None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("rows"), LastRows):
+            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)  # type: ignore
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

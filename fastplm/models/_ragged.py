@@ -140,19 +140,48 @@ class RaggedBatch:
             return torch.ones_like(self.positions, dtype=torch.bool)[None]
         return None if self.key_mask is None else self.key_mask[None]
 
-    def attention_arguments(self) -> dict[str, Any]:
-        """What the attention of a model has to be told."""
-        return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+
+@dataclass
+class Rows:
+    """Which rows the layers of a model compute: the one thing that they are told of a batch.
+
+    It goes through Transformers' layers as the keyword ``rows``, down to the attention.
+
+    Args:
+        own: the packed batch of the model; None = it is padded.
+        cross: the packed batch of the encoder whose states a decoder attends to.
+        last: the rows of the last layer; None = all.
+    """
+
+    own: RaggedBatch | None = None
+    cross: RaggedBatch | None = None
+    last: LastRows | None = None
+
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+        """(offsets int32 [B + 1] of queries and of keys, bounds of both lengths) of an attention.
+
+        In a decoder that attends to an encoder, the attention that is not causal does that.
+        """
+        if self.own is None:
+            return None
+        queries = self.own
+        keys = queries if causal or self.cross is None else self.cross
+        return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
+
+    def in_layer(self, index: int) -> LastRows | None:
+        """The rows of one layer, if that is the last one and does not compute all of them."""
+        return self.last if self.last is not None and self.last.layer == index else None
+
+    def of_others(self) -> Rows:
+        """What the layers before the last one are told."""
+        return Rows(self.own, self.cross)
 
 
 @dataclass
 class LastRows:
     """The rows of a last layer that anybody reads; its keys and values are of all rows.
+
+    For the attention of that layer it takes the place of ``Rows``.
 
     Args:
         layer: the ``layer_idx`` of that layer.
@@ -209,9 +238,22 @@ class LastRows:
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
         return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
 
-    def take(self, rows: Tensor) -> Tensor:
-        """[..., E], the layer's input -> [1, P, E]."""
-        return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+    def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """What an attention is given that is told queries and keys apart, as if it were cross-.
+
+        Args:
+            hidden_states: [..., E], the input of the layer.
+
+        Returns:
+            (the rows of the queries [1, P, E], the other arguments).
+        """
+        states = hidden_states.flatten(0, -2)
+        mask = None if self.key_mask is None else self.key_mask[None]
+        others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
+        return ops.gather_rows(states, self.source)[None], others
 
 
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:

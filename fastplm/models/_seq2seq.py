@@ -28,7 +28,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import _rows_at, cross_inputs
 from fastplm.models._heads import ScaledLoss, shape_of
-from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
+from fastplm.models._ragged import RaggedBatch, Rows, flags, values_can_be_read
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
@@ -145,13 +145,12 @@ class Stack(FastplmModel):
             and is_fused(self, masks, kwargs)
         )
 
-    def _on_rows(self, embeds: Tensor, rows: RaggedBatch, **kwargs: Any) -> Any:
+    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
+        assert rows.own is not None
+        mask = rows.own.key_mask_row()
         return super().forward(  # type: ignore[misc]
-            inputs_embeds=embeds,
-            attention_mask=rows.key_mask_row(),
-            **rows.attention_arguments(),
-            **kwargs,
+            inputs_embeds=embeds, attention_mask=mask, rows=rows, **kwargs
         )
 
     @can_return_tuple
@@ -221,9 +220,12 @@ class Stack(FastplmModel):
         elif rows is not None:
             inputs_embeds = rows.pack_rows(inputs_embeds)
         assert inputs_embeds is not None
+        cross = None
         if encoder_hidden_states is not None:
-            cross = cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, rows)
-            kwargs.update(cross)
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, rows
+            )
+            kwargs.update(states)
         if rows is None:
             outputs = super().forward(  # type: ignore[misc]
                 inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
@@ -231,7 +233,7 @@ class Stack(FastplmModel):
         else:
             if self._takes_cache:
                 kwargs["use_cache"] = False
-            outputs = self._on_rows(inputs_embeds, rows, **kwargs)
+            outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
 
         # --- back ---
         hidden = outputs.last_hidden_state

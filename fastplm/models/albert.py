@@ -54,7 +54,7 @@ from fastplm.models._heads import (
     SequencePairPreTraining,
     TokenClassification,
 )
-from fastplm.models._ragged import LastRows
+from fastplm.models._ragged import Rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -175,14 +175,13 @@ class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
     def dropout(self) -> nn.Dropout:  # type: ignore[override]
         return self.attention_dropout
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, last_rows: LastRows | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        if rows is None or rows.last is None:
             return super().forward(hidden_states, *args, **kwargs)
-        rows = last_rows.take(hidden_states)
-        context, _ = super().forward(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.LayerNorm(rows + self.output_dropout(self.dense(context))), None
+        chosen, others = rows.last.attention_inputs(hidden_states)
+        context, _ = super().forward(chosen, **others)
+        return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
 
 
 @drop_in
@@ -194,39 +193,31 @@ class AlbertLayer(GradientCheckpointingLayer, modeling_albert.AlbertLayer):
 class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
     """The layers of a group, of which the last may be for the rows that are wanted."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Tensor:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
         for layer in others:
-            hidden_states = layer(hidden_states, attention_mask, **kwargs)
-        return last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = layer(hidden_states, rows=rows.of_others(), **kwargs)
+        return last(hidden_states, rows=rows, **kwargs)
 
 
 @drop_in
 class AlbertTransformer(modeling_albert.AlbertTransformer):
     """The calls of the groups, of which the last may be for the rows that are wanted."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if last_rows is None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Any:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
         for group in others:
-            hidden_states = group(hidden_states, attention_mask, **kwargs)
-        hidden_states = last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = group(hidden_states, rows=rows.of_others(), **kwargs)
+        hidden_states = last(hidden_states, rows=rows, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def calls(self) -> list[Any]:

@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from fastplm.models._base import drop_in
 from fastplm.models._heads import CausalLM
-from fastplm.models._ragged import RaggedBatch
+from fastplm.models._ragged import Rows
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -29,22 +29,6 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
-
-
-@drop_in
-class BartAttention(modeling_bart.BartAttention):
-    """Attention whose keys may be of another packed batch than its queries."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        cross_lengths: tuple[Tensor, int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if cross_lengths is not None and kwargs.get("key_value_states") is not None:
-            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
-        return super().forward(hidden_states, *args, **kwargs)
 
 
 class _AddsPositions(Stack):
@@ -58,17 +42,18 @@ class _AddsPositions(Stack):
     _output: type[ModelOutput] = BaseModelOutput
 
     @capture_outputs
-    def _on_rows(self, embeds: Tensor, rows: RaggedBatch, **kwargs: Any) -> Any:
+    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
+        assert rows.own is not None
         # The layers take them by position, for the sake of gradient checkpointing.
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
-        positions = self.embed_positions(embeds, position_ids=rows.positions % rows.seqlen)
+        positions = self.embed_positions(embeds, position_ids=rows.own.positions % rows.own.seqlen)
         hidden = self.layernorm_embedding(embeds + positions.to(embeds.device))
         hidden = nn.functional.dropout(hidden, p=self.dropout, training=self.training)
-        mask = rows.key_mask_row()
+        mask = rows.own.key_mask_row()
         for layer in self.layers:
             if self.training and self.layerdrop > 0.0 and torch.rand([]) < self.layerdrop:
                 continue
-            hidden = layer(hidden, mask, *states, **rows.attention_arguments(), **kwargs)
+            hidden = layer(hidden, mask, *states, rows=rows, **kwargs)
         return self._output(last_hidden_state=hidden)
 
 
@@ -86,7 +71,7 @@ class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
     _output = BaseModelOutputWithPastAndCrossAttentions
 
     def _packs(self, *args: Any, **kwargs: Any) -> bool:
-        ours = all(isinstance(layer.encoder_attn, BartAttention) for layer in self.layers)
+        ours = all(type(layer.encoder_attn) is modeling_bart.BartAttention for layer in self.layers)
         return ours and super()._packs(*args, **kwargs)
 
 

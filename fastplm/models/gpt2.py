@@ -39,23 +39,12 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 @drop_in
 class GPT2Block(modeling_gpt2.GPT2Block):
-    """A layer whose cross-attention is told the lengths of packed states, as any attention is."""
+    """A layer whose cross-attention is told which rows there are, as any attention is."""
 
-    def forward(
-        self,
-        *,
-        encoder_hidden_states: Any = None,
-        cross_lengths: tuple[Tensor, int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *, encoder_hidden_states: Any = None, **kwargs: Any) -> Any:
         if encoder_hidden_states is not None:
-            names = [WITH_WEIGHTS]
-            if cross_lengths is not None:
-                names += ["cu_seq_lens_q", "max_length_q"]
-            arguments = {name: kwargs[name] for name in names if name in kwargs}
-            if cross_lengths is not None:
-                arguments["cu_seq_lens_k"], arguments["max_length_k"] = cross_lengths
-            encoder_hidden_states = _States(encoder_hidden_states, arguments)
+            told = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
+            encoder_hidden_states = _States(encoder_hidden_states, told)
         return super().forward(encoder_hidden_states=encoder_hidden_states, **kwargs)
 
 

@@ -11,10 +11,11 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
-from fastplm import ops
+from fastplm.hf import fastplm_attention_forward
 from fastplm.models._base import asked_for, drop_in
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
+from fastplm.models._ragged import Rows
 from fastplm.nn.gelu import gelu
 
 
@@ -23,13 +24,11 @@ class _Keys(NamedTuple):
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all.
-        cu_seqlens: int32 [B + 1] of packed rows; None = they are not packed.
-        max_seqlen: a bound of their lengths.
+        rows: of the batch; None = it is padded.
     """
 
     mask: Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int
+    rows: Rows | None
 
 
 @drop_in
@@ -41,22 +40,17 @@ class Attention(modeling_openai.Attention):
     ) -> list[Tensor]:
         if not isinstance(attention_mask, _Keys):
             return super().forward(x, attention_mask, output_attentions)
-        keys = attention_mask
-        # [B, T, 3, H, D]
-        projected = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
-        options: dict[str, Any] = {
-            "is_causal": True,
-            "dropout_p": self.attn_dropout.p if self.training else 0.0,
-            "scale": projected.shape[-1] ** -0.5 if self.scale else 1.0,
-        }
-        if keys.cu_seqlens is None:
-            query, key, value = projected.transpose(1, 3).unbind(2)
-            out = ops.attention(query, key, value, key_mask=keys.mask, **options).transpose(1, 2)
-        else:
-            query, key, value = projected.squeeze(0).unbind(1)
-            lengths = (keys.cu_seqlens, keys.cu_seqlens, keys.max_seqlen, keys.max_seqlen)
-            mask = None if keys.mask is None else keys.mask[0]
-            out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]
+        # [B, T, 3, H, D] -> three of [B, H, T, D]
+        heads = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)
+        out, _ = fastplm_attention_forward(
+            self,
+            *heads,
+            attention_mask.mask,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=heads[0].shape[-1] ** -0.5 if self.scale else 1.0,
+            is_causal=True,
+            rows=attention_mask.rows,
+        )
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
 
 
@@ -88,8 +82,7 @@ class _FusedLayers:
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int = 0,
+        rows: Rows | None = None,
         **kwargs: Any,
     ) -> Any:
         if (
@@ -110,7 +103,7 @@ class _FusedLayers:
             hidden = hidden + self.tokens_embed(token_type_ids)
         hidden = self.drop(hidden)
         mask = None if attention_mask is None else attention_mask.bool()
-        keys = _Keys(mask, cu_seq_lens_q, max_length_q)
+        keys = _Keys(mask, rows)
         states = [hidden]
         for block in self.h:
             hidden = block(hidden, keys)[0]

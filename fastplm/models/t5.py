@@ -60,12 +60,8 @@ class T5Attention(modeling_t5.T5Attention):
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
         past_key_values: Any = None,
-        cross_lengths: tuple[Tensor, int] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        crosses = key_value_states is not None
-        if crosses and cross_lengths is not None:
-            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
         dense = position_bias is not None and position_bias.dim() == 4
         table: Tensor | None = None
         bias: Any = position_bias
