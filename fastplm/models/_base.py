@@ -186,7 +186,7 @@ class TiedLookup:
         return rows
 
 
-def asked_for(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
+def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
     """Whether an output such as "output_hidden_states" is wanted, by argument or configuration."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)

@@ -16,23 +16,25 @@ from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
-from fastplm import ops
 from fastplm._backends import is_written_down
 from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
 from fastplm.models._ragged import (
     LastRows,
     RaggedBatch,
     Rows,
-    flags,
-    take,
+    Unpad,
+    as_asked,
+    mask_at,
+    rows_at,
+    unpadded,
     values_can_be_read,
 )
 
@@ -72,7 +74,7 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        unpad: bool | int | RaggedBatch | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
@@ -120,17 +122,17 @@ class EncoderModel(FastplmModel):
         rows = first if isinstance(output_rows, str) else output_rows
         needed = None
         if rows is not None:
-            needed = flags(rows, batch * seqlen).view(batch, seqlen)
+            needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
             extra_rows = needed if extra_rows is None else extra_rows | needed
         if self._pools():
-            pooled_rows = flags(first, batch * seqlen).view(batch, seqlen)
+            pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
             needed = None if needed is None else needed | pooled_rows
             extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
-        ragged = self._unpadded(attention_mask, extra_rows, unpad) if fused else None
+        ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
         if ragged is None and fused and encoder_rows is not None:
             ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
         last = None
-        if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
+        if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
             assert rows is not None
             last = self._last_rows(needed, rows, ragged, attention_mask)
 
@@ -168,26 +170,12 @@ class EncoderModel(FastplmModel):
         )
 
         # --- back ---
-        hidden, slots = outputs.last_hidden_state, None
-        if last is not None:
-            slots = last.rank
-        elif ragged is not None:
-            slots = ragged.slots()
-        changed: dict[str, Any] = {}
-        if ragged is not None and outputs.get("hidden_states") is not None:
-            changed["hidden_states"] = tuple(
-                None if state is None else ragged.pad(state) for state in outputs.hidden_states
-            )
-        if rows is not None:
-            changed["last_hidden_state"] = _rows_at(hidden, rows, slots)
-        elif isinstance(unpad, RaggedBatch):
-            changed["last_hidden_state"] = hidden if ragged is unpad else unpad.pack_rows(hidden)
-        elif ragged is not None:
-            changed["last_hidden_state"] = ragged.pad(hidden)
+        asked, slots = as_asked(outputs, ragged, last, rows, unpad)
         if slots is not None and self._pools():
             # The parent pooled the first row of all; what it made of that is not used.
-            changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
-        return type(outputs)(**{**outputs, **changed})
+            first_rows = rows_at(outputs.last_hidden_state, first, slots)
+            asked["pooler_output"] = self._pooled(first_rows)
+        return type(outputs)(**{**outputs, **asked})
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -249,22 +237,11 @@ class EncoderModel(FastplmModel):
             and cache is None
             and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
-            and not asked_for(self, "output_attentions", kwargs)
+            and not wants_output(self, "output_attentions", kwargs)
             # Its chunks have to divide the number of rows evenly.
             and not self.config.chunk_size_feed_forward
             and self._layers_are_ours()
         )
-
-    def _unpadded(
-        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | RaggedBatch | None
-    ) -> RaggedBatch | None:
-        if isinstance(unpad, RaggedBatch):
-            return unpad
-        if mask is None or unpad is False:
-            return None
-        if unpad is not None and unpad is not True:
-            return RaggedBatch.of(mask, extra_rows, unpad)
-        return RaggedBatch.of(mask, extra_rows) if values_can_be_read(mask) else None
 
     def _last_rows(
         self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
@@ -290,13 +267,6 @@ def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor
         mask = mask.expand(batch, -1)
     check_shape(where, "attention_mask", mask, (batch, seqlen), "[batch, tokens]")
     return mask
-
-
-def _rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
-    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
-    if slots is not None:
-        positions = take(slots, positions).masked_fill(positions < 0, -1)
-    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
 
 
 def cross_inputs(

@@ -21,10 +21,10 @@ from fastplm._checks import (
     check_tensor,
     values_are_known,
 )
-from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
+from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
-from fastplm.models._ragged import flags
+from fastplm.models._ragged import mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import if_faster
 
@@ -61,7 +61,7 @@ class CausalModel(EncoderModel):
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        if self._has_our_attention() and asked_for(self, "output_attentions", inputs):
+        if self._has_our_attention() and wants_output(self, "output_attentions", inputs):
             _logger.warning_once(
                 "output_attentions: fused attention has no weights to return, so this runs on "
                 "unfused attention, at its cost in time and memory."
@@ -184,7 +184,7 @@ class DoubleHeads(FastplmModel):
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
         all_rows = output_logits or not trains or not reads_one
         if all_rows:
-            inputs["extra_rows"] = flags(rows, prod(lead) * seqlen).view(-1, seqlen)
+            inputs["extra_rows"] = mask_at(rows, prod(lead) * seqlen).view(-1, seqlen)
         else:
             inputs["output_rows"] = rows
         inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, lookup=lookup)

@@ -21,19 +21,28 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
-from fastplm.models._encoder import _rows_at, cross_inputs
+from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import ScaledLoss, shape_of
-from fastplm.models._ragged import RaggedBatch, Rows, flags, values_can_be_read
+from fastplm.models._ragged import (
+    RaggedBatch,
+    Rows,
+    Unpad,
+    as_asked,
+    mask_at,
+    rows_at,
+    unpadded,
+    until_last,
+    values_can_be_read,
+)
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 _CACHING = ("past_key_values", "use_cache")
-Unpad = bool | int | RaggedBatch | None
 
 
 def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
@@ -41,36 +50,8 @@ def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any])
     return (
         model.config._attn_implementation == NAME
         and all(mask is None or mask.dim() == 2 for mask in masks)
-        and not asked_for(model, "output_attentions", kwargs)
+        and not wants_output(model, "output_attentions", kwargs)
     )
-
-
-def until_last(chosen: Tensor) -> Tensor:
-    """bool [B, T]: True up to the last True of each row."""
-    return chosen.flip(1).cumsum(1).flip(1) > 0
-
-
-def unpadded(
-    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, gapless: bool = False
-) -> RaggedBatch | None:
-    """The rows of a batch that are computed; None = all of them, padded.
-
-    Args:
-        mask: [B, T], 0 = padding.
-        extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-        unpad: None = leave padding out where that is possible; False = do not; an int = the number
-            of rows to make room for, which fixes all shapes; a batch = these rows.
-        gapless: compute what lies between the first and the last of these rows as well.
-    """
-    if isinstance(unpad, RaggedBatch):
-        return unpad
-    counted = unpad is None or unpad is True
-    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
-        return None
-    if gapless:
-        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
-        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
-    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
 
 
 def decoder_rows(
@@ -78,12 +59,12 @@ def decoder_rows(
     read_rows: Tensor | None,
     extra_rows: Tensor | None,
     unpad: Unpad,
-    gapless: bool = False,
+    contiguous: bool = False,
 ) -> RaggedBatch | None:
     """The rows that a causal decoder computes.
 
     Args:
-        mask, extra_rows, unpad, gapless: as in ``unpadded``.
+        mask, extra_rows, unpad, contiguous: as in ``unpadded``.
         read_rows: bool [B, T], the rows whose last hidden state anybody looks at: those after the
             last one of a sequence influence none of them. None = all.
     """
@@ -94,12 +75,12 @@ def decoder_rows(
         else:
             mask = mask.bool() & reached
             extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
-    return unpadded(mask, None if mask is None else extra_rows, unpad, gapless)
+    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous)
 
 
-def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> RaggedBatch | None:
+def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> RaggedBatch | None:
     """The rows of an encoder, found once for all that reads them; None = all of them, padded."""
-    rows = unpadded(mask, None, unpad, gapless)
+    rows = unpadded(mask, None, unpad, contiguous)
     asked = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
@@ -107,6 +88,41 @@ def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> Rag
         # Nothing to leave out. Who gets no rows would count again, and wait for the device.
         return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
     return None
+
+
+def encoded(
+    encoder: Any, outputs: Any, rows: RaggedBatch | None, *, show: bool = True, **inputs: Any
+) -> tuple[Any, Tensor]:
+    """(the outputs of an encoder, as the caller sees them; its states, as a decoder reads them).
+
+    Args:
+        outputs: what the caller has of an earlier forward; None = run it.
+        rows: of the batch; None = it is padded.
+        show: whether the caller gets to see the last hidden state, padded again.
+        inputs: of the encoder.
+    """
+    if outputs is None:
+        outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
+        states = outputs.last_hidden_state
+        shown = states if rows is None or not show else rows.pad(states)
+        return type(outputs)(**{**outputs, "last_hidden_state": shown if show else None}), states
+    if isinstance(outputs, tuple | list):
+        outputs = BaseModelOutput(*outputs[:3])
+    states = outputs.last_hidden_state
+    return outputs, states if rows is None else rows.pack_rows(states)
+
+
+def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
+    """What an encoder-decoder returns beside its last hidden state or its loss."""
+    return {
+        "past_key_values": outputs.get("past_key_values"),
+        "decoder_hidden_states": outputs.hidden_states,
+        "decoder_attentions": outputs.attentions,
+        "cross_attentions": outputs.get("cross_attentions"),
+        "encoder_last_hidden_state": encoder_outputs.last_hidden_state,
+        "encoder_hidden_states": encoder_outputs.hidden_states,
+        "encoder_attentions": encoder_outputs.attentions,
+    }
 
 
 class Stack(FastplmModel):
@@ -124,7 +140,7 @@ class Stack(FastplmModel):
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
     #: Whether the distance of two rows counts, so that none between them may be left out.
-    gapless = False
+    contiguous = False
 
     def _packs(
         self,
@@ -203,13 +219,13 @@ class Stack(FastplmModel):
 
         # --- which rows are computed ---
         if output_rows is not None:
-            read_rows = flags(output_rows, batch * seqlen).view(batch, seqlen)
+            read_rows = mask_at(output_rows, batch * seqlen).view(batch, seqlen)
         rows = None
         if self._packs((attention_mask, encoder_attention_mask), kwargs, **caching):
-            if read_rows is not None and asked_for(self, "output_hidden_states", kwargs):
+            if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
                 read_rows = None
-            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.gapless)
+            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
             if rows is None and encoder_rows is not None:
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
 
@@ -235,18 +251,8 @@ class Stack(FastplmModel):
                 kwargs["use_cache"] = False
             outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
 
-        # --- back ---
-        hidden = outputs.last_hidden_state
-        if output_rows is not None:
-            slots = None if rows is None else rows.slots()
-            outputs["last_hidden_state"] = _rows_at(hidden.flatten(0, 1), output_rows, slots)
-        elif rows is not None and rows is not unpad:
-            outputs["last_hidden_state"] = rows.pad(hidden)
-        if rows is not None and outputs.get("hidden_states") is not None:
-            outputs["hidden_states"] = tuple(
-                None if state is None else rows.pad(state) for state in outputs.hidden_states
-            )
-        return outputs
+        asked, _ = as_asked(outputs, rows, None, output_rows, unpad)
+        return type(outputs)(**{**outputs, **asked})
 
 
 class EncoderDecoder(FastplmModel):
@@ -307,25 +313,19 @@ class EncoderDecoder(FastplmModel):
         # Beside a cache the decoder reads padded states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         if not generates and self.encoder._packs((attention_mask,), kwargs):
-            gapless = self.encoder.gapless and encoder_outputs is None
-            rows = source_rows(attention_mask, unpad, gapless)
-        if encoder_outputs is None:
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                unpad=False if rows is None else rows,
-                lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
-                **kwargs,
-            )
-            states = encoder_outputs.last_hidden_state
-            if rows is not None:
-                encoder_outputs["last_hidden_state"] = rows.pad(states)
-        else:
-            if not isinstance(encoder_outputs, BaseModelOutput):
-                encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
-            states = encoder_outputs.last_hidden_state
-            states = states if rows is None else rows.pack_rows(states)
+            contiguous = self.encoder.contiguous and encoder_outputs is None
+            rows = source_rows(attention_mask, unpad, contiguous)
+        encoder_outputs, states = encoded(
+            self.encoder,
+            encoder_outputs,
+            rows,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            unpad=False,
+            lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
+            **kwargs,
+        )
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -343,14 +343,7 @@ class EncoderDecoder(FastplmModel):
             **kwargs,
         )
         return Seq2SeqModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.get("past_key_values"),
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.get("cross_attentions"),
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            last_hidden_state=outputs.last_hidden_state, **both_sides(encoder_outputs, outputs)
         )
 
 
@@ -424,7 +417,7 @@ class ConditionalGeneration(FastplmModel):
         bias = self._logits_bias()
         loss = logits = None
         if positions is not None and targets is not None:
-            rows = _rows_at(hidden.flatten(0, 1), positions, None) if output_logits else hidden
+            rows = rows_at(hidden, positions) if output_logits else hidden
             loss = vocabulary_loss(
                 rows[:, 0],
                 self.lm_head,

@@ -26,6 +26,7 @@ from fastplm.models._heads import (
     TokenClassification,
     shape_of,
 )
+from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.nn.rtd_head import rtd_loss
 
@@ -109,7 +110,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         """
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = self.electra._unpadded(attention_mask, None, unpad)
+            ragged = unpadded(attention_mask, None, unpad)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,

@@ -26,7 +26,7 @@ from fastplm._checks import (
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import RaggedBatch
+from fastplm.models._ragged import unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -469,7 +469,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
         place = _places(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
-        ragged = self._unpadded(attention_mask, unpad)
+        if attention_mask is not None and unpad is None:
+            unpad = values_are_known(attention_mask)
+        ragged = unpadded(attention_mask, None, unpad)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
@@ -524,12 +526,6 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             replaced_ids=replaced_ids if output_replaced_ids else None,
             **parts,
         )
-
-    def _unpadded(self, mask: Tensor | None, unpad: bool | int | None) -> RaggedBatch | None:
-        """The rows of both models."""
-        if mask is not None and unpad is None:
-            unpad = values_are_known(mask)
-        return self.discriminator.electra._unpadded(mask, None, unpad)
 
     def _vocabulary(self, part: Any) -> Any:
         """The projection of a model to the vocabulary, of which weight and bias alone are read."""

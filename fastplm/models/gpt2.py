@@ -11,7 +11,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.gpt2 import modeling_gpt2
 
 from fastplm.hf import WITH_WEIGHTS
-from fastplm.models._base import asked_for, drop_in
+from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
 
@@ -61,7 +61,7 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
 
     def forward(self, **inputs: Any) -> Any:
         """As the parent, with the further arguments of ``BertModel``."""
-        if asked_for(self, "output_attentions", inputs):
+        if wants_output(self, "output_attentions", inputs):
             inputs[WITH_WEIGHTS] = True
         return super().forward(**inputs)
 

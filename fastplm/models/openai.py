@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from transformers.models.openai import modeling_openai
 
 from fastplm.hf import fastplm_attention_forward
-from fastplm.models._base import asked_for, drop_in
+from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
 from fastplm.models._ragged import Rows
@@ -86,7 +86,7 @@ class _FusedLayers:
         **kwargs: Any,
     ) -> Any:
         if (
-            asked_for(self, "output_attentions", kwargs)
+            wants_output(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
             or (attention_mask is not None and attention_mask.dim() != 2)
             or not self._layers_are_ours()
@@ -108,7 +108,7 @@ class _FusedLayers:
         for block in self.h:
             hidden = block(hidden, keys)[0]
             states.append(hidden)
-        recorded = asked_for(self, "output_hidden_states", kwargs)
+        recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(
             last_hidden_state=hidden, hidden_states=tuple(states) if recorded else None
         )

@@ -24,13 +24,13 @@ from fastplm import ops
 from fastplm.hf import NO_BIAS
 from fastplm.models._base import FastplmModel, drop_in
 from fastplm.models._heads import TokenClassification
+from fastplm.models._ragged import Unpad
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
     EncoderDecoder,
     LastEosClassification,
     Stack,
-    Unpad,
     is_fused,
 )
 from fastplm.ops.rms_norm import OP as RMS_NORM
@@ -89,7 +89,7 @@ class T5Attention(modeling_t5.T5Attention):
 class T5Stack(Stack, modeling_t5.T5Stack):
     """An encoder or decoder: [B, T] in, [B, T, E] out, and only the tokens in between."""
 
-    gapless = True
+    contiguous = True
 
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
         """As ``Stack``, with one argument more.
