@@ -48,6 +48,8 @@ NAME = "fastplm"
 #: ``output_attentions`` under a name that a model which keeps that one to itself passes on (GPT-2).
 WITH_WEIGHTS = "with_attention_weights"
 _WHERE = "attn_implementation='fastplm'"
+#: How the models of fastplm tell their attention which rows there are (``models._ragged.Rows``).
+ROWS = "rows"
 # Arguments of some models' attention that change its result and that no path here honours.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
 # In the order of the arguments of ``ops.attention_varlen``.
@@ -181,7 +183,7 @@ def fastplm_attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     complete = attention_mask is not None and attention_mask.dim() == 4
     _check_supported(attention_mask, kwargs)
-    packed = not complete and _is_packed(query, kwargs)
+    lengths = None if complete else _lengths(query, causal, kwargs)
     with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
@@ -202,7 +204,7 @@ def fastplm_attention_forward(
         "Look the table up: position_bias [1, H, Tq, Tk].",
         UnsupportedError,
     )
-    if packed:
+    if lengths is not None:
         check(
             fused,
             _WHERE,
@@ -217,7 +219,7 @@ def fastplm_attention_forward(
             query.squeeze(0).transpose(0, 1),
             key.squeeze(0).transpose(0, 1),
             value.squeeze(0).transpose(0, 1),
-            *(kwargs[name] for name in _PACKED),
+            *lengths,
             key_mask=None if attention_mask is None else attention_mask[0],
             is_causal=causal,
             dropout_p=dropout,
@@ -296,9 +298,15 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
+def _lengths(
+    query: Tensor, causal: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, int, int] | None:
+    """The offsets and the longest of queries and keys; None if they are not packed."""
+    rows = kwargs.get(ROWS)
+    if rows is not None:
+        return rows.lengths(causal)
     if all(kwargs.get(name) is None for name in _PACKED):
-        return False
+        return None
     for name in _PACKED:
         check(
             kwargs.get(name) is not None,
@@ -316,7 +324,8 @@ def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
         "a batch of one row that holds all sequences",
         "Lay them one after the other: input_ids [1, N] with their own position_ids.",
     )
-    return True
+    offsets_q, offsets_k, longest_q, longest_k = (kwargs[name] for name in _PACKED)
+    return offsets_q, offsets_k, longest_q, longest_k
 
 
 def _relative_bias(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -34,14 +36,19 @@ def drop_in(ours: _Class) -> _Class:
     """Class decorator: a module of the parent class of the same name may become one of ours.
 
     The two have the same parameters, buffers and attributes, and differ in methods alone, so that
-    assigning ``__class__`` is the whole switch.
+    assigning ``__class__`` is the whole switch. A ``forward`` of ours that takes keyword arguments
+    only may be called by position, too, in the order of the parent's arguments.
     """
-    parent = next(
+    parent: Any = next(
         base
         for base in ours.__mro__[1:]
         if base.__name__ == ours.__name__ and base.__module__.startswith("transformers.")
     )
     DROP_INS[parent] = ours
+    forward: Any = ours.forward  # type: ignore[attr-defined]
+    _, *own = inspect.signature(forward).parameters.values()
+    if all(parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) for parameter in own):
+        ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
         # Transformers looks up by class what output_hidden_states records, and enters a class when
@@ -49,6 +56,31 @@ def drop_in(ours: _Class) -> _Class:
         for either in (ours, parent):
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(either), recorded)
     return ours
+
+
+def _by_position(forward: Callable, parent: Callable) -> Callable:
+    """``forward(self, **arguments)`` with the signature of the parent's, and its own arguments."""
+    signature = inspect.signature(parent)
+    theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [parameter.name for parameter in theirs[1:]]
+    own = inspect.signature(forward).parameters.values()
+    options = [p for p in own if p.kind is p.KEYWORD_ONLY and p.name not in names]
+    others = [p for p in own if p.kind is p.VAR_KEYWORD]
+
+    @functools.wraps(forward)
+    def by_position(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in zip(names, args):  # noqa: B905
+            if name in kwargs:
+                raise TypeError(f"forward() got multiple values for argument {name!r}")
+            kwargs[name] = value
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes {len(names)} positional arguments, got {len(args)}")
+        return forward(self, **kwargs)
+
+    by_position.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*theirs, *options, *others], return_annotation=signature.return_annotation
+    )
+    return by_position
 
 
 @drop_in
@@ -154,7 +186,7 @@ class TiedLookup:
         return rows
 
 
-def asked_for(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
+def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
     """Whether an output such as "output_hidden_states" is wanted, by argument or configuration."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)

@@ -13,20 +13,30 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
-from fastplm import ops
 from fastplm._backends import is_written_down
 from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
-from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
+from fastplm.models._ragged import (
+    LastRows,
+    RaggedBatch,
+    Rows,
+    Unpad,
+    as_asked,
+    mask_at,
+    rows_at,
+    unpadded,
+    values_can_be_read,
+)
 
 # Above this share of the rows, cutting the last layer down to some of them saves too little.
 _WORTH_CUTTING = 0.75
@@ -54,6 +64,7 @@ class EncoderModel(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -63,8 +74,7 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        *,
-        unpad: bool | int | RaggedBatch | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
@@ -112,20 +122,19 @@ class EncoderModel(FastplmModel):
         rows = first if isinstance(output_rows, str) else output_rows
         needed = None
         if rows is not None:
-            needed = flags(rows, batch * seqlen).view(batch, seqlen)
+            needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
             extra_rows = needed if extra_rows is None else extra_rows | needed
         if self._pools():
-            pooled_rows = flags(first, batch * seqlen).view(batch, seqlen)
+            pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
             needed = None if needed is None else needed | pooled_rows
             extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
-        ragged = self._unpadded(attention_mask, extra_rows, unpad) if fused else None
+        ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
         if ragged is None and fused and encoder_rows is not None:
             ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
         last = None
-        if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
+        if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
             assert rows is not None
             last = self._last_rows(needed, rows, ragged, attention_mask)
-            kwargs["last_rows"] = last
 
         # --- the parent, on those ---
         if ragged is not None:
@@ -136,11 +145,14 @@ class EncoderModel(FastplmModel):
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
             attention_mask = ragged.key_mask_row(always=self._is_causal())
-            kwargs.update(ragged.attention_arguments())
+        cross = None
         if encoder_hidden_states is not None:
-            kwargs.update(
-                cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged)
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged
             )
+            kwargs.update(states)
+        if ragged is not None or last is not None:
+            kwargs["rows"] = Rows(ragged, cross, last)
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         if use_cache is not None:
@@ -148,7 +160,7 @@ class EncoderModel(FastplmModel):
         if lookup is not None and inputs_embeds is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         outputs = super().forward(  # type: ignore[misc]
-            input_ids,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -158,26 +170,12 @@ class EncoderModel(FastplmModel):
         )
 
         # --- back ---
-        hidden, slots = outputs.last_hidden_state, None
-        if last is not None:
-            slots = last.rank
-        elif ragged is not None:
-            slots = ragged.slots()
-        changed: dict[str, Any] = {}
-        if ragged is not None and outputs.get("hidden_states") is not None:
-            changed["hidden_states"] = tuple(
-                None if state is None else ragged.pad(state) for state in outputs.hidden_states
-            )
-        if rows is not None:
-            changed["last_hidden_state"] = _rows_at(hidden, rows, slots)
-        elif isinstance(unpad, RaggedBatch):
-            changed["last_hidden_state"] = hidden if ragged is unpad else unpad.pack_rows(hidden)
-        elif ragged is not None:
-            changed["last_hidden_state"] = ragged.pad(hidden)
+        asked, slots = as_asked(outputs, ragged, last, rows, unpad)
         if slots is not None and self._pools():
             # The parent pooled the first row of all; what it made of that is not used.
-            changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
-        return type(outputs)(**{**outputs, **changed})
+            first_rows = rows_at(outputs.last_hidden_state, first, slots)
+            asked["pooler_output"] = self._pooled(first_rows)
+        return type(outputs)(**{**outputs, **asked})
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -239,22 +237,11 @@ class EncoderModel(FastplmModel):
             and cache is None
             and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
-            and not asked_for(self, "output_attentions", kwargs)
+            and not wants_output(self, "output_attentions", kwargs)
             # Its chunks have to divide the number of rows evenly.
             and not self.config.chunk_size_feed_forward
             and self._layers_are_ours()
         )
-
-    def _unpadded(
-        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | RaggedBatch | None
-    ) -> RaggedBatch | None:
-        if isinstance(unpad, RaggedBatch):
-            return unpad
-        if mask is None or unpad is False:
-            return None
-        if unpad is not None and unpad is not True:
-            return RaggedBatch.of(mask, extra_rows, unpad)
-        return RaggedBatch.of(mask, extra_rows) if values_can_be_read(mask) else None
 
     def _last_rows(
         self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
@@ -282,20 +269,13 @@ def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor
     return mask
 
 
-def _rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
-    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
-    if slots is not None:
-        positions = take(slots, positions).masked_fill(positions < 0, -1)
-    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
-
-
 def cross_inputs(
     states: Tensor,
     mask: Tensor | None,
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
-) -> dict[str, Any]:
-    """What a decoder's layers get of its encoder's states, packed if the decoder is.
+) -> tuple[dict[str, Any], RaggedBatch | None]:
+    """What a decoder gets of its encoder's states, packed if the decoder is, and how these are.
 
     Args:
         states: [B, S, E], or [1, N, E] with ``encoder_rows``.
@@ -309,7 +289,7 @@ def cross_inputs(
         given: dict[str, Any] = {"encoder_hidden_states": states}
         if mask is not None:
             given["encoder_attention_mask"] = mask
-        return given
+        return given, None
     key_mask = None
     if encoder_rows is None:
         if mask is not None and values_can_be_read(mask):
@@ -323,72 +303,34 @@ def cross_inputs(
             states = encoder_rows.pack_rows(states)
     else:
         key_mask = encoder_rows.key_mask_row()
-    given = {
-        "encoder_hidden_states": states,
-        "cross_lengths": (encoder_rows.cu_seqlens, encoder_rows.max_seqlen),
-    }
+    given = {"encoder_hidden_states": states}
     if key_mask is not None:
         given["encoder_attention_mask"] = key_mask
-    return given
+    return given, encoder_rows
 
 
 class EncoderAttention:
     """Mixin of a layer's attention block: in the last layer, for the rows that are wanted."""
 
     self: Any
-    output: Any
     is_cross_attention: bool
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        last_rows: LastRows | None = None,
-        cross_lengths: tuple[Tensor, int] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.is_cross_attention and cross_lengths is not None:
-            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
-        if last_rows is None or last_rows.layer != self.self.layer_idx:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        rows = last_rows.take(hidden_states)
-        context, _ = self.self(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.output(context, rows), None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        last = None if rows is None else rows.in_layer(self.self.layer_idx)
+        if last is not None and not self.is_cross_attention:
+            hidden_states, kwargs = last.attention_inputs(hidden_states)
+            args = ()
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
 class EncoderSelfAttention:
-    """Mixin of self-attention, whose queries may be some of the rows alone."""
+    """Mixin of self-attention, whose queries may be some of the rows alone.
 
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    dropout: nn.Dropout
-    attention_head_size: int
-    scaling: float
-    training: bool
+    Then it is attention across: BERT's module for that has the same parts.
+    """
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        all_rows: Tensor | None = None,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None or all_rows is None:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        heads = (-1, self.attention_head_size)
-        keys = all_rows.flatten(0, -2)
-        out = ops.attention_varlen(
-            self.query(hidden_states).squeeze(0).unflatten(-1, heads),
-            self.key(keys).unflatten(-1, heads),
-            self.value(keys).unflatten(-1, heads),
-            last_rows.cu_seqlens_q,
-            last_rows.cu_seqlens_k,
-            last_rows.max_seqlen_q,
-            last_rows.max_seqlen_k,
-            key_mask=last_rows.key_mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-            scale=self.scaling,
-        )
-        return out.flatten(1)[None], None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("rows"), LastRows):
+            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)  # type: ignore
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

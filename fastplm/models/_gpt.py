@@ -21,10 +21,10 @@ from fastplm._checks import (
     check_tensor,
     values_are_known,
 )
-from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
+from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shifted, wanted_rows
-from fastplm.models._ragged import flags
+from fastplm.models._ragged import mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import if_faster
 
@@ -55,14 +55,13 @@ class CausalModel(EncoderModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        if self._has_our_attention() and asked_for(self, "output_attentions", kwargs):
+        if self._has_our_attention() and wants_output(self, "output_attentions", inputs):
             _logger.warning_once(
                 "output_attentions: fused attention has no weights to return, so this runs on "
                 "unfused attention, at its cost in time and memory."
@@ -76,17 +75,17 @@ class CausalModel(EncoderModel):
         elif inputs_embeds is not None and inputs_embeds.dim() > 3:
             lead = inputs_embeds.shape[:-2]
             inputs_embeds = inputs_embeds.flatten(0, -3)
+        for name in ("token_type_ids", "position_ids"):
+            inputs[name] = _two_dimensional(inputs.get(name))
         outputs = super().forward(
-            _two_dimensional(input_ids),
+            input_ids=_two_dimensional(input_ids),
             # One of 4 dimensions is a pattern of the user's.
             attention_mask=_two_dimensional(attention_mask, most=3),
-            token_type_ids=_two_dimensional(token_type_ids),
-            position_ids=_two_dimensional(position_ids),
             inputs_embeds=inputs_embeds,
             return_dict=True,
-            **kwargs,
+            **inputs,
         )
-        if lead is None or kwargs.get("output_rows") is not None:
+        if lead is None or inputs.get("output_rows") is not None:
             return outputs
         changed = {"last_hidden_state": outputs.last_hidden_state.unflatten(0, lead)}
         if outputs.get("hidden_states") is not None:
@@ -126,17 +125,15 @@ class DoubleHeads(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         mc_token_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mc_labels: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
         """As the parent, with these differences.
 
@@ -149,7 +146,7 @@ class DoubleHeads(FastplmModel):
             output_logits: return the logits beside the loss after all.
             num_items_in_batch: what the sum of the language model's losses is divided by; the
                 ``mc_loss`` is then weighted by this batch's share of those labels.
-            kwargs: of the backbone, such as ``unpad``.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
             As the parent; ``loss`` is the language model's alone, fp32, and 0 if nothing has a
@@ -167,12 +164,12 @@ class DoubleHeads(FastplmModel):
         else:
             return self.base_model()
         trains = labels is not None or mc_labels is not None
-        if trains and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False
+        if trains and inputs.get("use_cache") is None:
+            inputs["use_cache"] = False
         reads_one = head.summary_type == "cls_index"
         if not reads_one:
             # The other summaries may read padding.
-            kwargs["unpad"] = False
+            inputs["unpad"] = False
 
         # --- the rows that somebody reads ---
         lookup = None if inputs_embeds is not None else TiedLookup(self, self.lm_head, labels)
@@ -187,19 +184,11 @@ class DoubleHeads(FastplmModel):
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
         all_rows = output_logits or not trains or not reads_one
         if all_rows:
-            kwargs["extra_rows"] = flags(rows, prod(lead) * seqlen).view(-1, seqlen)
+            inputs["extra_rows"] = mask_at(rows, prod(lead) * seqlen).view(-1, seqlen)
         else:
-            kwargs["output_rows"] = rows
-        outputs = self.base_model(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            lookup=lookup,
-            return_dict=True,
-            **kwargs,
-        )
+            inputs["output_rows"] = rows
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, lookup=lookup)
+        outputs = self.base_model(return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
         if all_rows:
             read = ops.gather_rows(hidden.flatten(0, -2), rows)
@@ -268,21 +257,20 @@ class LastTokenClassification(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
         """As the parent, with these differences.
 
         Args:
             num_items_in_batch: what the sum of the losses is divided by. Default: their number.
-            kwargs: of the backbone, such as ``unpad``. There is no cache unless ``use_cache`` is
-                True.
+            use_cache: there is no cache unless it is True.
+            inputs: of the model without head, such as ``unpad``.
 
         Raises:
             ArgumentValueError: more than one sequence, and no ``config.pad_token_id`` by which to
@@ -291,16 +279,8 @@ class LastTokenClassification(FastplmModel):
         rows = None
         if input_ids is not None or inputs_embeds is not None:
             rows = self._last_tokens(input_ids, inputs_embeds)
-        outputs = self.base_model(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            output_rows=rows,
-            return_dict=True,
-            **{**kwargs, "use_cache": bool(kwargs.get("use_cache"))},
-        )
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, output_rows=rows)
+        outputs = self.base_model(use_cache=bool(use_cache), return_dict=True, **inputs)
         assert rows is not None, "the backbone has said what is missing"
         logits = self.score(wanted_rows(self, outputs.last_hidden_state, rows))
         loss = None

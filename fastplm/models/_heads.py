@@ -23,6 +23,20 @@ from fastplm.nn._rows import (
     vocabulary_loss,
 )
 
+#: What the forward of a decoder names, so that it is no option of its loss function.
+_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "past_key_values",
+    "use_cache",
+    "extra_rows",
+)
+
 #: (what comes before the projection to the vocabulary or None, that projection). A head that the
 #: user changed is called whole: it is the projection then, and makes logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
@@ -30,6 +44,13 @@ Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, rows: Tensor) -> Any:
     return decoder(rows if transform is None else transform(rows))
+
+
+def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
+    """(batch, tokens) of a model's input; None if there is none."""
+    given = inputs.get(f"{prefix}inputs_embeds")
+    given = inputs.get(f"{prefix}input_ids") if given is None else given
+    return given.shape[:2] if isinstance(given, Tensor) else None
 
 
 def wanted_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -72,12 +93,11 @@ def labelled_loss(
         dense: as in ``vocabulary_loss``.
     """
     where = type(model).__name__
-    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    shape = labels.shape if given is None else given.shape[:2]
+    shape = shape_of(inputs) or labels.shape
     labels = as_tokens(where, labels, shape)
     positions, targets = labels_at(where, labels, shape, positions)
     lookup = None
-    if inputs["inputs_embeds"] is None:
+    if inputs.get("inputs_embeds") is None:
         lookup = TiedLookup(model, decoder, labels)
     if all_rows:
         inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -111,16 +131,12 @@ class MaskedLM(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> MaskedLMOutput:
         """As the parent, with these differences.
 
@@ -131,7 +147,7 @@ class MaskedLM(FastplmModel):
             output_logits: return the logits beside the loss after all.
             num_items_in_batch: what the sum of the losses is divided by: the number of labels of
                 all batches that gradients are accumulated over. Default: of this batch.
-            kwargs: of the backbone, such as ``unpad``.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
             ``MaskedLMOutput``; the loss is fp32, and 0 if nothing has a label.
@@ -141,14 +157,6 @@ class MaskedLM(FastplmModel):
                 fit.
         """
         transform, decoder = self._head()
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
         loss = logits = None
         if labels is None:
             outputs = self.base_model(**inputs, return_dict=True)
@@ -175,34 +183,57 @@ class MaskedLM(FastplmModel):
 
 
 class SequencePairPreTraining(FastplmModel):
-    """Mixin of a masked-LM head beside a classifier of sequence pairs, by the pooled output."""
+    """Mixin of a masked-LM head beside a classifier of sequence pairs, by the pooled output.
+
+    ``loss = MLM loss + pair loss``, or the one whose labels are given.
+    """
 
     base_model: Any
+    _output: Any
+    #: What the parent calls the labels and the logits of the pairs.
+    _pair_label: str
+    _pair_logits: str
 
     def _head(self) -> Head:
         raise NotImplementedError
 
-    def _pretrain(
+    def _pair_head(self) -> nn.Module:
+        """The classifier of the pooled output: [B, E] -> [B, 2]."""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
         self,
-        classifier: nn.Module,
-        labels: Tensor | None,
-        pair_name: str,
-        pair_label: Tensor | None,
-        masked_positions: Tensor | None,
-        output_logits: bool,
-        num_items_in_batch: int | Tensor | None,
-        num_sequences_in_batch: int | Tensor | None,
-        inputs: dict[str, Any],
-    ) -> tuple[Any, Tensor | None, Tensor | None, Tensor]:
-        """(the backbone's outputs, the sum of the losses, logits of the tokens, of the pairs).
+        *,
+        labels: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        num_sequences_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """As the parent, with these differences.
 
         Args:
-            classifier: the pooled output [B, E] -> [B, 2].
-            pair_name: what the caller calls ``pair_label``.
-            pair_label: int64 [B], -100 = none.
-            inputs: the backbone's.
+            labels, masked_positions, output_logits, num_items_in_batch: as in ``…ForMaskedLM``, for
+                the MLM loss and ``prediction_logits``.
+            num_sequences_in_batch: what the sum of the pair losses is divided by. Without it, but
+                with ``num_items_in_batch``, their mean is weighted by this batch's share of the
+                labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
+                unequally many labels do not weigh their sequences quite equally.
+            inputs: of the model without head, and the labels of the pairs int64 [B], -100 = none:
+                ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
+                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B.
+
+        Returns:
+            As the parent; the loss is fp32.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
         """
         transform, decoder = self._head()
+        pair_label = inputs.pop(self._pair_label, None)
         loss = logits = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
@@ -220,17 +251,27 @@ class SequencePairPreTraining(FastplmModel):
         else:
             rows = None if all_rows else "first"
             outputs = self.base_model(**inputs, output_rows=rows, return_dict=True)
-        pair_logits = classifier(outputs.pooler_output)
+        pair_logits = self._pair_head()(outputs.pooler_output)
         if pair_label is not None:
             pair_loss = _pair_loss(
-                type(self).__name__, pair_logits, pair_name, pair_label, num_sequences_in_batch
+                type(self).__name__,
+                pair_logits,
+                self._pair_label,
+                pair_label,
+                num_sequences_in_batch,
             )
             if labels is not None and num_sequences_in_batch is None:
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
         if all_rows:
             logits = _logits(transform, decoder, outputs.last_hidden_state)
-        return outputs, loss, logits, pair_logits
+        return self._output(
+            loss=loss,
+            prediction_logits=logits,
+            **{self._pair_logits: pair_logits},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 def _pair_loss(
@@ -262,21 +303,14 @@ class CausalLM(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """As the parent, with these differences.
 
@@ -288,7 +322,7 @@ class CausalLM(FastplmModel):
             num_items_in_batch: what the sum of the losses is divided by: the number of labels of
                 all batches that gradients are accumulated over. Default: of this batch.
             shift_labels: int64 [B, T], labels shifted already: that of t is predicted at t.
-            kwargs: of the backbone, such as ``unpad``.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
             ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 if nothing has a label.
@@ -301,30 +335,15 @@ class CausalLM(FastplmModel):
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
         targets = shifted(labels) if shift_labels is None else shift_labels
-        ignored = kwargs.pop("ignore_index", IGNORE_INDEX)
+        ignored = inputs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
         own_loss = targets is not None and hasattr(self, "_loss_function")
-        if targets is not None and use_cache is None:
-            use_cache = False
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if encoder_hidden_states is not None:
-            inputs["encoder_hidden_states"] = encoder_hidden_states
-            inputs["encoder_attention_mask"] = encoder_attention_mask
+        inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
         loss = logits = None
         if targets is None or own_loss:
             if targets is not None:
-                given = input_ids if inputs_embeds is None else inputs_embeds
-                shape = targets.shape if given is None else given.shape[:2]
+                shape = shape_of(inputs) or targets.shape
                 targets = as_tokens(type(self).__name__, targets, shape)
                 inputs["extra_rows"] = targets != IGNORE_INDEX
             outputs = self.base_model(**inputs, return_dict=True)
@@ -348,13 +367,14 @@ class CausalLM(FastplmModel):
                 hidden = hidden[:, logits_to_keep]
             logits = _logits(transform, decoder, hidden)
         if own_loss:
+            options = {name: value for name, value in inputs.items() if name not in _INPUTS}
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits,
                 labels=labels,
                 vocab_size=self.config.vocab_size,  # type: ignore[attr-defined]
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
-                **kwargs,
+                **options,
             )
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
@@ -398,25 +418,13 @@ class SequenceClassification(ScaledLoss):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        outputs = super().forward(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            return_dict=True,
-            **{"output_rows": "first", **kwargs},
-        )
+        inputs = {"output_rows": "first", **inputs, "labels": labels, "return_dict": True}
+        outputs = super().forward(**inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 
@@ -437,30 +445,17 @@ class TokenClassification(ScaledLoss):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and isinstance(given, Tensor):
-            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
-            if attention_mask is not None:
-                kwargs["extra_rows"] = labelled
-        outputs = super().forward(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            return_dict=True,
-            **kwargs,
-        )
+        shape = shape_of(inputs)
+        if labels is not None and shape is not None:
+            labelled = labelled_rows(type(self).__name__, labels, shape)
+            if inputs.get("attention_mask") is not None:
+                inputs["extra_rows"] = labelled
+        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 
@@ -475,38 +470,23 @@ class QuestionAnswering(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         exclude_padding: bool = False,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
         """As the parent, with one argument more.
 
         Args:
             exclude_padding: leave padding out of the batch and of the softmax.
         """
-        given = {
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            "return_dict": True,
-        }
+        inputs.update(attention_mask=attention_mask, return_dict=True)
         if not exclude_padding or attention_mask is None:
-            kwargs["unpad"] = False
-            return super().forward(  # type: ignore[misc]
-                input_ids,
-                start_positions=start_positions,
-                end_positions=end_positions,
-                **given,
-                **kwargs,
-            )
-        outputs = super().forward(input_ids, **given, **kwargs)  # type: ignore[misc]
+            inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
+            return super().forward(**inputs)  # type: ignore[misc]
+        outputs = super().forward(**inputs)  # type: ignore[misc]
         hidden = ~attention_mask.bool()
         changed: dict[str, Any] = {}
         for name in ("start_logits", "end_logits"):

@@ -8,7 +8,7 @@ B sequences of T tokens become one row of N tokens, sequence after sequence, as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from fastplm import ops
 from fastplm._checks import check, values_are_known, values_exist
 
 _WHERE = "unpad"
+#: What ``unpad`` of a model may be; see ``unpadded``.
+Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
 
 def values_can_be_read(tensor: Tensor) -> bool:
@@ -95,7 +97,7 @@ class RaggedBatch:
         positions = _compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
-        key_mask = take(mask.flatten(), positions) & (positions >= 0) if hides else None
+        key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
@@ -114,7 +116,7 @@ class RaggedBatch:
 
     def pack(self, values: Tensor) -> Tensor:
         """[B, T] integers -> [1, N]; those of spare slots are some token's."""
-        return take(values.flatten(), self.positions)[None]
+        return values_at(values.flatten(), self.positions)[None]
 
     def pack_rows(self, rows: Tensor) -> Tensor:
         """[B, T, E] -> [1, N, E], zeros in spare slots."""
@@ -126,12 +128,12 @@ class RaggedBatch:
 
     def slots(self) -> Tensor:
         """int64 [B * T], the packed row of each position, -1 where it was left out."""
-        return inverse(self.positions, self.batch * self.seqlen)
+        return slots_of(self.positions, self.batch * self.seqlen)
 
     def token_mask(self) -> Tensor:
         """bool [B, T], the rows that may be attended to."""
         seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
-        return flags(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
+        return mask_at(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
 
     def key_mask_row(self, always: bool = False) -> Tensor | None:
         """bool [1, N] for a model's ``attention_mask``; None if it hides nothing, or ones."""
@@ -140,19 +142,48 @@ class RaggedBatch:
             return torch.ones_like(self.positions, dtype=torch.bool)[None]
         return None if self.key_mask is None else self.key_mask[None]
 
-    def attention_arguments(self) -> dict[str, Any]:
-        """What the attention of a model has to be told."""
-        return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+
+@dataclass
+class Rows:
+    """Which rows the layers of a model compute: the one thing that they are told of a batch.
+
+    It goes through Transformers' layers as the keyword ``rows``, down to the attention.
+
+    Args:
+        own: the packed batch of the model; None = it is padded.
+        cross: the packed batch of the encoder whose states a decoder attends to.
+        last: the rows of the last layer; None = all.
+    """
+
+    own: RaggedBatch | None = None
+    cross: RaggedBatch | None = None
+    last: LastRows | None = None
+
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+        """(offsets int32 [B + 1] of queries and of keys, bounds of both lengths) of an attention.
+
+        In a decoder that attends to an encoder, the attention that is not causal does that.
+        """
+        if self.own is None:
+            return None
+        queries = self.own
+        keys = queries if causal or self.cross is None else self.cross
+        return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
+
+    def in_layer(self, index: int) -> LastRows | None:
+        """The rows of one layer, if that is the last one and does not compute all of them."""
+        return self.last if self.last is not None and self.last.layer == index else None
+
+    def of_others(self) -> Rows:
+        """What the layers before the last one are told."""
+        return Rows(self.own, self.cross)
 
 
 @dataclass
 class LastRows:
     """The rows of a last layer that anybody reads; its keys and values are of all rows.
+
+    For the attention of that layer it takes the place of ``Rows``.
 
     Args:
         layer: the ``layer_idx`` of that layer.
@@ -198,20 +229,33 @@ class LastRows:
         if values_are_known(needed):
             capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
         positions = _compact(needed, capacity)
-        rank = inverse(positions, batch * seqlen)
+        rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
             ends = torch.full_like(lengths, seqlen)
             key_mask = None if mask is None else mask.flatten()
             source, keys = positions, (_offsets(ends), seqlen, key_mask)
         else:
-            source = take(ragged.slots(), positions).masked_fill(positions < 0, -1)
+            source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
         return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
 
-    def take(self, rows: Tensor) -> Tensor:
-        """[..., E], the layer's input -> [1, P, E]."""
-        return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+    def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """What an attention is given that is told queries and keys apart, as if it were cross-.
+
+        Args:
+            hidden_states: [..., E], the input of the layer.
+
+        Returns:
+            (the rows of the queries [1, P, E], the other arguments).
+        """
+        states = hidden_states.flatten(0, -2)
+        mask = None if self.key_mask is None else self.key_mask[None]
+        others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
+        return ops.gather_rows(states, self.source)[None], others
 
 
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
@@ -230,12 +274,12 @@ def _compact(mask: Tensor, size: int) -> Tensor:
     return order.masked_fill(~mask[order], -1)
 
 
-def take(values: Tensor, positions: Tensor) -> Tensor:
+def values_at(values: Tensor, positions: Tensor) -> Tensor:
     """``values[positions]`` [P]; the first value where a position is -1."""
     return values[positions.clamp(min=0)]
 
 
-def inverse(positions: Tensor, total: int) -> Tensor:
+def slots_of(positions: Tensor, total: int) -> Tensor:
     """int64 [total]: where in ``positions`` a number stands, -1 where nowhere."""
     slots = positions.new_full((total + 1,), -1)
     # The numbers -1 all write the last place, which is nobody's.
@@ -243,7 +287,7 @@ def inverse(positions: Tensor, total: int) -> Tensor:
     return slots[:total]
 
 
-def flags(positions: Tensor, total: int) -> Tensor:
+def mask_at(positions: Tensor, total: int) -> Tensor:
     """bool [total]: True at ``positions``, of which -1 counts for nothing."""
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
     where[positions] = True
@@ -253,3 +297,76 @@ def flags(positions: Tensor, total: int) -> Tensor:
 def _offsets(lengths: Tensor) -> Tensor:
     """[B] -> int32 [B + 1] from 0."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def until_last(chosen: Tensor) -> Tensor:
+    """bool [B, T]: True up to the last True of each row."""
+    return chosen.flip(1).cumsum(1).flip(1) > 0
+
+
+def unpadded(
+    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, contiguous: bool = False
+) -> RaggedBatch | None:
+    """The rows of a batch that are computed; None = all of them, padded.
+
+    Args:
+        mask: [B, T], 0 = padding.
+        extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
+        unpad: None = leave padding out where that is possible; False = do not; an int = the number
+            of rows to make room for, which fixes all shapes; a batch = these rows.
+        contiguous: compute what lies between the first and the last of these rows as well.
+    """
+    if isinstance(unpad, RaggedBatch):
+        return unpad
+    counted = unpad is None or unpad is True
+    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
+        return None
+    if contiguous:
+        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
+        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
+    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
+
+
+def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
+    if slots is not None:
+        positions = values_at(slots, positions).masked_fill(positions < 0, -1)
+    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
+
+
+def as_asked(
+    outputs: Any,
+    own: RaggedBatch | None,
+    last: LastRows | None,
+    output_rows: Tensor | None,
+    unpad: Unpad,
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The hidden states that the caller gets to see, of those that were computed.
+
+    Args:
+        outputs: of the parent, on the rows that were computed.
+        own, last: which those were.
+        output_rows: int64 [P], flat positions of the rows that are wanted; None = all.
+        unpad: what the caller asked for.
+
+    Returns:
+        (the fields that change, the row of ``outputs.last_hidden_state`` that each flat position
+        has: int64 [B * T], or None where that is its own).
+    """
+    hidden, slots = outputs.last_hidden_state, None
+    if last is not None:
+        slots = last.rank
+    elif own is not None:
+        slots = own.slots()
+    asked: dict[str, Any] = {}
+    if output_rows is not None:
+        asked["last_hidden_state"] = rows_at(hidden, output_rows, slots)
+    elif isinstance(unpad, RaggedBatch):
+        asked["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
+    elif own is not None:
+        asked["last_hidden_state"] = own.pad(hidden)
+    if own is not None and outputs.get("hidden_states") is not None:
+        asked["hidden_states"] = tuple(
+            None if state is None else own.pad(state) for state in outputs.hidden_states
+        )
+    return asked, slots

@@ -21,17 +21,28 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
-from fastplm.models._encoder import _rows_at, cross_inputs
-from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
+from fastplm.models._encoder import cross_inputs
+from fastplm.models._heads import ScaledLoss, shape_of
+from fastplm.models._ragged import (
+    RaggedBatch,
+    Rows,
+    Unpad,
+    as_asked,
+    mask_at,
+    rows_at,
+    unpadded,
+    until_last,
+    values_can_be_read,
+)
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
-Unpad = bool | int | RaggedBatch | None
+_CACHING = ("past_key_values", "use_cache")
 
 
 def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
@@ -39,36 +50,8 @@ def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any])
     return (
         model.config._attn_implementation == NAME
         and all(mask is None or mask.dim() == 2 for mask in masks)
-        and not asked_for(model, "output_attentions", kwargs)
+        and not wants_output(model, "output_attentions", kwargs)
     )
-
-
-def until_last(chosen: Tensor) -> Tensor:
-    """bool [B, T]: True up to the last True of each row."""
-    return chosen.flip(1).cumsum(1).flip(1) > 0
-
-
-def unpadded(
-    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, gapless: bool = False
-) -> RaggedBatch | None:
-    """The rows of a batch that are computed; None = all of them, padded.
-
-    Args:
-        mask: [B, T], 0 = padding.
-        extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-        unpad: None = leave padding out where that is possible; False = do not; an int = the number
-            of rows to make room for, which fixes all shapes; a batch = these rows.
-        gapless: compute what lies between the first and the last of these rows as well.
-    """
-    if isinstance(unpad, RaggedBatch):
-        return unpad
-    counted = unpad is None or unpad is True
-    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
-        return None
-    if gapless:
-        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
-        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
-    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
 
 
 def decoder_rows(
@@ -76,12 +59,12 @@ def decoder_rows(
     read_rows: Tensor | None,
     extra_rows: Tensor | None,
     unpad: Unpad,
-    gapless: bool = False,
+    contiguous: bool = False,
 ) -> RaggedBatch | None:
     """The rows that a causal decoder computes.
 
     Args:
-        mask, extra_rows, unpad, gapless: as in ``unpadded``.
+        mask, extra_rows, unpad, contiguous: as in ``unpadded``.
         read_rows: bool [B, T], the rows whose last hidden state anybody looks at: those after the
             last one of a sequence influence none of them. None = all.
     """
@@ -92,12 +75,12 @@ def decoder_rows(
         else:
             mask = mask.bool() & reached
             extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
-    return unpadded(mask, None if mask is None else extra_rows, unpad, gapless)
+    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous)
 
 
-def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> RaggedBatch | None:
+def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> RaggedBatch | None:
     """The rows of an encoder, found once for all that reads them; None = all of them, padded."""
-    rows = unpadded(mask, None, unpad, gapless)
+    rows = unpadded(mask, None, unpad, contiguous)
     asked = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
@@ -105,6 +88,41 @@ def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> Rag
         # Nothing to leave out. Who gets no rows would count again, and wait for the device.
         return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
     return None
+
+
+def encoded(
+    encoder: Any, outputs: Any, rows: RaggedBatch | None, *, show: bool = True, **inputs: Any
+) -> tuple[Any, Tensor]:
+    """(the outputs of an encoder, as the caller sees them; its states, as a decoder reads them).
+
+    Args:
+        outputs: what the caller has of an earlier forward; None = run it.
+        rows: of the batch; None = it is padded.
+        show: whether the caller gets to see the last hidden state, padded again.
+        inputs: of the encoder.
+    """
+    if outputs is None:
+        outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
+        states = outputs.last_hidden_state
+        shown = states if rows is None or not show else rows.pad(states)
+        return type(outputs)(**{**outputs, "last_hidden_state": shown if show else None}), states
+    if isinstance(outputs, tuple | list):
+        outputs = BaseModelOutput(*outputs[:3])
+    states = outputs.last_hidden_state
+    return outputs, states if rows is None else rows.pack_rows(states)
+
+
+def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
+    """What an encoder-decoder returns beside its last hidden state or its loss."""
+    return {
+        "past_key_values": outputs.get("past_key_values"),
+        "decoder_hidden_states": outputs.hidden_states,
+        "decoder_attentions": outputs.attentions,
+        "cross_attentions": outputs.get("cross_attentions"),
+        "encoder_last_hidden_state": encoder_outputs.last_hidden_state,
+        "encoder_hidden_states": encoder_outputs.hidden_states,
+        "encoder_attentions": encoder_outputs.attentions,
+    }
 
 
 class Stack(FastplmModel):
@@ -119,19 +137,21 @@ class Stack(FastplmModel):
     embed_tokens: Any
     gradient_checkpointing: bool
     training: bool
+    #: Whether the parent has an argument ``use_cache``.
+    _takes_cache = True
     #: Whether the distance of two rows counts, so that none between them may be left out.
-    gapless = False
+    contiguous = False
 
     def _packs(
         self,
         masks: Sequence[Tensor | None],
         kwargs: dict[str, Any],
         past_key_values: Any = None,
-        use_cache: bool | None = False,
+        use_cache: bool | None = None,
     ) -> bool:
         """Whether rows can be left out: the parent's padded path does the rest."""
         if use_cache is None:
-            use_cache = self.config.use_cache
+            use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
         return (
@@ -141,45 +161,41 @@ class Stack(FastplmModel):
             and is_fused(self, masks, kwargs)
         )
 
-    def _on_rows(self, embeds: Tensor, rows: RaggedBatch, **kwargs: Any) -> Any:
+    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
+        assert rows.own is not None
+        mask = rows.own.key_mask_row()
         return super().forward(  # type: ignore[misc]
-            inputs_embeds=embeds,
-            attention_mask=rows.key_mask_row(),
-            **rows.attention_arguments(),
-            **kwargs,
+            inputs_embeds=embeds, attention_mask=mask, rows=rows, **kwargs
         )
 
-    def _run(
+    @can_return_tuple
+    def forward(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None,
-        kwargs: dict[str, Any],
-        unpad: Unpad,
-        lookup: Callable[[Tensor], Tensor] | None,
         *,
-        caching: dict[str, Any] | None = None,
-        states: Tensor | None = None,
-        states_mask: Tensor | None = None,
-        encoder_rows: RaggedBatch | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | None = None,
         read_rows: Tensor | None = None,
         extra_rows: Tensor | None = None,
+        encoder_rows: RaggedBatch | None = None,
+        lookup: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """The forward of all stacks.
+        """As the parent, with these arguments more.
 
         Args:
-            kwargs: of the parent's forward.
-            unpad: as in ``unpadded``.
+            unpad: None = leave padding out where that is possible; False = do not; an int = the
+                number of rows to make room for, which fixes all shapes; a batch = these rows, and
+                a last hidden state [1, N, E].
+            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``; with ``output_rows`` the
+                last hidden state is [P, 1, E].
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
             lookup: takes the place of the word embeddings.
-            caching: past_key_values and use_cache of a stack that takes them.
-            states, states_mask, encoder_rows: as in ``cross_inputs``.
-            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``.
-
-        Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
-            batch given as ``unpad`` it is [1, N, E].
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -187,9 +203,9 @@ class Stack(FastplmModel):
         where = type(self).__name__
         check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
-        caching = caching or {}
+        caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
         check_mask(where, "attention_mask", attention_mask)
-        check_mask(where, "encoder_attention_mask", states_mask)
+        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
         table = getattr(self, "embed_positions", None)
         check_positions(where, table, seqlen, caching.get("past_key_values"))
         if (
@@ -198,17 +214,18 @@ class Stack(FastplmModel):
             and not caching.get("past_key_values")
         ):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
-        kwargs = dict(kwargs, return_dict=True)
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        kwargs["return_dict"] = True
 
         # --- which rows are computed ---
         if output_rows is not None:
-            read_rows = flags(output_rows, batch * seqlen).view(batch, seqlen)
+            read_rows = mask_at(output_rows, batch * seqlen).view(batch, seqlen)
         rows = None
-        if self._packs((attention_mask, states_mask), kwargs, **caching):
-            if read_rows is not None and asked_for(self, "output_hidden_states", kwargs):
+        if self._packs((attention_mask, encoder_attention_mask), kwargs, **caching):
+            if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
                 read_rows = None
-            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.gapless)
+            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
             if rows is None and encoder_rows is not None:
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
 
@@ -219,29 +236,23 @@ class Stack(FastplmModel):
         elif rows is not None:
             inputs_embeds = rows.pack_rows(inputs_embeds)
         assert inputs_embeds is not None
-        if states is not None:
-            kwargs.update(cross_inputs(states, states_mask, encoder_rows, rows))
+        cross = None
+        if encoder_hidden_states is not None:
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, rows
+            )
+            kwargs.update(states)
         if rows is None:
             outputs = super().forward(  # type: ignore[misc]
                 inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
             )
         else:
-            if caching:
+            if self._takes_cache:
                 kwargs["use_cache"] = False
-            outputs = self._on_rows(inputs_embeds, rows, **kwargs)
+            outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
 
-        # --- back ---
-        hidden = outputs.last_hidden_state
-        if output_rows is not None:
-            slots = None if rows is None else rows.slots()
-            outputs["last_hidden_state"] = _rows_at(hidden.flatten(0, 1), output_rows, slots)
-        elif rows is not None and rows is not unpad:
-            outputs["last_hidden_state"] = rows.pad(hidden)
-        if rows is not None and outputs.get("hidden_states") is not None:
-            outputs["hidden_states"] = tuple(
-                None if state is None else rows.pad(state) for state in outputs.hidden_states
-            )
-        return outputs
+        asked, _ = as_asked(outputs, rows, None, output_rows, unpad)
+        return type(outputs)(**{**outputs, **asked})
 
 
 class EncoderDecoder(FastplmModel):
@@ -262,6 +273,7 @@ class EncoderDecoder(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
@@ -271,7 +283,6 @@ class EncoderDecoder(FastplmModel):
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        *,
         unpad: Unpad = None,
         decoder_unpad: Unpad = None,
         output_rows: Tensor | None = None,
@@ -302,25 +313,19 @@ class EncoderDecoder(FastplmModel):
         # Beside a cache the decoder reads padded states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         if not generates and self.encoder._packs((attention_mask,), kwargs):
-            gapless = self.encoder.gapless and encoder_outputs is None
-            rows = source_rows(attention_mask, unpad, gapless)
-        if encoder_outputs is None:
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                unpad=False if rows is None else rows,
-                lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
-                **kwargs,
-            )
-            states = encoder_outputs.last_hidden_state
-            if rows is not None:
-                encoder_outputs["last_hidden_state"] = rows.pad(states)
-        else:
-            if not isinstance(encoder_outputs, BaseModelOutput):
-                encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
-            states = encoder_outputs.last_hidden_state
-            states = states if rows is None else rows.pack_rows(states)
+            contiguous = self.encoder.contiguous and encoder_outputs is None
+            rows = source_rows(attention_mask, unpad, contiguous)
+        encoder_outputs, states = encoded(
+            self.encoder,
+            encoder_outputs,
+            rows,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            unpad=False,
+            lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
+            **kwargs,
+        )
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -338,14 +343,7 @@ class EncoderDecoder(FastplmModel):
             **kwargs,
         )
         return Seq2SeqModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.get("past_key_values"),
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.get("cross_attentions"),
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            last_hidden_state=outputs.last_hidden_state, **both_sides(encoder_outputs, outputs)
         )
 
 
@@ -374,19 +372,12 @@ class ConditionalGeneration(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """As the parent, with these differences.
 
@@ -396,7 +387,7 @@ class ConditionalGeneration(FastplmModel):
             output_logits: return the logits beside the loss after all.
             num_items_in_batch: what the sum of the losses is divided by: the number of labels of
                 all batches that gradients are accumulated over. Default: of this batch.
-            kwargs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
+            inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
             ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label.
@@ -410,35 +401,23 @@ class ConditionalGeneration(FastplmModel):
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            assert given is not None
-            labels = as_tokens(type(self).__name__, labels, given.shape[:2])
-            positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
-            kwargs["lookup"] = lookup
+            if shape_of(inputs, "decoder_") is None:
+                inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
+            shape = shape_of(inputs, "decoder_")
+            assert shape is not None
+            labels = as_tokens(type(self).__name__, labels, shape)
+            positions, targets = labels_at(type(self).__name__, labels, shape, None)
+            inputs["lookup"] = lookup
             if output_logits:
-                kwargs["extra_rows"] = labels != IGNORE_INDEX
+                inputs["extra_rows"] = labels != IGNORE_INDEX
             else:
-                kwargs["output_rows"] = positions
-        outputs = self._backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+                inputs["output_rows"] = positions
+        outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
         hidden = self._scaled_rows(outputs.last_hidden_state)
         bias = self._logits_bias()
         loss = logits = None
         if positions is not None and targets is not None:
-            rows = _rows_at(hidden.flatten(0, 1), positions, None) if output_logits else hidden
+            rows = rows_at(hidden, positions) if output_logits else hidden
             loss = vocabulary_loss(
                 rows[:, 0],
                 self.lm_head,
@@ -453,6 +432,34 @@ class ConditionalGeneration(FastplmModel):
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+
+
+class LastEosClassification(ScaledLoss):
+    """Mixin of a classifier that reads the last end-of-sequence token, where the decoder ends."""
+
+    config: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
+        if input_ids is not None and (shape is None or shape == input_ids.shape):
+            inputs["read_rows"] = input_ids == self.config.eos_token_id
+        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
+        return self._scaled(outputs, labels, num_items_in_batch)
+
+
+class DecoderQuestionAnswering(FastplmModel):
+    """Mixin of ``…ForQuestionAnswering``, whose softmax runs over all rows of the decoder: they are
+    all computed, and the encoder's padding is left out."""
+
+    def forward(self, **inputs: Any) -> Any:
+        return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]
 
 
 class SharedLookup:

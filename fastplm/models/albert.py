@@ -41,8 +41,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
-from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutput
-from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check, check_choice
 from fastplm.models._base import FastplmModel, drop_in
@@ -56,7 +54,7 @@ from fastplm.models._heads import (
     SequencePairPreTraining,
     TokenClassification,
 )
-from fastplm.models._ragged import LastRows
+from fastplm.models._ragged import Rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -177,14 +175,13 @@ class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
     def dropout(self) -> nn.Dropout:  # type: ignore[override]
         return self.attention_dropout
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, last_rows: LastRows | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        if rows is None or rows.last is None:
             return super().forward(hidden_states, *args, **kwargs)
-        rows = last_rows.take(hidden_states)
-        context, _ = super().forward(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.LayerNorm(rows + self.output_dropout(self.dense(context))), None
+        chosen, others = rows.last.attention_inputs(hidden_states)
+        context, _ = super().forward(chosen, **others)
+        return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
 
 
 @drop_in
@@ -196,39 +193,31 @@ class AlbertLayer(GradientCheckpointingLayer, modeling_albert.AlbertLayer):
 class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
     """The layers of a group, of which the last may be for the rows that are wanted."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Tensor:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
         for layer in others:
-            hidden_states = layer(hidden_states, attention_mask, **kwargs)
-        return last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = layer(hidden_states, rows=rows.of_others(), **kwargs)
+        return last(hidden_states, rows=rows, **kwargs)
 
 
 @drop_in
 class AlbertTransformer(modeling_albert.AlbertTransformer):
     """The calls of the groups, of which the last may be for the rows that are wanted."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if last_rows is None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Any:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
         for group in others:
-            hidden_states = group(hidden_states, attention_mask, **kwargs)
-        hidden_states = last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = group(hidden_states, rows=rows.of_others(), **kwargs)
+        hidden_states = last(hidden_states, rows=rows, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def calls(self) -> list[Any]:
@@ -292,74 +281,17 @@ class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
 class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.AlbertForPreTraining):
     """``transformers.AlbertForPreTraining`` whose MLM head sees the labelled tokens only.
 
-    ``loss = MLM loss + sentence-order loss``, or the one whose labels are given.
-
     Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
     """
+
+    _output = modeling_albert.AlbertForPreTrainingOutput
+    _pair_label, _pair_logits = "sentence_order_label", "sop_logits"
 
     def _head(self) -> Head:
         return _head(self.predictions)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        sentence_order_label: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> AlbertForPreTrainingOutput:
-        """As the parent, with these differences.
-
-        Args:
-            labels, masked_positions, output_logits, num_items_in_batch: as in
-                ``AlbertForMaskedLM``, for the MLM loss and ``prediction_logits``.
-            sentence_order_label: int64 [B], 0 = B follows A, 1 = A follows B, -100 = none.
-            num_sequences_in_batch: what the sum of the sentence-order losses is divided by. Without
-                it, but with ``num_items_in_batch``, their mean is weighted by this batch's share of
-                the labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
-                unequally many labels do not weigh their sequences quite equally.
-
-        Returns:
-            ``AlbertForPreTrainingOutput``; the loss is fp32.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
-        """
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        outputs, loss, prediction_logits, sop_logits = self._pretrain(
-            self.sop_classifier,
-            labels,
-            "sentence_order_label",
-            sentence_order_label,
-            masked_positions,
-            output_logits,
-            num_items_in_batch,
-            num_sequences_in_batch,
-            inputs,
-        )
-        return AlbertForPreTrainingOutput(
-            loss=loss,
-            prediction_logits=prediction_logits,
-            sop_logits=sop_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _pair_head(self) -> nn.Module:
+        return self.sop_classifier
 
 
 @drop_in

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import nn
 from transformers.models.bert import modeling_bert
-from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
-from transformers.utils.generic import can_return_tuple
 
 from fastplm.models._base import drop_in
 from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
@@ -102,71 +100,14 @@ class BertForQuestionAnswering(QuestionAnswering, transformers.BertForQuestionAn
 class BertForPreTraining(SequencePairPreTraining, transformers.BertForPreTraining):
     """``transformers.BertForPreTraining`` whose MLM head sees the labelled tokens only.
 
-    ``loss = MLM loss + next-sentence loss``, or the one whose labels are given.
-
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
     """
+
+    _output = modeling_bert.BertForPreTrainingOutput
+    _pair_label, _pair_logits = "next_sentence_label", "seq_relationship_logits"
 
     def _head(self) -> Head:
         return _split(self.cls.predictions)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        next_sentence_label: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> BertForPreTrainingOutput:
-        """As the parent, with these differences.
-
-        Args:
-            labels, masked_positions, output_logits, num_items_in_batch: as in ``BertForMaskedLM``,
-                for the MLM loss and ``prediction_logits``.
-            next_sentence_label: int64 [B], 0 = B follows A, 1 = it does not, -100 = none.
-            num_sequences_in_batch: what the sum of the next-sentence losses is divided by. Without
-                it, but with ``num_items_in_batch``, their mean is weighted by this batch's share of
-                the labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
-                unequally many labels do not weigh their sequences quite equally.
-
-        Returns:
-            ``BertForPreTrainingOutput``; the loss is fp32.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
-        """
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        outputs, loss, prediction_logits, seq_relationship_logits = self._pretrain(
-            self.cls.seq_relationship,
-            labels,
-            "next_sentence_label",
-            next_sentence_label,
-            masked_positions,
-            output_logits,
-            num_items_in_batch,
-            num_sequences_in_batch,
-            inputs,
-        )
-        return BertForPreTrainingOutput(
-            loss=loss,
-            prediction_logits=prediction_logits,
-            seq_relationship_logits=seq_relationship_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _pair_head(self) -> nn.Module:
+        return self.cls.seq_relationship

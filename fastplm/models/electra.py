@@ -24,7 +24,9 @@ from fastplm.models._heads import (
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
+    shape_of,
 )
+from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.nn.rtd_head import rtd_loss
 
@@ -78,16 +80,13 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         unpad: bool | int | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> ElectraForPreTrainingOutput:
         """As the parent, with these differences.
 
@@ -111,25 +110,21 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         """
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = self.electra._unpadded(attention_mask, None, unpad)
+            ragged = unpadded(attention_mask, None, unpad)
         outputs = self.electra(
-            input_ids,
             attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
             return_dict=True,
             unpad=False if ragged is None else ragged,
-            **kwargs,
+            **inputs,
         )
         features = self.features(outputs.last_hidden_state)
         loss = logits = None
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            assert given is not None, "the backbone asks for it"
-            check_shape(where, "labels", labels, given.shape[:2], "[B, T]")
+            shape = shape_of(inputs)
+            assert shape is not None, "the backbone asks for it"
+            check_shape(where, "labels", labels, shape, "[B, T]")
             counted = labels != IGNORE_INDEX
             if attention_mask is not None:
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
@@ -181,29 +176,10 @@ class ElectraForMultipleChoice(MultipleChoice, transformers.ElectraForMultipleCh
     padding among them, and so all rows are computed.
     """
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         if self.sequence_summary.summary_type != "first":
-            kwargs.update(output_rows=None, unpad=False)
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
-        )
+            inputs.update(output_rows=None, unpad=False)
+        return super().forward(**inputs)
 
 
 @drop_in

@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import (
     INTEGER,
+    UnsupportedError,
     check,
     check_choice,
     check_dtype,
@@ -25,9 +26,16 @@ from fastplm._checks import (
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import RaggedBatch
+from fastplm.models._ragged import unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labelled_positions
+from fastplm.nn._rows import (
+    IGNORE_INDEX,
+    as_normalizer,
+    batch_share,
+    is_plain,
+    labelled_positions,
+)
+from fastplm.nn.linear import Linear
 from fastplm.nn.rtd_head import rtd_loss
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.philox import Stream, draw, uniform
@@ -461,7 +469,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
         place = _places(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
-        ragged = self._unpadded(attention_mask, unpad)
+        if attention_mask is not None and unpad is None:
+            unpad = values_are_known(attention_mask)
+        ragged = unpadded(attention_mask, None, unpad)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
@@ -474,7 +484,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             mlm_loss, sampled = None, self._draw_by_frequency(targets, place)
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
-                lookup = TiedLookup(self.generator, self.generator.generator_lm_head, labels)
+                lookup = TiedLookup(self.generator, self._vocabulary(self.generator), labels)
                 hidden = self.generator.electra(
                     input_ids, output_rows=positions, lookup=lookup, **encoder_arguments
                 ).last_hidden_state
@@ -517,11 +527,19 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             **parts,
         )
 
-    def _unpadded(self, mask: Tensor | None, unpad: bool | int | None) -> RaggedBatch | None:
-        """The rows of both models."""
-        if mask is not None and unpad is None:
-            unpad = values_are_known(mask)
-        return self.discriminator.electra._unpadded(mask, None, unpad)
+    def _vocabulary(self, part: Any) -> Any:
+        """The projection of a model to the vocabulary, of which weight and bias alone are read."""
+        decoder = part.generator_lm_head
+        check(
+            is_plain(decoder, nn.Linear, Linear),
+            _WHERE,
+            "generator_lm_head",
+            f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own",
+            "a linear layer: the loss reads its weight and its bias, and never calls it",
+            "Remove the hook, or merge the adapter into the weight.",
+            UnsupportedError,
+        )
+        return decoder
 
     def _fill(
         self,
@@ -534,11 +552,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """The generator's loss and one draw from its softmax for each slot, in one pass: §2."""
         assert self.generator is not None
         sample_index, position = place
+        decoder = self._vocabulary(self.generator)
         return ops.linear_cross_entropy_with_sample(
             self.generator.generator_predictions(rows),
             weight,
             targets,
-            linear_bias=self.generator.generator_lm_head.bias,
+            linear_bias=decoder.bias,
             normalizer=normalizer,
             expected_targets=rows.shape[0],
             temperature=self.config.temperature,
@@ -605,7 +624,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """The original tokens at the positions chosen: §3.4, Replace MLM."""
-        decoder = self.discriminator.generator_lm_head
+        decoder = self._vocabulary(self.discriminator)
         loss = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,
@@ -622,7 +641,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         ``-log(D 1[x = x'] + (1 - D) softmax(x))``, in logarithms, so that neither a certain copy
         nor an unlikely token underflows.
         """
-        decoder = self.discriminator.generator_lm_head
+        decoder = self._vocabulary(self.discriminator)
         nll = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,

@@ -16,15 +16,16 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import EncoderDecoderConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, drop_in, share_config
+from fastplm.models._base import FastplmModel, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._ragged import values_can_be_read
-from fastplm.models._seq2seq import source_rows, until_last
+from fastplm.models._heads import shape_of
+from fastplm.models._ragged import until_last, values_can_be_read
+from fastplm.models._seq2seq import both_sides, encoded, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -177,21 +178,14 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         unpad: bool | int | None = None,
         decoder_unpad: bool | int | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """As the parent, with these differences.
 
@@ -208,7 +202,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             unpad, decoder_unpad: for each side: None = leave padding out where that is possible;
                 False = do not; an int = the number of rows to make room for, which fixes all
                 shapes.
-            kwargs: of the encoder, or with the prefix ``decoder_`` of the decoder.
+            inputs: of the encoder, or with the prefix ``decoder_`` of the decoder.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -217,40 +211,32 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder: Any = self.encoder
         decoder: Any = self.decoder
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
+        attention_mask: Tensor | None = inputs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention gets it too, and is packed wherever the decoder is.
             decoder_unpad = False
         if labels is None or not ours[1]:
             if ours[0]:
-                kwargs["unpad"] = unpad
+                inputs["unpad"] = unpad
             if ours[1]:
-                kwargs["decoder_unpad"] = decoder_unpad
+                inputs["decoder_unpad"] = decoder_unpad
             outputs = super().forward(
-                input_ids,
-                attention_mask=attention_mask,
-                decoder_input_ids=decoder_input_ids,
-                decoder_attention_mask=decoder_attention_mask,
-                encoder_outputs=encoder_outputs,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                decoder_inputs_embeds=decoder_inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                return_dict=True,
-                **kwargs,
+                labels=labels, use_cache=use_cache, return_dict=True, **inputs
             )
             if labels is not None:
                 outputs.loss = outputs.loss * batch_share(labels, num_items_in_batch)
             return outputs
 
-        to_encoder = {k: v for k, v in kwargs.items() if not k.startswith("decoder_")}
+        encoder_outputs = inputs.pop("encoder_outputs", None)
+        past_key_values = inputs.pop("past_key_values", None)
+        to_encoder = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
         to_decoder = {
             key.removeprefix("decoder_"): value
-            for key, value in kwargs.items()
+            for key, value in inputs.items()
             if key.startswith("decoder_") or key in _RECORDED
         }
         recorded = any(
-            asked_for(part, name, given)
+            wants_output(part, name, given)
             for name in _RECORDED
             for part, given in ((encoder, to_encoder), (decoder, to_decoder))
         )
@@ -261,49 +247,33 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         rows = None
         if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
             rows = source_rows(attention_mask, unpad)
-        if encoder_outputs is None:
-            if ours[0]:
-                to_encoder["unpad"] = unpad if rows is None else rows
-            encoder_outputs = encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                return_dict=True,
-                **to_encoder,
-            )
-            states = encoder_outputs[0]
-            shown = None
-            if not loss_alone:
-                shown = states if rows is None else rows.pad(states)
-        else:
-            if isinstance(encoder_outputs, tuple):
-                encoder_outputs = BaseModelOutput(*encoder_outputs)
-            shown = encoder_outputs[0]
-            states = shown if rows is None else rows.pack_rows(shown)
+        if ours[0]:
+            to_encoder["unpad"] = unpad
+        encoder_outputs, states = encoded(
+            encoder, encoder_outputs, rows, show=not loss_alone, return_dict=True, **to_encoder
+        )
         projection = getattr(self, "enc_to_dec_proj", None)
 
         # --- decoder and loss ---
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            if decoder_attention_mask is None:
-                decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
+        if shape_of(to_decoder) is None:
+            ids = self.prepare_decoder_input_ids_from_labels(labels)
+            to_decoder["input_ids"] = ids
+            if to_decoder.get("attention_mask") is None:
+                to_decoder["attention_mask"] = ids != self.config.pad_token_id
+        mask: Tensor | None = to_decoder.get("attention_mask")
         counted = decoder_unpad is None or decoder_unpad is True
         reaches = decoder_unpad is not False and (not counted or values_can_be_read(labels))
-        mask = decoder_attention_mask
-        in_rows = labels is not None and labels.dim() == 2  # flat ones are the decoder's business
-        reaches = reaches and in_rows
-        if fused and loss_alone and reaches and (mask is None or mask.shape == labels.shape):
+        # Flat labels are the decoder's business.
+        reaches = reaches and labels.dim() == 2 and (mask is None or mask.shape == labels.shape)
+        if fused and loss_alone and reaches:
             # No loss depends on the rows after the last label, as the decoder is causal.
             read = until_last(labels != IGNORE_INDEX)
-            decoder_attention_mask = read if mask is None else read & mask.bool()
+            to_decoder["attention_mask"] = read if mask is None else read & mask.bool()
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
-            input_ids=decoder_input_ids,
-            attention_mask=decoder_attention_mask,
             encoder_hidden_states=states if projection is None else projection(states),
             encoder_attention_mask=attention_mask,
-            inputs_embeds=decoder_inputs_embeds,
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
             shift_labels=labels,
@@ -314,13 +284,5 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             **to_decoder,
         )
         return Seq2SeqLMOutput(
-            loss=outputs.loss,
-            logits=outputs.logits,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=shown,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            loss=outputs.loss, logits=outputs.logits, **both_sides(encoder_outputs, outputs)
         )

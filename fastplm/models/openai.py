@@ -11,10 +11,11 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
-from fastplm import ops
-from fastplm.models._base import asked_for, drop_in
+from fastplm.hf import fastplm_attention_forward
+from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
+from fastplm.models._ragged import Rows
 from fastplm.nn.gelu import gelu
 
 
@@ -23,13 +24,11 @@ class _Keys(NamedTuple):
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all.
-        cu_seqlens: int32 [B + 1] of packed rows; None = they are not packed.
-        max_seqlen: a bound of their lengths.
+        rows: of the batch; None = it is padded.
     """
 
     mask: Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int
+    rows: Rows | None
 
 
 @drop_in
@@ -41,22 +40,17 @@ class Attention(modeling_openai.Attention):
     ) -> list[Tensor]:
         if not isinstance(attention_mask, _Keys):
             return super().forward(x, attention_mask, output_attentions)
-        keys = attention_mask
-        # [B, T, 3, H, D]
-        projected = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
-        options: dict[str, Any] = {
-            "is_causal": True,
-            "dropout_p": self.attn_dropout.p if self.training else 0.0,
-            "scale": projected.shape[-1] ** -0.5 if self.scale else 1.0,
-        }
-        if keys.cu_seqlens is None:
-            query, key, value = projected.transpose(1, 3).unbind(2)
-            out = ops.attention(query, key, value, key_mask=keys.mask, **options).transpose(1, 2)
-        else:
-            query, key, value = projected.squeeze(0).unbind(1)
-            lengths = (keys.cu_seqlens, keys.cu_seqlens, keys.max_seqlen, keys.max_seqlen)
-            mask = None if keys.mask is None else keys.mask[0]
-            out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]
+        # [B, T, 3, H, D] -> three of [B, H, T, D]
+        heads = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)
+        out, _ = fastplm_attention_forward(
+            self,
+            *heads,
+            attention_mask.mask,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=heads[0].shape[-1] ** -0.5 if self.scale else 1.0,
+            is_causal=True,
+            rows=attention_mask.rows,
+        )
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
 
 
@@ -82,17 +76,17 @@ class _FusedLayers:
 
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int = 0,
+        rows: Rows | None = None,
         **kwargs: Any,
     ) -> Any:
         if (
-            asked_for(self, "output_attentions", kwargs)
+            wants_output(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
             or (attention_mask is not None and attention_mask.dim() != 2)
             or not self._layers_are_ours()
@@ -109,12 +103,12 @@ class _FusedLayers:
             hidden = hidden + self.tokens_embed(token_type_ids)
         hidden = self.drop(hidden)
         mask = None if attention_mask is None else attention_mask.bool()
-        keys = _Keys(mask, cu_seq_lens_q, max_length_q)
+        keys = _Keys(mask, rows)
         states = [hidden]
         for block in self.h:
             hidden = block(hidden, keys)[0]
             states.append(hidden)
-        recorded = asked_for(self, "output_hidden_states", kwargs)
+        recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(
             last_hidden_state=hidden, hidden_states=tuple(states) if recorded else None
         )
@@ -140,34 +134,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     def _position_table(self) -> nn.Module:
         return self.positions_embed
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """As the parent, with the further arguments of ``BertModel``."""
-        for cached in ("past_key_values", "use_cache"):
-            # It has no cache, but generate() offers one all the same.
-            kwargs.pop(cached, None)
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
+        # It has no cache, but generate() offers one all the same.
+        inputs.pop("past_key_values", None)
+        return super().forward(**{**inputs, "use_cache": False})
 
     def _has_our_attention(self) -> bool:
         return True
@@ -183,41 +154,6 @@ class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
     def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
         return None, self.lm_head
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, with the differences of ``BertLMHeadModel``."""
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            shift_labels=shift_labels,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
@@ -228,40 +164,6 @@ class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsMo
 
     _output = modeling_openai.OpenAIGPTDoubleHeadsModelOutput
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        mc_token_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        mc_labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            mc_token_ids=mc_token_ids,
-            labels=labels,
-            mc_labels=mc_labels,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTForSequenceClassification(
@@ -270,31 +172,3 @@ class OpenAIGPTForSequenceClassification(
     """``transformers.OpenAIGPTForSequenceClassification``, whose head sees the last token alone."""
 
     _output = SequenceClassifierOutput
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )

@@ -96,29 +96,6 @@ class RobertaForSequenceClassification(
 class RobertaForMultipleChoice(MultipleChoice, transformers.RobertaForMultipleChoice):
     """``transformers.RobertaForMultipleChoice``, whose last layer is for <s> alone."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, whose arguments have an order of their own."""
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
-        )
-
 
 @drop_in
 class RobertaForTokenClassification(

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm._checks import check_shape, check_tensor
-from fastplm.nn._rows import as_normalizer
+from fastplm.nn._rows import as_normalizer, is_plain
+from fastplm.nn.linear import Linear
 
 if TYPE_CHECKING:
     from transformers import ElectraConfig
@@ -43,11 +44,16 @@ def rtd_loss(
             check_tensor(where, name, value)
             check_shape(where, name, value, features.shape[:-1], "one value a token")
     flat = tuple(value.flatten() for value in labels)
+    rows, weight, bias = features.flatten(0, -2), prediction.weight.flatten(), prediction.bias
+    if not is_plain(prediction, nn.Linear, Linear):
+        # An adapter or a hook: its scores are rows of one column.
+        rows = prediction(rows)
+        weight, bias = rows.new_ones(1), None
     return ops.replaced_token_loss(
-        features.flatten(0, -2),
-        prediction.weight.flatten(),
+        rows,
+        weight,
         flat if pair else flat[0].bool(),
-        bias=prediction.bias,
+        bias=bias,
         mask=None if mask is None else mask.flatten().bool(),
         normalizer=as_normalizer(normalizer, features.device),
         return_counts=return_counts,

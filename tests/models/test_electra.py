@@ -239,6 +239,24 @@ def test_pretraining_leaves_out_what_is_labelled_ignore(hold):
     assert ours(ids, labels=torch.full_like(labels, -100)).loss.item() == 0.0
 
 
+def test_a_hook_on_the_detection_layer_counts(hold):
+    """The loss reads its weight; with a hook or an adapter it calls the layer, as the parent."""
+    mask = MASKS["right"]
+    ids, _ = batch(mask)
+    ours, parent = (
+        ElectraForPreTraining(config()),
+        eager(transformers.ElectraForPreTraining, CONFIG),
+    )
+    for model in (ours, parent):
+        layer = model.discriminator_predictions.dense_prediction
+        layer.register_forward_hook(lambda _, __, out: 3 * out - 1)
+
+    def run(model):
+        return {"loss": model(ids, attention_mask=mask, labels=ids % 2).loss}
+
+    hold(ours, parent, run, run)
+
+
 def rows_of(module):
     """The shapes of what a module is given, from now on."""
     shapes = []

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import ElectraConfig, Trainer, TrainingArguments
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig, electra_joint
 from fastplm.nn import TokenMasker
 from fastplm.reference.linear_cross_entropy import sample_ref
@@ -972,3 +972,22 @@ def test_slots_that_do_not_fit_raise_typed_errors():
         run(model, ids, labels.flatten()[:3], masked_positions=torch.arange(4))
     with pytest.raises(ArgumentValueError, match="labels"):
         run(model, ids, labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "part, options",
+    [
+        ("generator", {}),
+        *(("discriminator", OPTIONS[n]) for n in ("replace MLM", "all-tokens MLM")),
+    ],
+    ids=str,
+)
+def test_a_projection_to_the_vocabulary_with_a_hook_is_refused(part, options):
+    """Its weight alone is read: an adapter or a hook would be left out without a word."""
+    model, (ids, labels) = build(**options), batch()
+    decoder = getattr(model, part).generator_lm_head
+    hook = decoder.register_forward_hook(lambda _, __, out: 2 * out)
+    with pytest.raises(UnsupportedError, match="generator_lm_head.*merge the adapter"):
+        model(ids, MASK, labels=labels)
+    hook.remove()
+    model(ids, MASK, labels=labels)
