@@ -216,6 +216,16 @@ def _finetune(
     task = prepare_task(args)
     run = _record(args, task)
     if before is not None:
+        for name in ("steps", "epochs"):
+            check(
+                run[name] == before[name],
+                "finetune",
+                name,
+                run[name],
+                f"{before[name]}, as in the run that is resumed: its learning rate falls to 0 over "
+                "these steps, and a mean is taken over seeds of one schedule",
+                "Train longer in another --out, or with --overwrite.",
+            )
         check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
         check(
             run["examples"] == before["examples"],

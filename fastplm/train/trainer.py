@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import shutil
 import statistics
@@ -51,8 +50,9 @@ class RunTrainer(Trainer):
 
     - A checkpoint is written under another name, sealed with a manifest and renamed when all
       processes are done; only then an older one goes. One that cannot be written leaves nothing.
-    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it. Whether
-      there was one is seen where the loss is logged, and the device is waited for anyway.
+    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it: on the
+      CPU in that step; on a GPU, which is never waited for, a step or two later; with several
+      processes, which must stop together, when the loss is logged.
     - What it logs has ``seconds`` and ``tokens_per_second``; a window ends at each checkpoint, so
       that the sums over the history are those of all steps that count, however often the run was
       resumed, and the loss curve is the same.
@@ -71,7 +71,7 @@ class RunTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.add_callback(LogWhereSaved())
         self.add_callback(Progress())
-        self._first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
         self._window_step = 0
         self._scratch: str | None = None
@@ -97,9 +97,19 @@ class RunTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        first = ~torch.isfinite(loss) & (self._first_bad == 0)
-        self._first_bad = torch.where(first, self.state.global_step + 1, self._first_bad)
+        self._check_finite("the loss", loss)
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._check_finite("the norm of the gradient", torch.as_tensor(norm))
+        return norm
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        self._finite.add(name, value.detach(), self.state.global_step + 1)
+        # Several processes stop together: one alone would leave the others waiting for it.
+        if self.args.world_size == 1:
+            self._stop_at(self._finite.known())
 
     def window_tokens(self) -> float:
         """The tokens of all processes since the last log; they are then forgotten."""
@@ -111,7 +121,8 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            self._check_finite(logs)
+            # The device was waited for already: the logged loss is a number of the host.
+            self._stop_at(self.accelerator.gather(self._finite.steps[None]))
             logs.update(self.window_parts())
             tokens = self.window_tokens()
             now = time.perf_counter()
@@ -120,14 +131,15 @@ class RunTrainer(Trainer):
             self._window_began, self._window_step = now, self.state.global_step
         super().log(logs, start_time)
 
-    def _check_finite(self, logs: dict[str, float]) -> None:
-        if not math.isfinite(logs["loss"]):
-            seen = self.accelerator.gather(self._first_bad.reshape(1))
-            step = int(seen[seen > 0].min()) if seen.any() else self.state.global_step
-            self._diverged(step, f"the loss is {logs['loss']}")
-        norm = logs.get("grad_norm", 0.0)
-        if not math.isfinite(norm):
-            self._diverged(self.state.global_step, f"the norm of the gradient is {norm}")
+    def _stop_at(self, steps: Tensor) -> None:
+        """Stop if one of the first steps at which something was not finite is known."""
+        first, name = min(
+            (step, name)
+            for row in steps.reshape(-1, len(FiniteCheck.NAMES)).tolist()
+            for step, name in zip(row, FiniteCheck.NAMES, strict=True)
+        )
+        if first < FiniteCheck.NEVER:
+            self._diverged(first, f"{name} is not finite")
 
     def _diverged(self, step: int, what: str) -> NoReturn:
         out = Path(self.args.output_dir)
@@ -196,6 +208,44 @@ class RunTrainer(Trainer):
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight is a number."""
     return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
+
+
+class FiniteCheck:
+    """The first steps at which values were not finite, found without waiting for a GPU.
+
+    Args:
+        device: of the values.
+
+    Attributes:
+        steps: int64 [names], on the device: the first step of each name, or ``NEVER``.
+    """
+
+    NAMES = ("the loss", "the norm of the gradient")
+    NEVER = torch.iinfo(torch.int64).max
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = torch.full((len(self.NAMES),), self.NEVER, device=device)
+        self._each = dict(zip(self.NAMES, self.steps.unbind(), strict=True))
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._copy = torch.full_like(self.steps, self.NEVER, device="cpu").pin_memory()
+            self._copied = torch.cuda.Event()
+
+    def add(self, name: str, value: Tensor, step: int) -> None:
+        """Look at a value of a step, which a 0-d tensor holds."""
+        seen = self._each[name]
+        torch.minimum(seen, torch.where(value.isfinite(), self.NEVER, step), out=seen)
+
+    def known(self) -> Tensor:
+        """``steps`` as far as the host knows them; on a GPU those of a step or two before."""
+        if not self._on_gpu:
+            return self.steps
+        known = self._copy
+        if self._copied.query():  # which does not wait
+            known = self._copy.clone()
+            self._copy.copy_(self.steps, non_blocking=True)
+            self._copied.record()
+        return known
 
 
 class PretrainingTrainer(RunTrainer):

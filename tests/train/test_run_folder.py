@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fastplm.train._run_folder import claimed, damage, last_checkpoint, read_rec
 from fastplm.train.finetune import FinetuneArguments, prepare_task
 from fastplm.train.finetune_data import Example, hold_out
 from fastplm.train.pretrain import PretrainArguments
+from fastplm.train.trainer import FiniteCheck
 
 
 def content(folder):
@@ -323,18 +325,39 @@ def test_divergence(arguments, tmp_path, capsys):
     assert not (out / "model").exists() and not (out / "metrics.json").exists()
 
 
-def test_the_step_that_diverged_is_named(arguments, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("spoilt", ["the loss", "the norm of the gradient"])
+def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, capsys, monkeypatch):
+    """On the CPU it is noticed in that step, however far the next line of the log is."""
     from transformers import Trainer
 
-    step = Trainer.training_step
+    step, steps = Trainer.training_step, []
 
     def spoiled(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
-        return loss * math.nan if self.state.global_step == 4 else loss
+        steps.append(self.state.global_step + 1)
+        if steps[-1] == 5 and spoilt == "the loss":
+            return loss * math.nan
+        if steps[-1] == 5:
+            next(self.model.parameters()).grad.view(-1)[0] = math.inf
+        return loss
 
     monkeypatch.setattr(Trainer, "training_step", spoiled)
     argv = arguments(tmp_path / "out", steps=9, log_every=100, save_every=8)
-    refused(capsys, argv, "at step 5 the loss is nan", "No checkpoint", code=1)
+    refused(capsys, argv, f"at step 5 {spoilt} is not finite", "No checkpoint", code=1)
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_a_gpu_is_not_waited_for():
+    """What was copied before is looked at, and copied again when that copy has arrived."""
+    check, arrived = FiniteCheck(torch.device("cpu")), False
+    check._on_gpu, check._copy = True, check.steps.clone()
+    check._copied = SimpleNamespace(query=lambda: arrived, record=lambda: None)
+    for step, value in ((3, 1.0), (4, math.nan), (5, 2.0), (6, math.inf)):
+        check.add("the loss", torch.tensor(value), step)
+    assert check.known().tolist() == [check.NEVER] * 2
+    arrived = True
+    assert check.known().tolist() == [check.NEVER] * 2
+    assert check.known().tolist() == [4, check.NEVER]
 
 
 def test_weights_that_are_no_numbers_are_not_saved(arguments, tmp_path, capsys, monkeypatch):
@@ -493,7 +516,8 @@ def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(labelled(out)) == 0
     refused(capsys, labelled(out), "another run", "--resume")
-    refused(capsys, labelled(out, "--resume", steps=3), "`steps` got 3")
+    line = refused(capsys, labelled(out, "--resume", steps=3), "`steps` got 3; expected 2, as in")
+    assert "seeds of one schedule" in line and "another --out" in line
     (out / "run.json").write_text("{}")
     refused(capsys, labelled(out, "--resume"), "run.json")
 
