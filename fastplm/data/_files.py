@@ -76,10 +76,11 @@ def lines_of(path: Path) -> Iterator[str]:
         refuse(path, f"a file that cannot be read ({error.strerror or error})")
 
 
-def check_regular(path: Path) -> None:
-    """The path is a file that can be opened, and read several times."""
+def check_regular(path: Path) -> os.stat_result:
+    """What the system says of a path, which must be a file that can be read several times."""
     try:
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
+        mode = found.st_mode
         null = os.path.samefile(path, os.devnull)
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
@@ -99,6 +100,7 @@ def check_regular(path: Path) -> None:
         }
         fix = f"A corpus is read several times: write it to a file first (cat {path} > corpus.txt)."
         refuse(path, kinds[stat.S_IFMT(mode)], fix)
+    return found
 
 
 def refuse(path: Path, got: str, fix: str = "Check the path.") -> NoReturn:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
-from fastplm.data._cache import build_once, say
+from fastplm.data._cache import build_once
+from fastplm.data._folder import say
 from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ class _WatchedWords(Iterable[str]):
             yield document
         if self.longest > max(LONGEST_WORD, known):
             say(
-                f"the longest word of the corpus has {self.longest:,} letters: for the vocabulary, "
-                f"words are cut every {LONGEST_WORD:,}"
+                f"fastplm: the longest word of the corpus has {self.longest:,} letters: for the "
+                f"vocabulary, words are cut every {LONGEST_WORD:,}"
             )
 
 

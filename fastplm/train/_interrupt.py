@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fastplm.train._run_folder import RECORD, checkpoints, say
+from fastplm.data._folder import say
+from fastplm.train._run_folder import RECORD, checkpoints
 
 #: The exit code of a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT

@@ -1,20 +1,19 @@
 """The folder of a run: written by one process at a time, and nothing in it half-written or lost.
 
-- A run claims its folder (``claimed``): nobody else's things are written over, and no second
-  process writes there.
-- What was written together is sealed (``seal``): a manifest, written last, says how large each file
-  is and what it hashes to. So a checkpoint is whole or it is not (``damage``).
-- ``run.json`` says what the loss curve depends on, and carries its own hash.
+- A run claims its folder (``claimed``): files of others are not overwritten, and no second process
+  writes there.
+- A checkpoint is sealed with a manifest of its files (``seal``), so it is whole or it is not
+  (``damage``).
+- ``run.json`` says what the loss curve depends on, with a hash of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,24 +22,12 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
-from fastplm.data._cache import MANIFEST, file_hash
-from fastplm.train.report import write_json
+from fastplm.data._folder import damage, first_process, lock, say, seal, unlock, write_json
 
 #: Names of what a run's folder may hold before the run; all else is somebody's.
 LOCK = "run.lock"
 RECORD = "run.json"
 _T = TypeVar("_T")
-
-
-def first_process() -> bool:
-    """Whether this one of torchrun's processes writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def say(line: str) -> None:
-    """A line about what the run does, beside its results."""
-    if line and first_process():
-        print(line, file=sys.stderr, flush=True)
 
 
 # --- whose folder it is ---------------------------------------------------------------------------
@@ -135,10 +122,8 @@ def _lock(where: str, out: Path) -> int:
     path = out / LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(handle, 200, 0).decode(errors="replace") or "another one"
+        if lock(handle) is False:
+            holder = os.read(handle, 200).decode(errors="replace") or "another one"
             os.close(handle)
             _refuse_output(
                 where,
@@ -146,13 +131,11 @@ def _lock(where: str, out: Path) -> int:
                 "a folder that no other process uses",
                 "Choose another --out, or wait for it to end.",
             )
-        except OSError:  # a file system that knows no locks
-            return handle
-        # The file may have been removed, by the process that held it, after it was opened here.
+        # The process that held the lock may have removed the file after it was opened here.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, f"{os.getpid()} of {os.uname().nodename}".encode(), 0)
+                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
                 return handle
         os.close(handle)
 
@@ -161,7 +144,7 @@ def _unlock(out: Path, handle: int) -> None:
     with suppress(OSError):
         (out / LOCK).unlink()
     with suppress(OSError):
-        os.close(handle)
+        unlock(handle)
 
 
 def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
@@ -175,50 +158,6 @@ def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
 
 
 # --- what is whole --------------------------------------------------------------------------------
-
-
-def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Write the manifest of a folder, when all of it is on the disk.
-
-    Args:
-        folder: with the files.
-        names: files and folders in it; all by default.
-        facts: recorded beside the files.
-    """
-    files = {}
-    for path in _files(folder, names):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[str(path.relative_to(folder))] = {
-            "size": path.stat().st_size,
-            "blake2b": file_hash(path),
-        }
-    write_json(folder / MANIFEST, {**facts, "files": files})
-
-
-def damage(folder: Path, **facts: Any) -> str | None:
-    """Why the folder is not as it was sealed; None if it is."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        for name, value in facts.items():
-            if manifest[name] != value:
-                return f"{MANIFEST} is of {name} {manifest[name]}"
-        for name, file in manifest["files"].items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            size = (folder / name).stat().st_size
-            if size != file["size"]:
-                return f"{name} has {size} bytes instead of {file['size']}"
-            if file_hash(folder / name) != file["blake2b"]:
-                return f"{name} has other content than was written"
-    except FileNotFoundError:
-        return f"{MANIFEST}, which is written last, is missing"
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return f"{MANIFEST} is damaged"
-    return None
 
 
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
@@ -287,19 +226,13 @@ def replace_folder(scratch: Path, final: Path) -> None:
     os.rename(scratch, final)
 
 
-def _files(folder: Path, names: Iterable[str] | None) -> list[Path]:
-    roots = [folder] if names is None else [folder / name for name in names]
-    inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
-    return sorted(path for path in inside if path.is_file() and path != folder / MANIFEST)
-
-
 def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system can
+    with suppress(OSError):  # not every system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
             os.fsync(handle)
-    finally:
-        os.close(handle)
+        finally:
+            os.close(handle)
 
 
 # --- what the run is ------------------------------------------------------------------------------

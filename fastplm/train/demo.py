@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
+from fastplm.data._folder import write_json
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
 from fastplm.train.choices import MINUTES
 from fastplm.train.compare import compare, table
@@ -26,7 +27,7 @@ from fastplm.train.pretrain import (
     pretrain,
     seconds_a_step,
 )
-from fastplm.train.report import summary, write_json
+from fastplm.train.report import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +116,7 @@ def _choose_steps(args: PretrainArguments, end: float) -> int:
 
 def _data(args: PretrainArguments) -> tuple[PreTrainedTokenizerBase, TokenStore]:
     tokenizer = load_tokenizer(Path(args.out) / "tokenizer")
-    return tokenizer, tokenize(open_corpus(args.corpus), tokenizer, args.cache)
+    return tokenizer, tokenize(open_corpus(args.corpus, args.cache), tokenizer, args.cache)
 
 
 def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:

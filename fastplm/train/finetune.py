@@ -25,20 +25,17 @@ from transformers.utils import logging
 import fastplm.models
 from fastplm._checks import DataError, DivergenceError, check, check_choice
 from fastplm.data import load_tokenizer
+from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.train._run_folder import (
-    MANIFEST,
     check_same,
     checkpoints,
     claimed,
     content_hash,
-    damage,
     last_checkpoint,
     loaded,
     move_aside,
     read_record,
     replace_folder,
-    say,
-    seal,
     write_record,
     writing,
 )
@@ -46,7 +43,7 @@ from fastplm.train.announce import block, busy_cores
 from fastplm.train.finetune_data import hold_out, read_examples, some
 from fastplm.train.finetune_tasks import TASKS, Classification, Feature, Logits, Task
 from fastplm.train.pretrain import check_out, hardware_has_bf16, using_threads
-from fastplm.train.report import curve, versions, write_json
+from fastplm.train.report import curve, versions
 from fastplm.train.trainer import RunTrainer
 
 LIBRARIES = ("fastplm", "transformers")

@@ -27,20 +27,16 @@ from fastplm.data import (
     train_tokenizer,
 )
 from fastplm.data._cache import default_cache
+from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.models import _electra_options
 from fastplm.train._run_folder import (
-    MANIFEST,
     RECORD,
     check_same,
     checkpoint_to_resume,
     claimed,
-    damage,
-    first_process,
     loaded,
     read_record,
     replace_folder,
-    say,
-    seal,
     write_record,
     writing,
 )
@@ -375,13 +371,19 @@ def seconds_a_step(args: PretrainArguments) -> float:
     return stopwatch.median
 
 
-def open_corpus(corpus: Sequence[str | Path]) -> Iterable[str]:
+def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
     """The documents of the paths named, or of Python itself for the one name "embedded".
+
+    Args:
+        corpus: paths.
+        cache: see ``read_documents``.
 
     Raises:
         DataError: see ``read_documents``.
     """
-    return embedded_corpus() if list(corpus) == [EMBEDDED] else read_documents(corpus)
+    if list(corpus) == [EMBEDDED]:
+        return embedded_corpus()
+    return read_documents(corpus, cache=cache)
 
 
 def make_dataset(
@@ -526,7 +528,7 @@ def _load(
     with training_arguments.main_process_first(desc="preparing the data"):
         cache = Path(args.cache)
         there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
-        documents = open_corpus(args.corpus)
+        documents = open_corpus(args.corpus, args.cache)
         tokenizer = _tokenizer(args, checkpoint, documents)
         everything = tokenize(documents, tokenizer, args.cache)
         store, held_out = hold_out(args, everything, tokenizer)
@@ -739,7 +741,7 @@ def _finish(
     run: dict[str, Any],
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
-    from fastplm.train.report import curve, plot_losses, versions, write_json
+    from fastplm.train.report import curve, plot_losses, versions
 
     model = trainer.model
     models = {"model": model}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -35,16 +33,6 @@ def versions() -> dict[str, str]:
         "tokenizers": tokenizers.__version__,
         "platform": platform.platform(),
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there whole or not at all."""
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:

@@ -21,7 +21,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from fastplm._checks import DivergenceError
-from fastplm.train._run_folder import last_checkpoint, place_checkpoint, say, writing
+from fastplm.data._folder import say
+from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -16,9 +17,12 @@ import transformers
 
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.cli import main
+from fastplm.data import _folder
+from fastplm.data._cache import build_once
+from fastplm.data._folder import damage, seal
 from fastplm.train import _run_folder as module
 from fastplm.train import announce
-from fastplm.train._run_folder import claimed, damage, last_checkpoint, read_record, seal
+from fastplm.train._run_folder import claimed, last_checkpoint, read_record
 from fastplm.train.finetune import FinetuneArguments, prepare_task
 from fastplm.train.finetune_data import Example, hold_out
 from fastplm.train.pretrain import PretrainArguments
@@ -156,6 +160,14 @@ def test_a_lock_that_a_killed_process_left_keeps_nobody_out(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_system_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "fcntl", None)
+    with claimed("pretrain", tmp_path / "out", resume=False, overwrite=False):
+        module.place_checkpoint(_made(tmp_path / "scratch"), tmp_path / "out", 2, keep=1)
+    assert [step for step, _ in module.checkpoints(tmp_path / "out")] == [2]
+    assert build_once(tmp_path / "cache", "key", lambda folder: None).is_dir()
+
+
 def test_a_run_that_never_began_leaves_no_folder(arguments, tmp_path, capsys):
     refused(capsys, arguments(tmp_path / "out", corpus=tmp_path / "no.txt"), "no.txt")
     assert not (tmp_path / "out").exists()
@@ -256,13 +268,27 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
     assert [at for at, _ in module.checkpoints(out)] == [3, 4]
 
 
+def _made(folder):
+    """A folder with a file."""
+    folder.mkdir()
+    (folder / "weights").write_text("1")
+    return folder
+
+
+def test_checkpoints_of_older_versions_are_whole(tmp_path):
+    """Their manifests named the hash otherwise, and had none of their own."""
+    digest = hashlib.blake2b(b"1", digest_size=16).hexdigest()
+    manifest = {"step": 4, "files": {"weights": {"size": 1, "blake2b": digest}}}
+    (_made(tmp_path / "checkpoint-4") / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    (tmp_path / "checkpoint-4" / "weights").write_text("2")
+    assert damage(tmp_path / "checkpoint-4", step=4) == "weights has other contents"
+
+
 def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
     for step in (2, 4, 8):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "weights").write_text("1")
-    module.place_checkpoint(scratch, tmp_path, 6, keep=2)
+    module.place_checkpoint(_made(tmp_path / "scratch"), tmp_path, 6, keep=2)
     assert [step for step, _ in module.checkpoints(tmp_path)] == [4, 6]
     assert damage(tmp_path / "checkpoint-6", step=6) is None
 
@@ -286,7 +312,7 @@ def full(*_, **__):
         "torch.save",
         "transformers.modeling_utils.safe_save_file",
         "transformers.trainer_callback.TrainerState.save_to_json",
-        "fastplm.train._run_folder.write_json",
+        "fastplm.data._folder._write_whole",
     ],
 )
 def test_a_full_disk(target, bert, arguments, run, tmp_path, capsys, monkeypatch):
@@ -691,7 +717,7 @@ def test_seal(tmp_path):
     (tmp_path / "beside").write_text("3")
     assert damage(tmp_path) is None
     (tmp_path / "inner" / "file").write_text("4")
-    assert damage(tmp_path) == "inner/file has other content than was written"
+    assert damage(tmp_path) == "inner/file has other contents"
 
 
 def test_arguments_of_a_run_in_python():
