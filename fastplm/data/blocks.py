@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from fastplm._checks import TooLittleTextError, UnsupportedError, check
 from fastplm.data._cache import build_once
 from fastplm.data._folder import MANIFEST, damage
+from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file
 from fastplm.data.corpus import check_documents, fingerprint
-from fastplm.data.index import first_descent, first_outside, map_file, refuse_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

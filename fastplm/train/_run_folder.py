@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -220,10 +220,15 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_folder(scratch: Path, final: Path) -> None:
-    """Move a finished folder to its name, where an older one of this run may be."""
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(scratch, final)
+def save_models(out: Path, models: Mapping[str, Any], tokenizer: Any) -> None:
+    """Save models, each with the tokenizer, in folders that are there whole or not at all."""
+    for name, model in models.items():
+        scratch = out / f".{name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.rmtree(out / name, ignore_errors=True)
+        os.rename(scratch, out / name)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -11,11 +11,13 @@ from torch import nn
 
 from fastplm import _backends, _extension
 from fastplm.data import TextFiles
+from fastplm.train.choices import HELD_OUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from fastplm.train.pretrain import PretrainArguments, RunData
+    from fastplm.train.arguments import PretrainArguments
+    from fastplm.train.pretrain import RunData
 
 _NAMED_FILES = 3
 # A product of this size takes a core a few milliseconds, and is repeated this often.
@@ -32,8 +34,6 @@ def pretraining(
     done: int,
 ) -> str:
     """The block that a pre-training begins with."""
-    from fastplm.train.pretrain import HELD_OUT
-
     held_out = len(data.all) - len(data.store)
     if data.held_out is None:
         tail = f"nothing, as {HELD_OUT:.0%} of this corpus is too little for samples"

@@ -136,8 +136,8 @@ def hold_out(
     return rest, [example for example in examples if example.group in held]
 
 
-def some(examples: list[Example], count: int | None) -> list[Example]:
-    """So many of the examples, chosen at random; the same ones every time."""
+def subset(examples: list[Example], count: int | None) -> list[Example]:
+    """``count`` of the examples, chosen at random; the same ones every time."""
     if count is None or count >= len(examples):
         return examples
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))

@@ -32,14 +32,15 @@ class Task:
         tokenizer: a fast one where the task needs to know which characters a token is.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
+        threshold: of labels that are scores; see ``Classification``.
     """
 
     #: The class of Transformers that picks the model's.
     auto: str
     #: The scores; the first is the one that counts.
     metrics: tuple[str, ...] = ("accuracy",)
-    #: Settings that suit the task, where none are given.
-    max_length, batch_size = 128, 32
+    #: The tokens of a feature at most, where no length is given.
+    max_length = 128
     #: Names of what a loss is made of.
     label_names: tuple[str, ...] = ("labels",)
 
@@ -50,11 +51,16 @@ class Task:
         tokenizer: Any,
         max_length: int,
         known: list[Example] | None = None,
+        threshold: float | None = None,
     ) -> None:
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
         self.limit = max_length
+        self.prepare(threshold)
+
+    def prepare(self, threshold: float | None) -> None:
+        """Find the classes in the examples, and check them."""
 
     @classmethod
     def labels(
@@ -94,16 +100,7 @@ class Classification(Task):
 
     auto = "AutoModelForSequenceClassification"
 
-    def __init__(
-        self,
-        train: list[Example],
-        test: list[Example],
-        tokenizer: Any,
-        max_length: int,
-        known: list[Example] | None = None,
-        threshold: float | None = None,
-    ) -> None:
-        super().__init__(train, test, tokenizer, max_length, known)
+    def prepare(self, threshold: float | None) -> None:
         self.threshold = _threshold(self.known, threshold)
         if self.threshold is None:
             self.names = sorted({example.target for example in self.known}, key=_label_order)
@@ -111,7 +108,7 @@ class Classification(Task):
             self.names = ["negative", "positive"]
         self.ids = {name: index for index, name in enumerate(self.names)}
         self.targets = {
-            id(example): self._target(example) for example in (*train, *test, *self.known)
+            id(example): self._target(example) for example in (*self.train, *self.test, *self.known)
         }
         self._check_classes(threshold)
 
@@ -195,18 +192,10 @@ class Tagging(Task):
 
     auto = "AutoModelForTokenClassification"
 
-    def __init__(
-        self,
-        train: list[Example],
-        test: list[Example],
-        tokenizer: Any,
-        max_length: int,
-        known: list[Example] | None = None,
-    ) -> None:
-        super().__init__(train, test, tokenizer, max_length, known)
+    def prepare(self, threshold: float | None) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
         self.ids = {name: index for index, name in enumerate(self.names)}
-        for example in test:
+        for example in self.test:
             for tag in example.target:
                 if tag not in self.ids:
                     expected = f"one of the training tags, {', '.join(self.names[:20])}"
@@ -279,7 +268,7 @@ class QuestionAnswering(Task):
 
     auto = "AutoModelForQuestionAnswering"
     metrics = ("f1", "exact_match")
-    max_length, batch_size = 384, 16
+    max_length = 384
     label_names = ("start_positions", "end_positions")
     #: Spans are so many tokens at most, and so many of them are written.
     span_tokens, best = 30, 20
@@ -338,7 +327,7 @@ class Choice(Task):
     """The right one of several answers, each read after the question."""
 
     auto = "AutoModelForMultipleChoice"
-    max_length, batch_size = 64, 16
+    max_length = 64
 
     def collator(self) -> Any:
         from transformers import DataCollatorForMultipleChoice

@@ -1,8 +1,7 @@
 """The pre-training objectives: what each makes of text, and which class of which family learns it.
 
-An objective is three things: a stream of samples over a token store, a collator that corrupts
-them, and the tokens that a vocabulary must have for that. ``FAMILIES`` says which architecture can
-learn which of them.
+An objective is a stream of samples over a token store, a collator that corrupts them, and the
+tokens that a vocabulary must have for it. ``FAMILIES`` says which architecture learns which.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm import models
-from fastplm._checks import check, check_choice
 from fastplm.data import (
     BlockDataset,
     DataCollatorForCausalTokens,
@@ -31,15 +29,15 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.data.denoising import DataCollatorForDenoising
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
-from fastplm.train.choices import FAMILIES, UNITS
+from fastplm.train.choices import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastplm.train.pretrain import PretrainArguments
+    from fastplm.train.arguments import PretrainArguments
 
 
-class EndedDocuments(Dataset):
+class DocumentBlocks(Dataset):
     """Blocks of one size of the documents one after the other, each followed by its end.
 
     Only the last, partial block of the whole corpus is left out. Item i is
@@ -56,7 +54,7 @@ class EndedDocuments(Dataset):
 
     def __init__(self, store: TokenStore, block_size: int, eos_token_id: int) -> None:
         self.store, self.block_size, self.eos_token_id = store, block_size, eos_token_id
-        check_enough_tokens("EndedDocuments", store, block_size)
+        check_enough_tokens("DocumentBlocks", store, block_size)
         store.validate()
 
     def __len__(self) -> int:
@@ -90,12 +88,20 @@ class Objective:
     Args:
         token_loss: the name of the loss over tokens, beside that over pairs if there is one.
         needs: what a tokenizer must have, see ``load_tokenizer``.
-        masks: tokens are chosen by ``--unit``.
     """
 
     token_loss: str
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
-    masks: bool = False
+
+    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+        """The tokens of text that one sample needs."""
+        raise NotImplementedError
+
+    def enough(
+        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    ) -> bool:
+        """Whether a store gives one sample at least."""
+        return len(store) >= self.tokens(args, tokenizer)
 
     def source(
         self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
@@ -105,7 +111,7 @@ class Objective:
         Raises:
             DataError: the corpus is too small for one of them.
         """
-        raise NotImplementedError
+        return BlockDataset(store, self.tokens(args, tokenizer))
 
     def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """The stream itself, or what is made of each of its elements."""
@@ -127,9 +133,21 @@ class MaskedTokens(Objective):
     """
 
     token_loss: str = "mlm_loss"
-    masks: bool = True
     pairs: type[NextSentencePairs] | type[SentenceOrderPairs] | None = None
     always_mask: bool = False
+
+    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+        return args.block_size - (2 if self.pairs is None else 3)
+
+    def enough(
+        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    ) -> bool:
+        if not super().enough(args, store, tokenizer):
+            return False
+        # Two segments of one document, or a second document for a random segment.
+        documents = len(store.documents) - 1
+        pairs = len(store) > documents and (self.pairs is not NextSentencePairs or documents > 1)
+        return self.pairs is None or pairs
 
     def source(
         self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
@@ -162,10 +180,13 @@ class CausalTokens(Objective):
     token_loss: str = "clm_loss"
     needs: tuple[str, ...] = ("eos",)
 
+    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+        return args.block_size
+
     def source(
         self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
     ) -> Dataset:
-        return EndedDocuments(store, args.block_size, tokenizer.eos_token_id)
+        return DocumentBlocks(store, args.block_size, tokenizer.eos_token_id)
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForCausalTokens(tokenizer, block_size=args.block_size)
@@ -181,11 +202,9 @@ class Spans(Objective):
     token_loss: str = "spans_loss"
     needs: tuple[str, ...] = ("pad", "eos", "<extra_id_0>")
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
+    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
         # It depends on the number of sentinels, which the collator has looked up.
-        return BlockDataset(store, self.collator(args, tokenizer).raw_size)
+        return self.collator(args, tokenizer).raw_size
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForSpanCorruption(tokenizer, seed=args.seed, block_size=args.block_size)
@@ -201,10 +220,8 @@ class Denoising(Objective):
     token_loss: str = "denoise_loss"
     needs: tuple[str, ...] = ("pad", "mask", "bos", "eos")
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        return BlockDataset(store, args.block_size - 2)
+    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+        return args.block_size - 2
 
     def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
         return DataCollatorForDenoising(tokenizer, seed=args.seed, block_size=args.block_size)
@@ -219,49 +236,6 @@ OBJECTIVES: Mapping[str, Objective] = {
     "spans": Spans(),
     "denoise": Denoising(),
 }
-
-
-def choose_objective(arch: str, family: str, objective: str | None) -> str:
-    """The objective of a run; the family's usual one where none is named.
-
-    Raises:
-        ArgumentValueError: the family cannot learn it.
-    """
-    able = tuple(FAMILIES[family].classes)
-    if objective is None:
-        return able[0]
-    check_choice("pretrain", "objective", objective, tuple(OBJECTIVES))
-    check(
-        objective in able,
-        "pretrain",
-        "objective",
-        f"{objective} with {arch}",
-        f"{' or '.join(able)}, what {arch} can learn",
-        "Leave the option out, or choose another architecture.",
-    )
-    return objective
-
-
-def choose_unit(family: str, objective: str, unit: str | None) -> str | None:
-    """What masks are made of: the family's usual unit; None where nothing is masked.
-
-    Raises:
-        ArgumentValueError: there is no such unit, or the objective masks none.
-    """
-    if not OBJECTIVES[objective].masks:
-        check(
-            unit is None,
-            "pretrain",
-            "unit",
-            f"{unit} with objective {objective}",
-            "no unit, as this objective does not mask tokens",
-            "Leave the option out.",
-        )
-        return None
-    if unit is None:
-        return FAMILIES[family].unit
-    check_choice("pretrain", "unit", unit, UNITS)
-    return unit
 
 
 def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastplm._checks import TooLittleTextError, check, check_choice
+from fastplm._checks import check
 from fastplm.data import (
     PretrainingStream,
     TokenStore,
@@ -26,9 +24,7 @@ from fastplm.data import (
     tokenize,
     train_tokenizer,
 )
-from fastplm.data._cache import default_cache
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.models import _electra_options
 from fastplm.train._run_folder import (
     RECORD,
     check_same,
@@ -36,25 +32,16 @@ from fastplm.train._run_folder import (
     claimed,
     loaded,
     read_record,
-    replace_folder,
+    save_models,
     write_record,
     writing,
 )
-from fastplm.train.choices import FAMILIES, PRECISIONS
-from fastplm.train.objectives import (
-    OBJECTIVES,
-    Objective,
-    build_model,
-    choose_objective,
-    choose_unit,
-)
-from fastplm.train.presets import (
-    OPTIMIZERS,
-    Preset,
-    configuration,
-    lamb_learning_rate,
-    preset,
-)
+from fastplm.train._threads import hardware_has_bf16, using_threads
+from fastplm.train.arguments import PretrainArguments
+from fastplm.train.choices import FAMILIES, HELD_OUT
+from fastplm.train.objectives import OBJECTIVES, Objective, build_model
+from fastplm.train.presets import configuration
+from fastplm.train.report import settings_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -68,13 +55,6 @@ if TYPE_CHECKING:
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
 
-_ELECTRA_CHOICES = {
-    "electra_objective": _electra_options.OBJECTIVES,
-    "electra_sharing": _electra_options.SHARINGS,
-    "electra_generator": _electra_options.GENERATORS,
-}
-#: The share of the tokens, the last ones, that is not trained on where it is enough for samples.
-HELD_OUT = 0.05
 #: The most samples of held-out text that a run is judged by.
 HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
@@ -87,177 +67,6 @@ _FREE_ON_RESUME = {
 }
 # These are recorded as the token ids that they give, and more steps are a longer run.
 _SEEN_APART = {"corpus", "tokenizer", "vocab_size", "steps"}
-#: Beyond these a number is a slip of the hand, and libraries below end the process.
-_MOST_TOKENS, _MOST_STEPS, _MOST_SAMPLES = 1 << 22, 1 << 40, 1 << 62
-
-
-@dataclass
-class PretrainArguments:
-    """The settings of a run; see ``fastplm pretrain --help``.
-
-    Raises:
-        ArgumentValueError: a value is out of its range.
-    """
-
-    arch: str
-    corpus: Sequence[str | Path]
-    steps: int
-    out: str | Path
-    tokenizer: str | Path | None = None
-    vocab_size: int = 30522
-    block_size: int = 128
-    batch_size: int = 32
-    lr: float | None = None
-    warmup: int | None = None
-    seed: int = 0
-    save_every: int = 1000
-    log_every: int = 10
-    resume: bool = False
-    overwrite: bool = False
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    precision: str = "auto"
-    workers: int = 0
-    threads: int | None = None
-    gradient_accumulation: int = 1
-    objective: str | None = None
-    unit: str | None = None
-    optimizer: str = "adamw"
-    electra_objective: str = "rtd"
-    electra_sharing: str | None = None
-    electra_generator: str = "model"
-    two_stage: bool = False
-    cache: str | Path = field(default_factory=default_cache)
-
-    def __post_init__(self) -> None:
-        family = self.preset.family
-        check_choice("pretrain", "precision", self.precision, PRECISIONS)
-        check_choice("pretrain", "optimizer", self.optimizer, OPTIMIZERS)
-        self.corpus = [str(path) for path in self.corpus]
-        check_out("pretrain", self.out)
-        self.objective = choose_objective(self.arch, family, self.objective)
-        self.unit = choose_unit(family, self.objective, self.unit)
-        self._check_electra(family)
-        for name, low in (
-            ("steps", 1),
-            ("threads", 1),
-            ("vocab_size", 6),
-            ("block_size", 8),
-            ("batch_size", 1),
-            ("save_every", 1),
-            ("log_every", 1),
-            ("workers", 0),
-            ("gradient_accumulation", 1),
-        ):
-            value = getattr(self, name)
-            enough = value is None or value >= low
-            check(enough, "pretrain", name, value, f"{low} or more", "Raise it.")
-        for name, most in ("vocab_size", _MOST_TOKENS), ("steps", _MOST_STEPS):
-            value = getattr(self, name)
-            check(value <= most, "pretrain", name, value, f"{most} at most", "Lower it.")
-        samples = self.steps * self.batch_size * self.gradient_accumulation
-        check(
-            samples <= _MOST_SAMPLES,
-            "pretrain",
-            "batch_size",
-            f"{self.batch_size}, which makes {samples} samples of the run",
-            f"{_MOST_SAMPLES} at most",
-            "Lower it.",
-        )
-        if self.lr is None:
-            self.lr = self.preset.learning_rate
-            if self.optimizer == "lamb":
-                processes = int(os.environ.get("WORLD_SIZE", "1"))
-                self.lr = lamb_learning_rate(
-                    self.batch_size * self.gradient_accumulation * processes
-                )
-        self.usual_warmup = self.warmup is None
-        if self.warmup is None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        check(
-            0 <= self.warmup <= self.first_stage,
-            "pretrain",
-            "warmup",
-            self.warmup,
-            f"0 to {self.first_stage}, the steps of {'a stage' if self.two_stage else 'the run'}",
-            "Choose a number of steps in between.",
-        )
-        check(self.lr > 0, "pretrain", "lr", self.lr, "more than 0", "Raise it.")
-        for name in ("dropout", "attention_dropout"):
-            value = getattr(self, name)
-            check(0 <= value < 1, "pretrain", name, value, "0 or more, below 1", "Change it.")
-        if family == "t5":
-            check(
-                self.attention_dropout in (0, self.dropout),
-                "pretrain",
-                "attention_dropout",
-                self.attention_dropout,
-                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
-                "Choose it by --dropout.",
-            )
-            self.attention_dropout = self.dropout
-        check(
-            0 <= self.seed < 1 << 32, "pretrain", "seed", self.seed, "0 to 2^32 - 1", "Change it."
-        )
-
-    @property
-    def preset(self) -> Preset:
-        """The architecture's."""
-        return preset(self.arch)
-
-    @property
-    def first_stage(self) -> int:
-        """The steps of the first stage of a two-stage training, or of the run."""
-        return self.steps // 2 if self.two_stage else self.steps
-
-    def _check_electra(self, family: str) -> None:
-        for name, choices in _ELECTRA_CHOICES.items():
-            if getattr(self, name) is not None:
-                check_choice("pretrain", name, getattr(self, name), choices)
-        for name in (*_ELECTRA_CHOICES, "two_stage"):
-            default = type(self).__dataclass_fields__[name].default
-            check(
-                family == "electra" or getattr(self, name) == default,
-                "pretrain",
-                name,
-                f"{getattr(self, name)} with {self.arch}",
-                "an ELECTRA",
-                "Leave the option out, or choose an electra architecture.",
-            )
-        if family != "electra":
-            return
-        if self.electra_sharing is None:
-            self.electra_sharing = "none" if self.two_stage else "embeddings"
-        for name, wanted, expected in (
-            ("electra_generator", "model", "model, a generator that can be trained first"),
-            ("electra_sharing", "none", "none, as the generator is frozen in the second stage"),
-        ):
-            check(
-                not self.two_stage or getattr(self, name) == wanted,
-                "pretrain",
-                name,
-                f"{getattr(self, name)} in a two-stage training",
-                expected,
-                "Leave one of the two options out.",
-            )
-        check(
-            not self.two_stage or self.steps > 1,
-            "pretrain",
-            "steps",
-            self.steps,
-            "2 or more, for two stages",
-            "Raise it.",
-        )
-
-    def joint_settings(self) -> dict[str, Any]:
-        """The fields of ``ElectraJointConfig`` that the settings name."""
-        return {
-            "objective": self.electra_objective,
-            "embedding_sharing": self.electra_sharing,
-            "generator_type": self.electra_generator,
-            "stage": 1 if self.two_stage else None,
-            "sampling_seed": self.seed,
-        }
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -414,11 +223,9 @@ def hold_out(
 ) -> tuple[TokenStore, Dataset | None]:
     """The tokens to train on, and samples of a tail held out where both parts are large enough."""
     rest, tail = store.split(HELD_OUT)
-    try:
-        make_dataset(args, rest, tokenizer)
-        return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
-    except TooLittleTextError:
+    if not all(_objective(args).enough(args, part, tokenizer) for part in (rest, tail)):
         return store, None
+    return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
 
 
 def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -454,13 +261,6 @@ def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch
     return counts
 
 
-def hardware_has_bf16() -> bool:
-    """Whether the device of a run multiplies bf16 in hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 @contextmanager
 def _said_later(line: str) -> Iterator[None]:
     """A line that is said if what is done within takes a while."""
@@ -470,17 +270,6 @@ def _said_later(line: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-@contextmanager
-def using_threads(count: int | None) -> Iterator[None]:
-    """PyTorch's number of threads, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def corrupts_on_device() -> bool:
@@ -586,45 +375,25 @@ def _optimizer(args: PretrainArguments) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
-    from transformers import TrainingArguments
+    from fastplm.train.trainer import training_arguments
 
-    on_gpu = torch.cuda.is_available()
-    bf16 = hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16"
-    check(
-        not (bf16 and on_gpu) or hardware_has_bf16(),
-        "pretrain",
-        "precision",
-        "bf16",
-        "a GPU that has it",
-        "Use --precision fp32.",
-    )
-    return TrainingArguments(
-        output_dir=str(out),
+    return training_arguments(
+        args,
+        out,
+        bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.gradient_accumulation,
         learning_rate=args.lr,
         warmup_steps=args.warmup,
-        lr_scheduler_type="linear",
         weight_decay=0.01,
         adam_epsilon=1e-6,
-        max_grad_norm=1.0,
-        bf16=bf16,
-        use_cpu=not on_gpu,
         seed=args.seed,
         train_sampling_strategy="sequential",
-        remove_unused_columns=False,
         dataloader_num_workers=args.workers,
         dataloader_persistent_workers=args.workers > 0,
-        dataloader_pin_memory=on_gpu,
         ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
-        logging_steps=args.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_steps=args.save_every,
         save_total_limit=_KEPT_CHECKPOINTS,
-        disable_tqdm=True,
-        report_to="none",
     )
 
 
@@ -643,11 +412,6 @@ def _tokenizer(
 
 
 # --- what a run is, and whether it is the same one ------------------------------------------------
-
-
-def check_out(where: str, out: str | Path) -> None:
-    """An empty name would be the current folder."""
-    check(str(out).strip() != "", where, "out", repr(out), "a folder", "Name one.")
 
 
 def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
@@ -676,7 +440,7 @@ def _record(
     args: PretrainArguments, data: RunData, training_arguments: TrainingArguments
 ) -> dict[str, Any]:
     """What the loss curve depends on, and some of what it does not."""
-    settings = asdict(args)
+    settings = settings_of(args)
     names = sorted(settings.keys() - _FREE_ON_RESUME - _SEEN_APART)
     description = data.tokenizer.backend_tokenizer.to_str()
     return {
@@ -749,15 +513,10 @@ def _finish(
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
-    for name, part in models.items():
-        scratch = out / f".{name}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        part.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        replace_folder(scratch, out / name)
+    save_models(out, models, tokenizer)
     history = curve(trainer.state.log_history)
     metrics = {
-        "arguments": json.loads(json.dumps(asdict(args), default=str)),
+        "arguments": settings_of(args),
         "versions": versions(),
         "device": str(trainer.args.device),
         "precision": "bf16" if trainer.args.bf16 else "fp32",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
         for entry in log_history
         if "loss" in entry
     ]
+
+
+def settings_of(arguments: Any) -> dict[str, Any]:
+    """The fields of a dataclass of arguments, as JSON has them."""
+    return json.loads(json.dumps(asdict(arguments), default=str))
 
 
 def versions() -> dict[str, str]:

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastplm._checks import DivergenceError
+from fastplm._checks import DivergenceError, check
 from fastplm.data._folder import say
 from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
+from fastplm.train._threads import hardware_has_bf16
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
@@ -44,6 +45,45 @@ _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
 _SCRATCH = ".incomplete"
 
 __all__ = ["PretrainingTrainer", "RunTrainer", "detection", "last_checkpoint"]
+
+
+def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
+    """What the Trainer of any run is told.
+
+    Args:
+        args: of the command.
+        out: the folder of the run.
+        bf16: under autocast to bfloat16.
+        settings: of ``TrainingArguments`` beside those of every run.
+
+    Raises:
+        ArgumentValueError: a GPU without bf16.
+    """
+    on_gpu = torch.cuda.is_available()
+    check(
+        not (bf16 and on_gpu) or hardware_has_bf16(),
+        "training_arguments",
+        "bf16",
+        True,
+        "a GPU that has it",
+        "Train in fp32 (--precision fp32, or without --bf16).",
+    )
+    return TrainingArguments(
+        output_dir=str(out),
+        bf16=bf16,
+        use_cpu=not on_gpu,
+        lr_scheduler_type="linear",
+        max_grad_norm=1.0,
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu,
+        logging_steps=args.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=args.save_every,
+        disable_tqdm=True,
+        report_to="none",
+        **settings,
+    )
 
 
 class RunTrainer(Trainer):

@@ -11,18 +11,15 @@ import pytest
 import torch
 import transformers
 
+from fastplm._checks import TooLittleTextError
 from fastplm.cli import main
 from fastplm.data import TokenStore
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
+from fastplm.train.arguments import choose_objective, choose_unit
+from fastplm.train.choices import MASKED
 from fastplm.train.evaluate import evaluate
-from fastplm.train.objectives import (
-    FAMILIES,
-    OBJECTIVES,
-    EndedDocuments,
-    choose_objective,
-    choose_unit,
-)
+from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
 from fastplm.train.presets import PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -71,6 +68,8 @@ def test_every_preset_and_objective_is_reached():
     assert {preset.family for preset in PRESETS.values()} == set(FAMILIES)
     learned = {objective for family in FAMILIES.values() for objective in family.classes}
     assert learned == set(OBJECTIVES)
+    masked = {name for name, objective in OBJECTIVES.items() if isinstance(objective, MaskedTokens)}
+    assert masked == set(MASKED)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -181,13 +180,32 @@ def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
     store = module.tokenize(text, tokenizer, tmp_path)
     for part in (store, *store.split(0.3)):
         expected = with_ends(part, 2)
-        blocks = EndedDocuments(part, block_size, tokenizer.eos_token_id)
+        blocks = DocumentBlocks(part, block_size, tokenizer.eos_token_id)
         ids = [block["input_ids"].tolist() for block in (blocks[i] for i in range(len(blocks)))]
         assert len(ids) == len(expected) // block_size
         assert sum(ids, []) == expected[: len(ids) * block_size]
         assert blocks[len(ids) - 1]["input_ids"].tolist() == ids[-1]
     with pytest.raises(IndexError):
         blocks[len(blocks)]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
+    tokenizer = word_tokenizer(["<unk>", *special.values(), "<extra_id_0>", "a"], **special)
+    arch = next(arch for arch in PRESETS if name in FAMILIES[PRESETS[arch].family].classes)
+    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name)
+    answers = set()
+    # Documents of so many tokens each.
+    for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
+        store = module.tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
+        try:
+            gives_one = len(module.make_dataset(args, store, tokenizer)) > 0
+        except TooLittleTextError:
+            gives_one = False
+        assert OBJECTIVES[name].enough(args, store, tokenizer) == gives_one, sizes
+        answers.add(gives_one)
+    assert answers == {True, False}
 
 
 @pytest.mark.parametrize(("sentinels", "block_size"), [(20, 512), (200, 2048)])
