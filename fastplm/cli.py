@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "out" not in args:
             return command(**args)
-        from fastplm.train._interrupt import answered
+        from fastplm.train._interrupt import interruptible
 
-        with answered(words, args["out"]):
+        with interruptible(words, args["out"]):
             return command(**args)
     except KeyboardInterrupt:
         return 130

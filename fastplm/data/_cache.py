@@ -35,7 +35,7 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
             wrong = damage(final, cache=True)
         if wrong is None:
             return final
-        say(f"fastplm: the cache {final} is damaged ({wrong}): it is made anew")
+        say(f"fastplm: the cache {final} is damaged ({wrong}): it is built again")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache):

@@ -72,7 +72,7 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
     Args:
         folder: with a manifest.
         cache: the folder is read at every start. Of a file above 1 GiB whose time of change is
-            still the recorded one 256 pages are hashed, and no other file may lie beside the files.
+            the recorded one, only 256 pages are hashed; and it may hold no other file.
         facts: what ``seal`` must have recorded.
     """
     try:

@@ -48,7 +48,7 @@ def new_file(path: Path) -> Callable[..., np.ndarray]:
 
 def refuse_file(path: Path, got: str, expected: str) -> NoReturn:
     """Raise the error of a file of a token store that is not what it should be."""
-    fix = f"Delete the folder {path.parent}: it is made anew when it is missing."
+    fix = f"Delete the folder {path.parent}: it is built again when it is missing."
     raise DataError(message("TokenStore", "directory", f"{path}, {got}", expected, fix))
 
 

@@ -1,4 +1,4 @@
-"""Text to documents: files and folders of the user, or the English that every CPython carries."""
+"""The documents of text files, or of the English text inside every CPython."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TextFiles(Iterable[str]):
 class _CachedFiles(TextFiles):
     """``TextFiles`` that are read once by this process, or not at all.
 
-    The cache holds their boundaries and their fingerprint, under the names, sizes and times of the
+    The cache keeps their boundaries and their fingerprint under the names, sizes and times of the
     files. Documents come from a copy of the text, in a file that has no name and ends with the
     process; it is made when they are first asked for.
 
@@ -198,7 +198,7 @@ def embedded_corpus() -> list[str]:
 
 
 def check_documents(where: str, documents: object) -> None:
-    """Texts that can be read several times, which neither one text nor a generator is."""
+    """Refuse what is not texts that can be read several times: one text, or a generator."""
     one = isinstance(documents, (str, bytes))
     if one or not isinstance(documents, Iterable) or iter(documents) is documents:
         got = f"a {type(documents).__name__}{', which is read only once' if not one else ''}"

@@ -94,7 +94,7 @@ def _are_runs(chunks: np.ndarray, store: TokenStore) -> bool:
 
 
 class _SegmentPairs(Dataset):
-    """What both objectives share: all of it but what becomes of the pairs whose label is 1."""
+    """Pairs of segments; a subclass says what a pair with label 1 is."""
 
     label: str
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
 from fastplm.data._folder import damage, first_process, lock, say, seal, unlock, write_json
 
-#: Names of what a run's folder may hold before the run; all else is somebody's.
+#: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
 RECORD = "run.json"
 _T = TypeVar("_T")
@@ -35,18 +35,18 @@ _T = TypeVar("_T")
 
 @contextmanager
 def claimed(
-    where: str, out: Path, *, resume: bool, overwrite: bool | None, beside: Iterable[Path] = ()
+    where: str, out: Path, *, resume: bool, overwrite: bool | None, own: Iterable[Path] = ()
 ) -> Iterator[None]:
-    """Keep a folder for this run, which must be empty or new unless the run is resumed.
+    """Lock a folder for this run; it must be empty or new unless the run is resumed.
 
-    Of torchrun's processes the first one alone does it.
+    Under torchrun only the first process does it.
 
     Args:
         where: the command.
         out: the folder.
-        resume: it holds the run, which goes on.
-        overwrite: what it holds is moved to ``<out>.old-<n>``; None for a command without it.
-        beside: folders of this run that may lie in it, such as a cache.
+        resume: it holds this run, which is continued.
+        overwrite: move what it holds to ``<out>.old-<n>``; None for a command without this option.
+        own: folders of this run that may be in it, such as a cache.
 
     Raises:
         DataError: the folder holds something, no run to resume, or cannot be written.
@@ -77,7 +77,7 @@ def claimed(
         _refuse_output(where, f"{out}, {what}", "a folder", "Choose another --out.")
     try:
         if not resume:
-            inside = (path for path in beside if path.resolve().parent == out.resolve())
+            inside = (path for path in own if path.resolve().parent == out.resolve())
             allowed = {LOCK, *(path.name for path in inside)}
             there = sorted(path.name for path in out.iterdir() if path.name not in allowed)
             if there and overwrite:
@@ -174,7 +174,7 @@ def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None
     """The newest checkpoint in a run's folder that is whole, if any.
 
     Args:
-        tell: is given a line for each newer one that is passed over.
+        tell: is called with a line for each newer one that is not whole.
     """
     for step, path in reversed(checkpoints(out)):
         reason = damage(path, step=step)
@@ -205,9 +205,9 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
 
 
 def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
-    """Move a checkpoint written elsewhere, sealed, to its name; then keep so many of the newest.
+    """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
 
-    Those of later steps were passed over when the run was resumed, so they go too.
+    Checkpoints of later steps, which were not whole when the run was resumed, are removed too.
     """
     final = out / f"checkpoint-{step}"
     seal(scratch, step=step)
@@ -270,7 +270,7 @@ def read_record(where: str, out: Path) -> dict[str, Any]:
 
 
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
-    """A run that goes on is the one that began.
+    """Check that a resumed run has the settings with which it began.
 
     Raises:
         ArgumentValueError: with the first setting that differs.
@@ -289,17 +289,17 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def content_hash(run: dict[str, Any]) -> str:
-    """Of what JSON keeps."""
+    """The hash of a dict as JSON writes it."""
     content = json.dumps(run, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-# --- what goes wrong below ------------------------------------------------------------------------
+# --- errors of libraries --------------------------------------------------------------------------
 
 
 @contextmanager
 def writing(where: str, path: Path) -> Iterator[None]:
-    """What libraries raise when a file cannot be written, as one line.
+    """Turn what libraries raise when a file cannot be written into one line.
 
     Raises:
         DataError: in place of it.
@@ -324,7 +324,7 @@ def writing(where: str, path: Path) -> Iterator[None]:
 def loaded(
     where: str, argument: str, path: str | Path, expected: str, load: Callable[[], _T]
 ) -> _T:
-    """What ``load`` reads from the user's file. What a damaged one raises, each library decides.
+    """Call ``load``, which reads a file of the user; each library has errors of its own.
 
     Raises:
         DataError: in place of it.

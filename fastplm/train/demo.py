@@ -1,4 +1,4 @@
-"""``fastplm demo``: a small ELECTRA on Python's own documentation, and what to make of it."""
+"""``fastplm demo``: pre-train a small ELECTRA on Python's documentation, and check the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fastplm.train.report import summary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The steps of a training. With fewer what is found among held-out words varies much by the seed.
+#: The steps of a training. With fewer the scores on held-out words vary much with the seed.
 LEAST_STEPS, MOST_STEPS = 400, 2200
 # The share of the training in the time that is left when its speed is known. The rest is for
 # evaluation, comparison and loading.
@@ -50,7 +50,7 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
         seed: of the training.
 
     Returns:
-        Whether everything that the demo is to show was seen.
+        Whether all checks of the demo passed.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -166,7 +166,7 @@ def _learned(args: PretrainArguments, metrics: dict[str, Any]) -> dict[str, bool
 
 
 def _loss_of_frequencies(args: PretrainArguments) -> float:
-    """Of answering, for each word that the generator is asked, all tokens by their frequency."""
+    """The loss of a generator that answers every token with its frequency."""
     tokenizer, store = _data(args)
     held_out: Any
     train_store, held_out = hold_out(args, store, tokenizer)

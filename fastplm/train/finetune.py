@@ -49,7 +49,7 @@ from fastplm.train.trainer import RunTrainer, training_arguments
 
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
-# What may differ between a run and its continuation; more seeds are new runs beside the old ones.
+# Settings that may differ when a run is resumed; more seeds are further runs.
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
 _DROPOUTS = (
     "hidden_dropout_prob",
@@ -79,13 +79,13 @@ def finetune(
 
     Args:
         args: the settings.
-        tell: is given a line for each seed.
+        tell: is called with a line for each seed.
 
     Returns:
         The content of ``metrics.json``.
 
     Raises:
-        FastplmError: a file, the model, the output folder or a setting is of no use.
+        FastplmError: a file, the model, the output folder or a setting is wrong.
     """
     from accelerate import PartialState
 
@@ -124,7 +124,7 @@ def _finetune(
             "Give the same file, or another --out.",
         )
     train = FeatureDataset(task.features(task.train)[0])
-    # What a setting of no use would say later, when a seed's model is there.
+    # Now, as its errors would otherwise come after the first model was built.
     _training_arguments(args, len(train), args.seed, out)
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -172,7 +172,7 @@ def _finetune(
 
 
 def _metrics(out: Path) -> dict[str, Any] | None:
-    """What an earlier start wrote, if it is whole."""
+    """What an earlier start of the run wrote, if it is whole."""
     try:
         metrics = json.loads((out / "metrics.json").read_text())
         return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
@@ -240,7 +240,7 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """The t within which Student's t lies on both sides with this probability."""
+    """The t with ``P(|T| < t) = confidence`` for Student's T."""
     low, high = 0.0, 1.0
     while _within(high, degrees) < confidence:
         high *= 2
@@ -309,7 +309,7 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         config.pad_token_id = task.tokenizer.pad_token_id
     set_seed(seed)
     shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the head is new is what was asked for
+    logging.set_verbosity_error()  # a new head is expected
     load = functools.partial(
         getattr(transformers, task.auto).from_pretrained,
         args.model,
@@ -383,7 +383,7 @@ def _tokenizer(args: FinetuneArguments) -> Any:
     load = functools.partial(load_tokenizer, args.model, needs=())
     tokenizer: Any = loaded("finetune", "model", args.model, expected, load)
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
-        # Byte-level tokenizers take words apart from their text as they take words inside of it.
+        # A byte-level tokenizer then splits a word alone as it does inside a text.
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, add_prefix_space=True, local_files_only=True
         )

@@ -1,4 +1,4 @@
-"""Labelled examples out of files: tables, tagged words, SQuAD's JSON and multiple choice."""
+"""Labelled examples from files: tables, tagged words, SQuAD's JSON and multiple choice."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _columns(
         "text_columns",
         list(text_columns),
         f"{count} of them",
-        "Choose the task that has so many texts.",
+        "Choose the task with that number of texts.",
     )
     return [*text_columns, label_column]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,167 +80,190 @@ class DocumentBlocks(Dataset):
         return int(store.sentences[store.documents[document + 1]]) + document
 
 
-@dataclass(frozen=True)
 class Objective:
     """How a model learns from text.
 
     Args:
-        token_loss: the name of the loss over tokens, beside that over pairs if there is one.
+        args: of the run.
+        tokenizer: of the run.
+
+    Attributes:
+        token_loss: the name of the loss over tokens, to which one over pairs may be added.
         needs: what a tokenizer must have, see ``load_tokenizer``.
     """
 
     token_loss: str
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
 
-    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+    def __init__(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.args, self.tokenizer = args, tokenizer
+
+    @property
+    def tokens(self) -> int:
         """The tokens of text that one sample needs."""
         raise NotImplementedError
 
-    def enough(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> bool:
+    def enough(self, store: TokenStore) -> bool:
         """Whether a store gives one sample at least."""
-        return len(store) >= self.tokens(args, tokenizer)
+        return len(store) >= self.tokens
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
+    def source(self, store: TokenStore) -> Dataset:
         """The pieces of the corpus that a training stream shuffles.
 
         Raises:
             DataError: the corpus is too small for one of them.
         """
-        return BlockDataset(store, self.tokens(args, tokenizer))
+        return BlockDataset(store, self.tokens)
 
-    def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    def samples(self, stream: PretrainingStream) -> Dataset:
         """The stream itself, or what is made of each of its elements."""
         return stream
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def collator(self) -> Any:
         """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class MaskedTokens(Objective):
-    """Masked language modelling over blocks or, with ``pairs``, over pairs of segments.
+    """Masked language modelling: BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged.
 
-    Args:
-        pairs: what makes them of runs of sentences.
-        always_mask: every chosen token becomes ``[MASK]``, as for ELECTRA's generator, instead of
-            BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged.
+    Attributes:
+        mask_replace_prob: share of the chosen tokens that becomes ``[MASK]``; of the rest half
+            becomes random tokens.
     """
 
-    token_loss: str = "mlm_loss"
-    pairs: type[NextSentencePairs] | type[SentenceOrderPairs] | None = None
-    always_mask: bool = False
+    token_loss = "mlm_loss"
+    mask_replace_prob = 0.8
 
-    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
-        return args.block_size - (2 if self.pairs is None else 3)
+    @property
+    def ends(self) -> dict[str, int]:
+        """The tokens around a segment."""
+        return {
+            "cls_token_id": self.tokenizer.cls_token_id,
+            "sep_token_id": self.tokenizer.sep_token_id,
+        }
 
-    def enough(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> bool:
-        if not super().enough(args, store, tokenizer):
-            return False
-        # Two segments of one document, or a second document for a random segment.
-        documents = len(store.documents) - 1
-        pairs = len(store) > documents and (self.pairs is not NextSentencePairs or documents > 1)
-        return self.pairs is None or pairs
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 2
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        if self.pairs is not None:
-            return SentenceChunks(store, args.block_size)
-        return BlockDataset(store, args.block_size, **_ends(tokenizer))
+    def source(self, store: TokenStore) -> Dataset:
+        return BlockDataset(store, self.args.block_size, **self.ends)
 
-    def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        if self.pairs is None:
-            return stream
-        return self.pairs(stream, **_ends(tokenizer))
-
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def collator(self) -> Any:
         return DataCollatorForMaskedTokens(
-            tokenizer,
-            seed=args.seed,
-            mlm_probability=args.preset.mlm_probability,
-            mask_replace_prob=1.0 if self.always_mask else 0.8,
-            random_replace_prob=0.0 if self.always_mask else 0.1,
-            block_size=args.block_size,
-            unit=str(args.unit),
+            self.tokenizer,
+            seed=self.args.seed,
+            mlm_probability=self.args.preset.mlm_probability,
+            mask_replace_prob=self.mask_replace_prob,
+            random_replace_prob=0.1 if self.mask_replace_prob < 1 else 0.0,
+            block_size=self.args.block_size,
+            unit=str(self.args.unit),
         )
 
 
-@dataclass(frozen=True)
+class ReplacedTokens(MaskedTokens):
+    """ELECTRA: every token chosen for the generator becomes ``[MASK]``."""
+
+    mask_replace_prob = 1.0
+
+
+class SentenceOrder(MaskedTokens):
+    """Masked language modelling over pairs of segments, which are in their order or not."""
+
+    pairs: type[NextSentencePairs] | type[SentenceOrderPairs] = SentenceOrderPairs
+    documents = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 3
+
+    def enough(self, store: TokenStore) -> bool:
+        # With more tokens than documents, one of these has two tokens and gives two segments.
+        documents = len(store.documents) - 1
+        return super().enough(store) and len(store) > documents >= self.documents
+
+    def source(self, store: TokenStore) -> Dataset:
+        return SentenceChunks(store, self.args.block_size)
+
+    def samples(self, stream: PretrainingStream) -> Dataset:
+        return self.pairs(stream, **self.ends)
+
+
+class NextSentence(SentenceOrder):
+    """The same over pairs whose second segment follows the first, or is of another document."""
+
+    pairs = NextSentencePairs
+    documents = 2
+
+
 class CausalTokens(Objective):
     """Each token from those before it, the end of each document among them."""
 
-    token_loss: str = "clm_loss"
-    needs: tuple[str, ...] = ("eos",)
+    token_loss = "clm_loss"
+    needs = ("eos",)
 
-    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
-        return args.block_size
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        return DocumentBlocks(store, args.block_size, tokenizer.eos_token_id)
+    def source(self, store: TokenStore) -> Dataset:
+        return DocumentBlocks(store, self.args.block_size, self.tokenizer.eos_token_id)
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForCausalTokens(tokenizer, block_size=args.block_size)
+    def collator(self) -> Any:
+        return DataCollatorForCausalTokens(self.tokenizer, block_size=self.args.block_size)
 
 
-@dataclass(frozen=True)
 class Spans(Objective):
     """T5: spans become sentinels, and the decoder says what was there.
 
     A block is as long as its corrupted form, the encoder's input, fits ``block_size``.
     """
 
-    token_loss: str = "spans_loss"
-    needs: tuple[str, ...] = ("pad", "eos", "<extra_id_0>")
+    token_loss = "spans_loss"
+    needs = ("pad", "eos", "<extra_id_0>")
 
-    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
+    @property
+    def tokens(self) -> int:
         # It depends on the number of sentinels, which the collator has looked up.
-        return self.collator(args, tokenizer).raw_size
+        return self.collator().raw_size
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForSpanCorruption(tokenizer, seed=args.seed, block_size=args.block_size)
+    def collator(self) -> Any:
+        return DataCollatorForSpanCorruption(
+            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
+        )
 
 
-@dataclass(frozen=True)
 class Denoising(Objective):
     """BART: sentences permuted and spans infilled, and the decoder says the original.
 
     The beginning and the end of a text are put around it after the noise.
     """
 
-    token_loss: str = "denoise_loss"
-    needs: tuple[str, ...] = ("pad", "mask", "bos", "eos")
+    token_loss = "denoise_loss"
+    needs = ("pad", "mask", "bos", "eos")
 
-    def tokens(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> int:
-        return args.block_size - 2
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 2
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForDenoising(tokenizer, seed=args.seed, block_size=args.block_size)
+    def collator(self) -> Any:
+        return DataCollatorForDenoising(
+            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
+        )
 
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "mlm": MaskedTokens(),
-    "mlm+nsp": MaskedTokens(pairs=NextSentencePairs),
-    "mlm+sop": MaskedTokens(pairs=SentenceOrderPairs),
-    "rtd": MaskedTokens(always_mask=True),
-    "clm": CausalTokens(),
-    "spans": Spans(),
-    "denoise": Denoising(),
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "mlm": MaskedTokens,
+    "mlm+nsp": NextSentence,
+    "mlm+sop": SentenceOrder,
+    "rtd": ReplacedTokens,
+    "clm": CausalTokens,
+    "spans": Spans,
+    "denoise": Denoising,
 }
 
 
 def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:
     """The untrained model of a family that learns an objective."""
     return getattr(models, FAMILIES[family].classes[objective])(config)
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id}

@@ -60,12 +60,12 @@ HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
 _A_WHILE = 2.0  # seconds
-# What may differ between a run and its continuation without changing the loss curve; with another
-# number of threads or another interval of the log, its last digits and its points.
+# Settings that may differ when a run is resumed. Another number of threads may change the last
+# digits of the losses, and another interval of the log its points.
 _FREE_ON_RESUME = {
     *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
 }
-# These are recorded as the token ids that they give, and more steps are a longer run.
+# Settings that are compared in other ways: by the token ids, and as a longer run.
 _SEEN_APART = {"corpus", "tokenizer", "vocab_size", "steps"}
 
 
@@ -81,7 +81,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         The content of ``metrics.json``.
 
     Raises:
-        FastplmError: the corpus, the tokenizer, the output folder or a setting is of no use.
+        FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
     out = Path(args.out)
     folder = claimed(
@@ -89,7 +89,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         out,
         resume=args.resume,
         overwrite=args.overwrite,
-        beside=[Path(args.cache)],
+        own=[Path(args.cache)],
     )
     with folder, using_threads(args.threads):
         return _pretrain(args, out)
@@ -106,9 +106,9 @@ def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
     checkpoint = checkpoint_to_resume("pretrain", out) if args.resume else None
     done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
     if before is not None:
-        _take_over(args, before, done)
+        _check_steps(args, before, done)
     training_arguments = _training_arguments(args, out)
-    with _said_later("Preparing the data: a vocabulary is trained or the text tokenized ..."):
+    with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
         data = _load(args, training_arguments, checkpoint)
     tokenizer = data.tokenizer
     run = _record(args, data, training_arguments)
@@ -209,13 +209,13 @@ def make_dataset(
         length: the number of samples; by default each block or run of sentences once.
         at_most: an upper bound of it.
     """
-    objective = _objective(args)
-    source: Any = objective.source(args, store, tokenizer)
+    objective = _objective(args)(args, tokenizer)
+    source: Any = objective.source(store)
     length = length or len(source)
     if at_most is not None:
         length = min(length, at_most)
     stream = PretrainingStream(source, seed=args.seed, length=length)
-    return objective.samples(stream, tokenizer)
+    return objective.samples(stream)
 
 
 def hold_out(
@@ -223,14 +223,15 @@ def hold_out(
 ) -> tuple[TokenStore, Dataset | None]:
     """The tokens to train on, and samples of a tail held out where both parts are large enough."""
     rest, tail = store.split(HELD_OUT)
-    if not all(_objective(args).enough(args, part, tokenizer) for part in (rest, tail)):
+    objective = _objective(args)(args, tokenizer)
+    if not (objective.enough(rest) and objective.enough(tail)):
         return store, None
     return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
 
 
 def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What corrupts the samples of a run."""
-    return _objective(args).collator(args, tokenizer)
+    """The collator of a run."""
+    return _objective(args)(args, tokenizer).collator()
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -262,8 +263,8 @@ def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch
 
 
 @contextmanager
-def _said_later(line: str) -> Iterator[None]:
-    """A line that is said if what is done within takes a while."""
+def _printed_if_slow(line: str) -> Iterator[None]:
+    """Print a line if the block takes longer than two seconds."""
     timer = threading.Timer(_A_WHILE, say, [line])
     timer.start()
     try:
@@ -277,7 +278,7 @@ def corrupts_on_device() -> bool:
     return torch.cuda.is_available()
 
 
-def _objective(args: PretrainArguments) -> Objective:
+def _objective(args: PretrainArguments) -> type[Objective]:
     return OBJECTIVES[str(args.objective)]
 
 
@@ -292,13 +293,13 @@ class RunData:
     """What a run reads.
 
     Args:
-        tokenizer: its.
+        tokenizer: of the run.
         all: the tokens of the corpus.
         store: those to train on.
         samples: of the whole training, in order.
         held_out: samples of the rest; None if the corpus is too small for them.
-        documents: what was read.
-        cached: what was found in the cache, instead of being made.
+        documents: of the corpus.
+        cached: what was found in the cache and not made now.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -414,8 +415,8 @@ def _tokenizer(
 # --- what a run is, and whether it is the same one ------------------------------------------------
 
 
-def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
-    """A longer run keeps the warm-up that it began with, and cannot be shorter than it is."""
+def _check_steps(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
+    """Check the steps of a resumed run, and keep the warm-up with which it began."""
     if args.usual_warmup and not args.two_stage:
         args.warmup = before["warmup"]
     check(
@@ -423,7 +424,7 @@ def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> No
         "pretrain",
         "steps",
         args.steps,
-        f"{done} or more, as so many were made",
+        f"{done} or more, the steps that are done",
         "Raise it.",
     )
     check(

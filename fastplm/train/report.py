@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its checkpoints: figures and a picture."""
+"""The figures and the picture of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings_of(arguments: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
+    """The versions of the libraries."""
     import tokenizers
     import transformers
 
@@ -87,6 +87,6 @@ def summary(metrics: dict[str, Any]) -> str:
 
 
 def _of_all(metrics: dict[str, Any]) -> str:
-    """What a figure of a resumed run is of."""
+    """Says of a resumed run that a figure is of all its steps."""
     resumed = ", ".join(f"{step:,}" for step in metrics.get("starts", []) if step)
     return f" (all steps; resumed at {resumed})" if resumed else ""

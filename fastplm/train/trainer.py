@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from fastplm._checks import DivergenceError, check
@@ -456,13 +456,7 @@ class LogWhereSaved(TrainerCallback):
     No mean of losses then runs over a step where a run may be resumed.
     """
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
             control.should_log = True
 
@@ -478,13 +472,7 @@ class Stopwatch(TrainerCallback):
         """The median time of a step."""
         return statistics.median(after - before for before, after in pairwise(self._ends))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step < _WARM_UP_STEPS:
             return
         self._ends.append(time.perf_counter())
@@ -502,13 +490,7 @@ class Progress(TrainerCallback):
         self._first_step = 0
         self._estimated = False
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self._began, self._first_step = time.perf_counter(), state.global_step
             self._estimated = False
@@ -520,13 +502,7 @@ class Progress(TrainerCallback):
                 disable=not _is_terminal(),
             )
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is None:
             return
         self.bar.update()
@@ -536,14 +512,7 @@ class Progress(TrainerCallback):
             self._estimated = True
             say(f"about {duration(self._to_go(state))} to go")
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.bar is None or logs is None or "loss" not in logs:
             return
         shown = {
@@ -560,13 +529,7 @@ class Progress(TrainerCallback):
         else:
             self.bar.set_postfix(shown)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

@@ -131,33 +131,6 @@ def test_compressed_text_is_never_whole_in_memory(tmp_path):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("missing.txt", None, "does not exist"),
-        ("empty.txt", b"", "empty"),
-        ("blank.txt", b" \n\n\t\n", "empty"),
-        ("latin.txt", "déjà vu".encode("latin-1"), "not UTF-8"),
-        ("folder", "folder", "no text"),
-    ],
-)
-def test_bad_corpus_is_named(tmp_path, name, content, words):
-    path = tmp_path / name
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=words) as error:
-        read_documents([path])
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_no_paths():
-    with pytest.raises(DataError):
-        read_documents([])
-
-
 def test_fingerprint_sees_boundaries():
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
     assert fingerprint(["ab"]) == fingerprint(iter(["ab"]))

@@ -87,7 +87,7 @@ def check_faults(whole, corpus, folder, capsys, number: int) -> None:
     capsys.readouterr()
     assert results(corpus, copied, kind) == expected, (file, damage)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the cache {file.parent} is damaged" in line and "made anew" in line
+    assert f"the cache {file.parent} is damaged" in line and "built again" in line
     # Now it is whole, and nothing else was left.
     assert results(corpus, copied, kind) == expected
     assert capsys.readouterr().err == ""
