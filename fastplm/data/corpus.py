@@ -156,17 +156,17 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
         bool(named), "read_documents", "paths", "no path", "one at least", "Name a file.", DataError
     )
     files = [file for _, inside in named for file in inside]
-    kept = None if cache is None else _CachedFiles(files, cache)
-    boundaries = (
-        [_boundary_of(lines_of(file)) for file in files] if kept is None else kept.boundaries
-    )
-    found = dict(zip(files, boundaries, strict=True))
+    if cache is None:
+        marks = ((file, _boundary_of(lines_of(file))) for file in files)
+        documents = TextFiles([(file, mark) for file, mark in marks if mark is not None])
+    else:
+        documents = _CachedFiles(files, cache)
+    found = {file for file, _ in documents.files}
     for path, inside in named:
-        if not any(found[file] for file in inside):
+        if found.isdisjoint(inside):
             folder = f"a folder with {len(inside)} .txt files and no text in them"
             refuse(path, folder if os.path.isdir(path) else "an empty file")
-    with_text = zip(files, boundaries, strict=True)
-    return kept or TextFiles([(file, mark) for file, mark in with_text if mark is not None])
+    return documents
 
 
 def embedded_corpus() -> list[str]:

@@ -56,7 +56,7 @@ class Number:
 
 
 def whole(low: int = 1, high: int = 10**9) -> Number:
-    """Whole numbers in a range. More than the usual ``high`` fits in no memory: it is a slip."""
+    """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
 
 
@@ -66,6 +66,7 @@ _POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
 NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
 _SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
 _SEED = whole(0, 2**32 - 1)
+_COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
 
 
 def setting(
@@ -166,7 +167,7 @@ class PretrainArguments:
         metavar="PATH",
         on_command_line=["embedded"],
     )
-    steps: int = setting("optimizer steps of the whole run", number=whole())
+    steps: int = setting("optimizer steps of the whole run", number=_COUNT)
     out: str | Path = setting("where everything is written", metavar="DIR")
     tokenizer: str | Path | None = setting(
         "a saved tokenizer (without it one is trained)", None, metavar="DIR", excludes="vocabulary"
@@ -185,11 +186,11 @@ class PretrainArguments:
     warmup: int | None = setting(
         "steps of linear warm-up (without it a tenth of the run, 10000 at most)",
         None,
-        number=whole(0),
+        number=whole(0, 2**40),
     )
     seed: int = setting("of weights, order, masks and samples", 0, number=_SEED)
-    save_every: int = setting("steps between checkpoints", 1000, number=whole())
-    log_every: int = setting("steps between logged losses", 10, number=whole())
+    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
     resume: bool = setting("go on from the last checkpoint in --out", False)
     overwrite: bool = setting("move aside what is in --out", False)
     dropout: float = setting("of hidden states and embeddings", 0.1, number=_SHARE)
@@ -427,7 +428,7 @@ class FinetuneArguments:
         excludes="length",
     )
     steps: int | None = setting(
-        "optimizer steps instead of --epochs", None, number=whole(), excludes="length"
+        "optimizer steps instead of --epochs", None, number=_COUNT, excludes="length"
     )
     batch_size: int | None = setting("(without it 32; 16 for qa and choice)", None, number=whole())
     learning_rate: float | None = setting(
@@ -436,7 +437,7 @@ class FinetuneArguments:
         number=_POSITIVE,
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (without it a tenth)", None, number=whole(0)
+        "steps of linear warm-up (without it a tenth)", None, number=whole(0, 2**40)
     )
     weight_decay: float = setting("of AdamW", 0.01, number=NOT_NEGATIVE)
     max_length: int | None = setting(
@@ -445,11 +446,9 @@ class FinetuneArguments:
     dropout: float | None = setting(
         "all of it (without it the checkpoint's own)", None, number=_SHARE
     )
-    max_samples: int | None = setting(
-        "train on so many examples", None, number=whole(), metavar="N"
-    )
+    max_samples: int | None = setting("train on so many examples", None, number=_COUNT, metavar="N")
     max_eval_samples: int | None = setting(
-        "score so many examples", None, number=whole(), metavar="N"
+        "score so many examples", None, number=_COUNT, metavar="N"
     )
     seeds: int = setting("number of runs", 1, number=whole(), metavar="N")
     seed: int = setting("the first run's, of head, order and dropout", 0, number=_SEED)
@@ -459,8 +458,8 @@ class FinetuneArguments:
         "fastplm",
         choices=LIBRARIES,
     )
-    save_every: int = setting("steps between checkpoints", 1000, number=whole())
-    log_every: int = setting("steps between logged losses", 10, number=whole())
+    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
     threads: int | None = setting(
         "of the CPU (without it PyTorch's own choice)", None, number=whole()
     )

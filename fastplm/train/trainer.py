@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import shutil
 import statistics
@@ -143,7 +144,8 @@ class RunTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
-        self._check_finite("the norm of the gradient", torch.as_tensor(norm))
+        if type(norm) is Tensor:  # a distributed one is looked at when it is logged
+            self._check_finite("the norm of the gradient", norm.to(self.args.device))
         return norm
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -164,6 +166,8 @@ class RunTrainer(Trainer):
         if "loss" in logs:
             # The device was waited for already: the logged loss is a number of the host.
             self._stop_at(self.accelerator.gather(self._finite.steps[None]))
+            if not math.isfinite(logs.get("grad_norm", 0.0)):
+                self._diverged(self.state.global_step, f"{FiniteCheck.NAMES[1]} is not finite")
             logs.update(self.window_parts())
             tokens = self.window_tokens()
             now = time.perf_counter()

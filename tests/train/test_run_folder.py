@@ -85,15 +85,6 @@ def test_what_is_there_is_not_touched(command, name, arguments, labelled, tmp_pa
     assert content(out) == {name: b"mine"}
 
 
-def test_a_finished_run_without_checkpoints_is_not_touched(copied, arguments, refused):
-    for path in copied.glob("checkpoint-*"):
-        shutil.rmtree(path)
-    before = content(copied)
-    refused(arguments(copied), "another run", "--resume", "--overwrite")
-    refused(arguments(copied, resume=True), "no checkpoint", "--overwrite")
-    assert content(copied) == before
-
-
 def test_overwrite_moves(copied, run, tmp_path, capsys):
     before = content(copied)
     (tmp_path / "out.old-1").mkdir()  # taken
@@ -101,12 +92,6 @@ def test_overwrite_moves(copied, run, tmp_path, capsys):
     assert content(tmp_path / "out.old-2") == before
     assert f"was moved to {tmp_path / 'out.old-2'}" in capsys.readouterr().err
     assert not list((tmp_path / "out.old-1").iterdir())
-
-
-def test_overwrite_and_resume_are_not_one_wish(copied, arguments, refused):
-    before = content(copied)
-    refused(arguments(copied, overwrite=True, resume=True), "overwrite", "resume")
-    assert content(copied) == before
 
 
 @pytest.mark.parametrize("out", ["", " "])
@@ -216,23 +201,47 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(stopped, bert, run, capsys
     assert metrics["starts"] == [0, 4] and "all steps; resumed at 4" in shown.out
 
 
-def test_no_checkpoint_is_whole(stopped, arguments, refused):
-    for path in stopped.glob("checkpoint-*"):
+def _without_checkpoints(out):
+    for path in out.glob("checkpoint-*"):
+        shutil.rmtree(path)
+
+
+def _without_optimizers(out):
+    for path in out.glob("checkpoint-*"):
         (path / "optimizer.pt").write_bytes(b"")
-    before = content(stopped)
-    refused(arguments(stopped, resume=True), "optimizer.pt has 0 bytes", "--overwrite")
-    assert content(stopped) == before
 
 
-@pytest.mark.parametrize("damaged", [*_damages(), "other"])
-def test_a_damaged_record(damaged, stopped, arguments, refused):
-    record = stopped / "run.json"
-    if damaged == "other":
-        record.write_text(record.read_text().replace('"seed": 0', '"seed": 1'))
-    else:
-        _damages()[damaged](record)
+def _another_hold_out(out):
+    record = read_record("pretrain", out)
+    record["held_out"]["samples"] += 1
+    module.write_record(out, record)
+
+
+def _another_seed(out):
+    record = out / "run.json"
+    record.write_text(record.read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def _damaged_record(damaged):
+    return lambda out: _damages()[damaged](out / "run.json")
+
+
+@pytest.mark.parametrize(
+    "change, options, words",
+    [
+        (_without_checkpoints, {}, ["another run", "--resume", "--overwrite"]),
+        (_without_checkpoints, {"resume": True}, ["no checkpoint", "--overwrite"]),
+        (lambda out: None, {"resume": True, "overwrite": True}, ["`overwrite`", "resume"]),
+        (_without_optimizers, {"resume": True}, ["optimizer.pt has 0 bytes", "--overwrite"]),
+        (_another_hold_out, {"resume": True}, ["held-out samples", "`cache`"]),
+        (_another_seed, {"resume": True}, ["run.json", "was edited"]),
+        *((_damaged_record(name), {"resume": True}, ["run.json"]) for name in _damages()),
+    ],
+)
+def test_a_run_that_is_refused_is_not_touched(change, options, words, stopped, arguments, refused):
+    change(stopped)
     before = content(stopped)
-    refused(arguments(stopped, resume=True), "run.json", "resume")
+    refused(arguments(stopped, **options), *words)
     assert content(stopped) == before
 
 
@@ -473,13 +482,6 @@ def test_a_damaged_cache_holds_out_the_same(run, tmp_path, capsys, curve):
     assert second["held_out"] == first["held_out"] and curve(second) == curve(first)
     said = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
     assert len(said) == len(damaged) == 2
-
-
-def test_another_hold_out(stopped, arguments, refused):
-    record = read_record("pretrain", stopped)
-    record["held_out"]["samples"] += 1
-    module.write_record(stopped, record)
-    refused(arguments(stopped, resume=True), "held-out samples", "`cache`")
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------
