@@ -161,90 +161,93 @@ class PretrainArguments:
 
     arch: str = setting("architecture", choices=tuple(PRESETS))
     corpus: Sequence[str | Path] = setting(
-        "text files (packed ones, too) or folders of .txt files, documents separated by blank "
-        "lines, by WikiText titles or, without either, one a line; 'embedded' is the English "
-        "documentation inside Python itself",
+        "text files, plain or compressed, or folders of .txt files; documents are separated by "
+        "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
+        "English documentation inside Python",
         metavar="PATH",
         on_command_line=["embedded"],
     )
-    steps: int = setting("optimizer steps of the whole run", number=_COUNT)
-    out: str | Path = setting("where everything is written", metavar="DIR")
+    steps: int = setting("optimizer steps of the run", number=_COUNT)
+    out: str | Path = setting("folder of all results", metavar="DIR")
     tokenizer: str | Path | None = setting(
-        "a saved tokenizer (without it one is trained)", None, metavar="DIR", excludes="vocabulary"
+        "folder of a saved tokenizer (default: train one)",
+        None,
+        metavar="DIR",
+        excludes="vocabulary",
     )
     vocab_size: int = setting(
-        "at most this many tokens in a trained one",
+        "most tokens of a trained tokenizer",
         30522,
         number=whole(6, 2**22),
         excludes="vocabulary",
     )
-    block_size: int = setting("tokens a sample", 128, number=whole(8))
-    batch_size: int = setting("samples a step, process and micro-batch", 32, number=whole())
+    block_size: int = setting("tokens of a sample", 128, number=whole(8))
+    batch_size: int = setting("samples of a micro-batch in each process", 32, number=whole())
     lr: float | None = setting(
-        "peak learning rate (without it the published one)", None, number=_POSITIVE
+        "peak learning rate (default: the published one)", None, number=_POSITIVE
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (without it a tenth of the run, 10000 at most)",
+        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
         None,
         number=whole(0, 2**40),
     )
-    seed: int = setting("of weights, order, masks and samples", 0, number=_SEED)
+    seed: int = setting("seed of weights, order, masks and samples", 0, number=_SEED)
     save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
     log_every: int = setting("steps between logged losses", 10, number=_COUNT)
-    resume: bool = setting("go on from the last checkpoint in --out", False)
-    overwrite: bool = setting("move aside what is in --out", False)
-    dropout: float = setting("of hidden states and embeddings", 0.1, number=_SHARE)
+    resume: bool = setting("continue from the last checkpoint in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    dropout: float = setting("dropout of hidden states and embeddings", 0.1, number=_SHARE)
     attention_dropout: float = setting(
-        "of attention weights; 0 keeps attention on the fused kernel", 0.0, number=_SHARE
+        "dropout of attention weights; 0 keeps attention on the fused kernel", 0.0, number=_SHARE
     )
     precision: str = setting(
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
     )
-    workers: int = setting("processes that prepare batches", 0, number=whole(0))
-    threads: int | None = setting(
-        "of the CPU (without it PyTorch's own choice)", None, number=whole()
+    workers: int = setting(
+        "processes that prepare batches; 0: the training process", 0, number=whole(0)
     )
-    gradient_accumulation: int = setting("micro-batches a step", 1, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    gradient_accumulation: int = setting("micro-batches of a step", 1, number=whole())
     objective: str | None = setting(
-        f"what is learned (without it the architecture's own: {_USUAL_OBJECTIVES})",
+        f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
         None,
         choices=OBJECTIVES,
         excludes="objective",
     )
     unit: str | None = setting(
-        "what is masked together: tokens, whole words, or up to three words in a row "
-        "(without it tokens, for ALBERT ngram)",
+        "what is masked as a whole: tokens, words, or up to three words in a row (default: "
+        "token; for ALBERT ngram)",
         None,
         choices=UNITS,
     )
     optimizer: str = setting(
-        "lamb is ALBERT's, with a learning rate for the size of the batch",
+        "lamb is ALBERT's; its default learning rate follows from the batch size",
         "adamw",
         choices=OPTIMIZERS,
     )
     electra_objective: str = setting(
-        "what ELECTRA's discriminator learns: which tokens are replaced, the same of the "
-        "masked tokens alone, the originals of the masked tokens, or of all tokens",
+        "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
+        "masked ones; or the original tokens, of the masked ones or of all",
         "rtd",
         choices=_electra_options.OBJECTIVES,
     )
     electra_sharing: str | None = setting(
-        "weights that ELECTRA's two models have in common (without it the embeddings)",
+        "weights that ELECTRA's two models share (default: embeddings)",
         None,
         choices=_electra_options.SHARINGS,
     )
     electra_generator: str = setting(
-        "where ELECTRA's replacements come from: unigram draws tokens by their frequency",
+        "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
         "model",
         choices=_electra_options.GENERATORS,
     )
     two_stage: bool = setting(
-        "ELECTRA: half of the steps for the generator, then half for the discriminator, which "
-        "begins with its weights; each with its own warm-up",
+        "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
+        "begins with its weights; each half has its own warm-up",
         False,
     )
     cache: str | Path = setting(
-        "what is made of the text is kept there (without it in ~/.cache/fastplm)",
+        "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
         metavar="DIR",
         default_factory=_default_cache,
     )
@@ -399,25 +402,29 @@ class FinetuneArguments:
     """
 
     task: str = setting(
-        "a label for a text, or for two; a tag for each word; where in a text the answer to "
-        "a question stands; which of several answers is right",
+        "a label for a text (classification) or for two (pair), a tag for each word, the place of "
+        "an answer in a text (qa), or the right one of several answers (choice)",
         choices=tuple(BATCH_SIZES),
     )
-    model: str | Path = setting("checkpoint and tokenizer", metavar="DIR")
-    data: str | Path = setting("examples to train on", metavar="FILE")
-    out: str | Path = setting("where everything is written", metavar="DIR")
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    data: str | Path = setting("file of examples to train on", metavar="FILE")
+    out: str | Path = setting("folder of all results", metavar="DIR")
     eval_data: str | Path | None = setting(
-        "examples to score (without it a tenth of --data, held out; for qa, of its texts)",
+        "file of examples to score (default: a tenth of --data is held out)",
         None,
         metavar="FILE",
     )
     text_columns: Sequence[str] | None = setting(
-        "of a table; two for pair (without it the usual names)", None, metavar="NAME"
+        "columns of the texts in a table; two for pair (default: the usual names)",
+        None,
+        metavar="NAME",
     )
-    label_column: str | None = setting("(without it the usual names)", None, metavar="NAME")
+    label_column: str | None = setting(
+        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
+    )
     threshold: float | None = setting(
-        "labels are scores, and those above it are the positive class (without it 0 if labels "
-        "are numbers with fractions)",
+        "labels are scores, and scores above it are the positive class (default: 0 if labels are "
+        "numbers with fractions)",
         None,
         number=_ANY,
     )
@@ -430,29 +437,32 @@ class FinetuneArguments:
     steps: int | None = setting(
         "optimizer steps instead of --epochs", None, number=_COUNT, excludes="length"
     )
-    batch_size: int | None = setting("(without it 32; 16 for qa and choice)", None, number=whole())
+    batch_size: int | None = setting(
+        "samples of a batch (default: 32; 16 for qa and choice)", None, number=whole()
+    )
     learning_rate: float | None = setting(
-        "peak (without it 1e-4 for models narrower than 768, 5e-5, or 2e-5 from 1024 on)",
+        "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
+        "on)",
         None,
         number=_POSITIVE,
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (without it a tenth)", None, number=whole(0, 2**40)
+        "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
     )
-    weight_decay: float = setting("of AdamW", 0.01, number=NOT_NEGATIVE)
+    weight_decay: float = setting("weight decay of AdamW", 0.01, number=NOT_NEGATIVE)
     max_length: int | None = setting(
-        "tokens (without it 128; qa 384, choice 64)", None, number=whole(16)
+        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
     )
     dropout: float | None = setting(
-        "all of it (without it the checkpoint's own)", None, number=_SHARE
+        "every dropout of the model (default: those of the checkpoint)", None, number=_SHARE
     )
-    max_samples: int | None = setting("train on so many examples", None, number=_COUNT, metavar="N")
-    max_eval_samples: int | None = setting(
-        "score so many examples", None, number=_COUNT, metavar="N"
+    max_samples: int | None = setting("train on N examples", None, number=_COUNT, metavar="N")
+    max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
+    seeds: int = setting(
+        "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
     )
-    seeds: int = setting("number of runs", 1, number=whole(), metavar="N")
-    seed: int = setting("the first run's, of head, order and dropout", 0, number=_SEED)
-    bf16: bool = setting("mixed precision", False)
+    seed: int = setting("seed of the first run: of head, order and dropout", 0, number=_SEED)
+    bf16: bool = setting("train under autocast to bfloat16", False)
     library: str = setting(
         "whose classes are trained: the same samples in the same order, from the same weights",
         "fastplm",
@@ -460,11 +470,9 @@ class FinetuneArguments:
     )
     save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
     log_every: int = setting("steps between logged losses", 10, number=_COUNT)
-    threads: int | None = setting(
-        "of the CPU (without it PyTorch's own choice)", None, number=whole()
-    )
-    resume: bool = setting("go on with the run in --out", False)
-    overwrite: bool = setting("move aside what is in --out", False)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    resume: bool = setting("continue the run in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
 
     def __post_init__(self) -> None:
         _check_settings("finetune", self)
