@@ -191,8 +191,13 @@ def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -
         DataError: see ``read_documents``.
     """
     if list(corpus) == [EMBEDDED]:
-        return embedded_corpus()
+        return _embedded()
     return read_documents(corpus, cache=cache)
+
+
+@functools.cache
+def _embedded() -> list[str]:
+    return embedded_corpus()  # takes seconds, and the demo asks several times
 
 
 def make_dataset(
