@@ -42,13 +42,16 @@ class TextFiles(Iterable[str]):
         for path, boundary in self.files:
             yield from _documents_of(lines_of(path), boundary)
 
+    def release(self) -> None:
+        """Give back the disk space of a copy of the text, see ``read_documents``."""
+
 
 class _CachedFiles(TextFiles):
     """``TextFiles`` that are read once by this process, or not at all.
 
     The cache keeps their boundaries and their fingerprint under the names, sizes and times of the
-    files. Documents come from a copy of the text, in a file that has no name and ends with the
-    process; it is made when they are first asked for.
+    files. Documents come from a copy of the text, which is made when they are first asked for, in a
+    file without a name: it ends with ``release``, or with the process.
 
     Args:
         paths: text files; those without text have no documents.
@@ -62,6 +65,7 @@ class _CachedFiles(TextFiles):
     def __init__(self, paths: Sequence[Path], cache: str | Path) -> None:
         self._paths, self._cache = list(paths), Path(cache)
         self._parts: list[tuple[int, int]] = []
+        self._text: mmap.mmap | bytes = b""
         self._state = self._state_of_files()
         key = hashlib.sha256(self._state.encode()).hexdigest()
         folder = build_once(cache, f"corpus-{key[:32]}", self._build)
@@ -75,6 +79,9 @@ class _CachedFiles(TextFiles):
         if not self._parts:
             self._read()
         yield from self._copied_documents()
+
+    def release(self) -> None:
+        self._parts, self._text = [], b""  # the space is free when nothing maps the copy
 
     def _state_of_files(self) -> str:
         stats = [(os.path.abspath(path), check_regular(path)) for path in self._paths]
@@ -110,15 +117,17 @@ class _CachedFiles(TextFiles):
             refuse(self._paths[0], "a corpus that changed while it was read", fix)
 
     def _copied_documents(self) -> Iterator[str]:
+        text = self._text
         for (begin, end), boundary in zip(self._parts, self.boundaries, strict=True):
             if boundary is not None:
-                yield from _documents_of(self._copied_lines(begin, end), boundary)
+                yield from _documents_of(_lines_within(text, begin, end), boundary)
 
-    def _copied_lines(self, begin: int, end: int) -> Iterator[str]:
-        while begin < end:
-            line_end = self._text.find(b"\n", begin, end) + 1 or end
-            yield self._text[begin:line_end].decode()
-            begin = line_end
+
+def _lines_within(text: mmap.mmap | bytes, begin: int, end: int) -> Iterator[str]:
+    while begin < end:
+        line_end = text.find(b"\n", begin, end) + 1 or end
+        yield text[begin:line_end].decode()
+        begin = line_end
 
 
 def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = None) -> TextFiles:
@@ -132,8 +141,8 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
         paths: files or folders; files of a folder come in sorted order.
         cache: a folder that keeps what is to be known of the files while their sizes and times
             stay. A process then reads them once, or not at all if ``train_tokenizer`` and
-            ``tokenize`` find their results there; while it runs the folder needs room for a copy
-            of the text. By default files are read now and at every iteration.
+            ``tokenize`` find their results there; until ``TextFiles.release`` the folder needs room
+            for a copy of the text. By default files are read now and at every iteration.
 
     Returns:
         An iterable that may be iterated many times and gives one ``str`` a document.

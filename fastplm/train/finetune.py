@@ -593,6 +593,7 @@ def _training_arguments(
     args: FinetuneArguments, samples: int, seed: int, out: Path
 ) -> TrainingArguments:
     settings = training_arguments(
+        "finetune",
         args,
         out,
         bf16=args.bf16,

@@ -17,6 +17,7 @@ import torch
 from fastplm._checks import check
 from fastplm.data import (
     PretrainingStream,
+    TextFiles,
     TokenStore,
     embedded_corpus,
     load_tokenizer,
@@ -334,6 +335,8 @@ def _load(
         trained = args.tokenizer is None and checkpoint is None
         kind = f"{FAMILIES[args.preset.family].tokenizer}-"
         new = {path.name for path in cache.iterdir()} - there
+        if isinstance(documents, TextFiles):
+            documents.release()
     cached = {
         "tokens": everything.directory.name not in new,
         "vocabulary": trained and not any(name.startswith(kind) for name in new),
@@ -384,6 +387,7 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
     from fastplm.train.trainer import training_arguments
 
     return training_arguments(
+        "pretrain",
         args,
         out,
         bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",

@@ -48,10 +48,13 @@ _SCRATCH = ".incomplete"
 __all__ = ["PretrainingTrainer", "RunTrainer", "detection", "last_checkpoint"]
 
 
-def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
+def training_arguments(
+    where: str, args: Any, out: Path, *, bf16: bool, **settings: Any
+) -> TrainingArguments:
     """What the Trainer of any run is told.
 
     Args:
+        where: the command.
         args: of the command.
         out: the folder of the run.
         bf16: under autocast to bfloat16.
@@ -63,7 +66,7 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
     on_gpu = torch.cuda.is_available()
     check(
         not (bf16 and on_gpu) or hardware_has_bf16(),
-        "training_arguments",
+        where,
         "bf16",
         True,
         "a GPU that has it",

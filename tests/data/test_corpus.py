@@ -229,6 +229,9 @@ def test_a_corpus_is_read_once_and_then_never(kind, documents, opened, tmp_path,
     plain = read_documents([folder])
     assert corpus.files == plain.files and list(corpus) == list(again) == list(plain)
     assert fingerprint(corpus) == fingerprint(list(plain))
+    opened()
+    corpus.release()
+    assert list(corpus) == list(plain) and opened().count("a.txt") == 2
     # Another vocabulary, a damaged cache, and a file that has changed, though not in size.
     opened()
     read(310)
@@ -251,6 +254,10 @@ def test_documents_of_a_cached_corpus_can_be_read_side_by_side(tmp_path):
     corpus = read_documents([tmp_path], cache=tmp_path / "cache")
     expected = list(read_documents([tmp_path]))
     assert list(zip(corpus, corpus, strict=True)) == list(zip(expected, expected, strict=True))
+    begun = iter(corpus)
+    first = next(begun)
+    corpus.release()
+    assert [first, *begun] == expected
 
 
 def test_a_corpus_that_changes_while_it_is_read(tmp_path, monkeypatch):
