@@ -71,7 +71,7 @@ def claimed(
     new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = _lock(where, out)
+        handle = _lock(where, out)
     except OSError as error:
         what = "a file" if out.is_file() else f"which cannot be written ({error.strerror})"
         _refuse_output(where, f"{out}, {what}", "a folder", "Choose another --out.")
@@ -81,10 +81,10 @@ def claimed(
             allowed = {LOCK, *(path.name for path in inside)}
             there = sorted(path.name for path in out.iterdir() if path.name not in allowed)
             if there and overwrite:
-                _unlock(out, lock)
+                _unlock(out, handle)
                 say(f"The folder {out} was moved to {move_aside(out)}, as --overwrite asks.")
                 out.mkdir()
-                lock = _lock(where, out)
+                handle = _lock(where, out)
             elif there:
                 run = RECORD in there
                 what = (
@@ -103,7 +103,7 @@ def claimed(
                 )
         yield
     finally:
-        _unlock(out, lock)
+        _unlock(out, handle)
         if new:
             with suppress(OSError):  # unless there is something in it
                 out.rmdir()
