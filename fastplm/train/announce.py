@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from fastplm.train.arguments import PretrainArguments
-    from fastplm.train.pretrain import RunData
+    from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
 # A product of this size takes a core a few milliseconds, and is repeated this often.

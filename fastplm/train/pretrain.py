@@ -6,32 +6,20 @@ import functools
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastplm._checks import check
-from fastplm.data import (
-    PretrainingStream,
-    TextFiles,
-    TokenStore,
-    embedded_corpus,
-    load_tokenizer,
-    read_documents,
-    tokenize,
-    train_tokenizer,
-)
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.train._run_folder import (
     RECORD,
     check_same,
     checkpoint_to_resume,
     claimed,
-    loaded,
     read_record,
     save_models,
     write_record,
@@ -39,9 +27,20 @@ from fastplm.train._run_folder import (
 )
 from fastplm.train._threads import hardware_has_bf16, using_threads
 from fastplm.train.arguments import PretrainArguments
-from fastplm.train.choices import FAMILIES, HELD_OUT
-from fastplm.train.objectives import OBJECTIVES, Objective, build_model
+from fastplm.train.objectives import build_model
 from fastplm.train.presets import configuration
+from fastplm.train.pretrain_data import (  # noqa: F401 (others take some of it from here)
+    EMBEDDED,
+    HELD_OUT_SAMPLES,
+    RunData,
+    count_tokens,
+    hold_out,
+    make_collator,
+    make_dataset,
+    objective_of,
+    open_corpus,
+    prepare_data,
+)
 from fastplm.train.report import settings_of
 
 if TYPE_CHECKING:
@@ -53,12 +52,6 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
 
-#: The name of the corpus that needs no file.
-EMBEDDED = "embedded"
-
-#: The most samples of held-out text that a run is judged by.
-HELD_OUT_SAMPLES = 512
-_TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
 _A_WHILE = 2.0  # seconds
 # Settings that may differ when a run is resumed. Another number of threads may change the last
@@ -110,7 +103,7 @@ def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
         _check_steps(args, before, done)
     training_arguments = _training_arguments(args, out)
     with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
-        data = _load(args, training_arguments, checkpoint)
+        data = prepare_data(args, training_arguments, checkpoint)
     tokenizer = data.tokenizer
     run = _record(args, data, training_arguments)
     if before is not None:
@@ -169,7 +162,7 @@ def seconds_a_step(args: PretrainArguments) -> float:
 
     out = Path(args.out)
     training_arguments = _training_arguments(args, out)
-    data = _load(args, training_arguments, None)
+    data = prepare_data(args, training_arguments, None)
     tokenizer = data.tokenizer
     model, collator = make_model(args, tokenizer), make_collator(args, tokenizer)
     stopwatch = Stopwatch()
@@ -179,65 +172,6 @@ def seconds_a_step(args: PretrainArguments) -> float:
     trainer.remove_callback(Progress)
     trainer.train()
     return stopwatch.median
-
-
-def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
-    """The documents of the paths named, or of Python itself for the one name "embedded".
-
-    Args:
-        corpus: paths.
-        cache: see ``read_documents``.
-
-    Raises:
-        DataError: see ``read_documents``.
-    """
-    if list(corpus) == [EMBEDDED]:
-        return _embedded()
-    return read_documents(corpus, cache=cache)
-
-
-@functools.cache
-def _embedded() -> list[str]:
-    return embedded_corpus()  # takes seconds, and the demo asks several times
-
-
-def make_dataset(
-    args: PretrainArguments,
-    store: TokenStore,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int | None = None,
-    at_most: int | None = None,
-) -> Dataset:
-    """The training stream over a store: blocks of text, or pairs of segments.
-
-    Args:
-        length: the number of samples; by default each block or run of sentences once.
-        at_most: an upper bound of it.
-    """
-    objective = _objective(args)(args, tokenizer)
-    source: Any = objective.source(store)
-    length = length or len(source)
-    if at_most is not None:
-        length = min(length, at_most)
-    stream = PretrainingStream(source, seed=args.seed, length=length)
-    return objective.samples(stream)
-
-
-def hold_out(
-    args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TokenStore, Dataset | None]:
-    """The tokens to train on, and samples of a tail held out where both parts are large enough."""
-    rest, tail = store.split(HELD_OUT)
-    objective = _objective(args)(args, tokenizer)
-    if not (objective.enough(rest) and objective.enough(tail)):
-        return store, None
-    return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
-
-
-def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The collator of a run."""
-    return _objective(args)(args, tokenizer).collator()
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -253,19 +187,6 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> P
         joint=args.joint_settings() if family == "electra" else None,
     )
     return build_model(family, str(args.objective), config)
-
-
-def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """How often each token occurs, for a unigram generator: int64 [V].
-
-    0 for special tokens, which are never masked; nothing is added for tokens that do not occur.
-    """
-    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
-    for start in range(0, len(store), _TOKENS_AT_ONCE):
-        tokens = store.tokens[start : start + _TOKENS_AT_ONCE].astype("int64")
-        counts += torch.from_numpy(tokens).bincount(minlength=len(counts))
-    counts[torch.tensor(tokenizer.all_special_ids)] = 0
-    return counts
 
 
 @contextmanager
@@ -284,65 +205,10 @@ def corrupts_on_device() -> bool:
     return torch.cuda.is_available()
 
 
-def _objective(args: PretrainArguments) -> type[Objective]:
-    return OBJECTIVES[str(args.objective)]
-
-
 def _collation(collator: Any) -> dict[str, Any]:
     if corrupts_on_device():
         return {"data_collator": collator.pad, "corrupt": collator.corrupt}
     return {"data_collator": collator}
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run reads.
-
-    Args:
-        tokenizer: of the run.
-        all: the tokens of the corpus.
-        store: those to train on.
-        samples: of the whole training, in order.
-        held_out: samples of the rest; None if the corpus is too small for them.
-        documents: of the corpus.
-        cached: what was found in the cache and not made now.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    all: TokenStore
-    store: TokenStore
-    samples: Dataset
-    held_out: Dataset | None
-    documents: Iterable[str]
-    cached: tuple[str, ...]
-
-
-def _load(
-    args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
-) -> RunData:
-    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
-    with training_arguments.main_process_first(desc="preparing the data"):
-        cache = Path(args.cache)
-        there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
-        documents = open_corpus(args.corpus, args.cache)
-        tokenizer = _tokenizer(args, checkpoint, documents)
-        everything = tokenize(documents, tokenizer, args.cache)
-        store, held_out = hold_out(args, everything, tokenizer)
-        samples = args.steps * args.gradient_accumulation * args.batch_size
-        train_dataset = make_dataset(
-            args, store, tokenizer, length=samples * training_arguments.world_size
-        )
-        trained = args.tokenizer is None and checkpoint is None
-        kind = f"{FAMILIES[args.preset.family].tokenizer}-"
-        new = {path.name for path in cache.iterdir()} - there
-        if isinstance(documents, TextFiles):
-            documents.release()
-    cached = {
-        "tokens": everything.directory.name not in new,
-        "vocabulary": trained and not any(name.startswith(kind) for name in new),
-    }
-    found = tuple(name for name in cached if cached[name])
-    return RunData(tokenizer, everything, store, train_dataset, held_out, documents, found)
 
 
 def _make_trainer(
@@ -405,20 +271,6 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
         ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
         save_total_limit=_KEPT_CHECKPOINTS,
     )
-
-
-def _tokenizer(
-    args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
-) -> PreTrainedTokenizerBase:
-    needs = _objective(args).needs
-    given = args.tokenizer if checkpoint is None else checkpoint
-    if given is not None:
-        expected = "a directory that tokenizer.save_pretrained wrote"
-        return loaded(
-            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
-        )
-    kind = FAMILIES[args.preset.family].tokenizer
-    return train_tokenizer(documents, args.vocab_size, args.cache, kind)
 
 
 # --- what a run is, and whether it is the same one ------------------------------------------------
@@ -548,7 +400,7 @@ def _finish(
     }
     if held_out is not None:
         metrics["held_out"] = evaluate(
-            model, held_out, collator, args.batch_size, _objective(args).token_loss
+            model, held_out, collator, args.batch_size, objective_of(args).token_loss
         )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)

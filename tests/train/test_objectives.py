@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from fastplm._checks import TooLittleTextError
-from fastplm.data import TokenStore
+from fastplm.data import TokenStore, tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
 from fastplm.train.arguments import choose_objective, choose_unit
@@ -104,7 +104,7 @@ def check_held_out_loss(metrics, token_loss, kind):
     args = module.PretrainArguments(**metrics["arguments"])
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
     _, dataset = module.hold_out(args, store, tokenizer)
     collator = module.make_collator(args, tokenizer)
     batch = collator([dataset[i] for i in range(len(dataset))])
@@ -130,7 +130,7 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     args = module.PretrainArguments(**settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
     blocks = torch.tensor(with_ends(store.split(0.05)[1], tokenizer.eos_token_id))
     blocks = blocks[: len(blocks) // 32 * 32].view(-1, 32)
     assert (blocks == tokenizer.eos_token_id).sum() > 3
@@ -169,7 +169,7 @@ def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
     """Documents of one token, of several sentences and longer than a block; whole and split."""
     text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
     tokenizer = words(1)
-    store = module.tokenize(text, tokenizer, tmp_path)
+    store = tokenize(text, tokenizer, tmp_path)
     for part in (store, *store.split(0.3)):
         expected = with_ends(part, 2)
         blocks = DocumentBlocks(part, block_size, tokenizer.eos_token_id)
@@ -190,7 +190,7 @@ def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
     answers = set()
     # Documents of so many tokens each.
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
-        store = module.tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
+        store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
         try:
             gives_one = len(module.make_dataset(args, store, tokenizer)) > 0
         except TooLittleTextError:
@@ -207,7 +207,7 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
 ):
     args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
     tokenizer = words(sentinels)
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
     dataset = module.make_dataset(args, store, tokenizer)
     batch = module.make_collator(args, tokenizer)([dataset[0], dataset[1]])
     assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
