@@ -136,6 +136,10 @@ class RunTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> Any:
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed after the last step; the Trainer looks at the number of steps after a step.
+            self.control.should_training_stop = True
+            return [], None
         if not self._window_began:
             self._window_began, self._window_step = time.perf_counter(), self.state.global_step
         return super().get_batch_samples(epoch_iterator, num_batches, device)
