@@ -141,7 +141,10 @@ def in_parallel(compile_one: Callable[..., list[str]]) -> Callable[..., list[str
             return made[0]
 
         Path(output_dir, "csrc").mkdir(parents=True, exist_ok=True)
-        tell(f"compiling csrc/, {jobs()} of {len(sources)} files at a time: 2 minutes of one core")
+        tell(
+            f"compiling csrc/, {jobs()} of {len(sources)} files at a time: "
+            "2 to 3 minutes if the cores are free"
+        )
         with ThreadPoolExecutor(jobs()) as pool:
             return list(pool.map(one, sources))
 

@@ -62,11 +62,16 @@ def _watched(left: threading.Event, words: Sequence[str], out: str | Path) -> It
 
 
 def _how_to_go_on(words: Sequence[str], out: Path) -> str:
-    begun = f"fastplm: interrupted; what was made so far is in {out}. "
-    # A fine-tuning continues after its last finished seed, a pre-training at a checkpoint.
-    if not checkpoints(out) and not ((out / RECORD).is_file() and words[:1] == ["finetune"]):
-        return "fastplm: interrupted before the first checkpoint: nothing is lost but this start."
-    if "WORLD_SIZE" in os.environ:
-        return f"{begun}Go on with the same command and --resume."
     again = [word for word in words if word not in ("--overwrite", "--resume")]
-    return f"{begun}Go on with: fastplm {shlex.join([*again, '--resume'])}"
+    if checkpoints(out) or ((out / RECORD).is_file() and words[:1] == ["finetune"]):
+        # A fine-tuning continues after its last finished seed, a pre-training at a checkpoint.
+        begun, option = f"what was made so far is in {out}. Continue", "--resume"
+    else:
+        begun, option = "there is no checkpoint yet. Start again", "--overwrite"
+        if not (out / RECORD).is_file():
+            option = ""
+    if "WORLD_SIZE" in os.environ:
+        command = "the same command" + (f" and {option}" if option else "")
+    else:
+        command = f"fastplm {shlex.join([*again, *option.split()])}"
+    return f"fastplm: interrupted; {begun} with: {command}"

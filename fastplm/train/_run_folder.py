@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
-from fastplm.data._folder import damage, first_process, lock, say, seal, unlock, write_json
+from fastplm.data._folder import MANIFEST, damage, first_process, lock, say, seal, unlock, write_json
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
@@ -86,15 +86,14 @@ def claimed(
                 out.mkdir()
                 handle = _lock(where, out)
             elif there:
-                run = RECORD in there
-                what = (
-                    "another run"
-                    if run
-                    else f"{there[0]}" + (f" and {len(there) - 1} more" if there[1:] else "")
-                )
-                instead = ", go on with that run by --resume" if run else ""
+                what = there[0] + (f" and {len(there) - 1} more" if there[1:] else "")
+                instead = ""
+                if RECORD in there and can_resume(out):
+                    what, instead = "a run", ", continue that run with --resume"
+                elif RECORD in there:
+                    what = "a run that has no checkpoint yet"
                 if overwrite is not None:
-                    instead += ", or move the folder aside by --overwrite"
+                    instead += ", or move the folder aside with --overwrite"
                 _refuse_output(
                     where,
                     f"{out}, which holds {what}",
@@ -168,6 +167,11 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
         if step.isdecimal() and path.is_dir():
             found.append((int(step), path))
     return sorted(found)
+
+
+def can_resume(out: Path) -> bool:
+    """Whether a run has something to continue from: a checkpoint, or a seed of a fine-tuning."""
+    return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
 
 
 def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None) -> Path | None:

@@ -229,7 +229,7 @@ def _damaged_record(damaged):
 @pytest.mark.parametrize(
     "change, options, words",
     [
-        (_without_checkpoints, {}, ["another run", "--resume", "--overwrite"]),
+        (_without_checkpoints, {}, ["holds a run", "--resume", "--overwrite"]),
         (_without_checkpoints, {"resume": True}, ["no checkpoint", "--overwrite"]),
         (lambda out: None, {"resume": True, "overwrite": True}, ["`overwrite`", "resume"]),
         (_without_optimizers, {"resume": True}, ["optimizer.pt has 0 bytes", "--overwrite"]),
@@ -520,7 +520,7 @@ def test_a_damaged_model(name, damaged, bert, labelled, tmp_path, refused):
 def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, refused):
     out = tmp_path / "out"
     assert main(labelled(out)) == 0
-    refused(labelled(out), "another run", "--resume")
+    refused(labelled(out), "holds a run", "--resume")
     line = refused(labelled(out, "--resume", steps=3), "`steps` got 3; expected 2, as in")
     assert "seeds of one schedule" in line and "another --out" in line
     (out / "run.json").write_text("{}")
@@ -668,12 +668,16 @@ def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
     assert main(arguments(out)) == 130
-    assert "before the first checkpoint" in capsys.readouterr().err.splitlines()[-1]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "there is no checkpoint yet" in line and line.endswith("--overwrite")
+    assert main(arguments(out)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "a run that has no checkpoint yet" in line and "--resume" not in line
     at = 3
     assert main(arguments(out, overwrite=True)) == 130
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.endswith("--resume") and "--overwrite" not in line
-    assert "Go on with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
+    assert "Continue with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
 
 
 def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkeypatch):
