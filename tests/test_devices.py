@@ -220,6 +220,6 @@ def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
         importlib.import_module(f"fastplm.triton_kernels.{op}")
         for op in ("attention", "linear_cross_entropy")
     )
-    small = [(table, key) for table in (*attention._TABLE.values(), loss._CONFIGS) for key in table]
-    small = [(table, key) for table, key in small if key[0] == 86]
+    tables = (*attention._TABLE.values(), loss._CONFIGS, loss._ROW_CONFIGS)
+    small = [(table, key) for table in tables for key in table if key[0] == 86]
     assert small and all((90, *key[1:]) in table for table, key in small)

@@ -169,10 +169,15 @@ _CONFIGS = {
     (100, True, "wide dW"): (64, 128, 256, 8, 4),
     (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
 }
-# (BLOCK_N, BLOCK_V, num_warps) of the two kernels that only read and write stored logits: 16 bytes
+# Of the two kernels that only read and write stored logits (BLOCK_N, BLOCK_V, num_warps): 16 bytes
 # a thread and load. Four rows an SM are 32 MB of BERT's vocabulary at once, which the L2 of an H100
 # holds until they are read again; more of them, or of 100,000 words, it would not.
-_ROWS_TILE = (1, 4096, 16)
+_ROW_CONFIGS = {
+    (80, True): (1, 4096, 16),
+    (80, False): (1, 4096, 16),
+    (86, False): (1, 2048, 8),
+    (90, False): (1, 4096, 16),
+}
 _BIAS_TILE = (128, 64, 4)
 # Programs that dX of wide rows should have: a few for each SM of a large device.
 _WANTED_PROGRAMS = 512
@@ -193,6 +198,12 @@ def _look_up(which: str, half: bool, arch: int) -> dict[str, int]:
     config = _CONFIGS[nearest_arch(arch, known), half, which]
     names = ("BLOCK_N", "BLOCK_V", "BLOCK_E", "num_warps", "num_stages")
     return dict(zip(names, config, strict=True))
+
+
+def _row_config(input: torch.Tensor) -> tuple[int, int, int]:
+    half = input.dtype.itemsize == 2
+    known = tuple(arch for arch, h in _ROW_CONFIGS if h == half)
+    return _ROW_CONFIGS[nearest_arch(arch_of(input.device), known), half]
 
 
 def _forward_config(more: bool, input: torch.Tensor) -> dict[str, int]:
@@ -1536,7 +1547,7 @@ def _forward_kept(
     input, vocab = operands["x_ptr"], operands["V"]
     _slots(part, operands, slots)
     _multiply(slots, _padded(weight, input.dtype).t(), grad_logits[:, : _whole_vectors(vocab)])
-    block_n, block_v, num_warps = _ROWS_TILE
+    block_n, block_v, num_warps = _row_config(input)
     tiles = cdiv(vocab, block_v)
     tile_max, tile_sum = (
         None if draw is None else input.new_empty(tiles, part.rows, dtype=torch.float32)

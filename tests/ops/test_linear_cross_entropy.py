@@ -194,7 +194,7 @@ def chunked(monkeypatch):
     monkeypatch.setattr(torch_module, "_CHUNK_COLUMNS", 16)
     monkeypatch.setattr(kernels(), "_SPLIT_COLUMNS", 128)
     monkeypatch.setattr(kernels(), "_SCRATCH_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(kernels(), "_ROWS_TILE", (4, 64, 4))
+    monkeypatch.setattr(kernels(), "_row_config", lambda input: (4, 64, 4))
     monkeypatch.setattr(kernels(), "_BIAS_TILE", (16, 32, 4))
 
 
