@@ -19,8 +19,8 @@ import triton
 from bounds import ARCH, CLOCK, SMS, Span, executed, moved
 from test_attention import DTYPE, TARGETS, Shape, case
 
+from compile_kernels import Report, compile_launch
 from fastplm.triton_kernels import attention
-from fastplm.triton_kernels._compile import Report, compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
 
 _PAGE = """# Attention: the kernels against their targets, by arithmetic

@@ -20,8 +20,8 @@ import torch
 import triton
 from bounds import ARCH, CLOCK, SMS, Span, executed, moved, product
 
+from compile_kernels import compile_launch
 from fastplm.triton_kernels import linear_cross_entropy
-from fastplm.triton_kernels._compile import compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
 
 _PAGE = """# The vocabulary pass: its kernels against their targets, by arithmetic

@@ -29,8 +29,6 @@ from triton._C import libtriton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from fastplm.triton_kernels import _sass
-
 #: Whether the kernels of this process are interpreted: fixed when they are decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -224,10 +222,22 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+#: Bytes of shared memory that an SM has, by architecture.
+SHARED_PER_SM = {
+    arch: 1024 * size
+    for arch, size in {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}.items()
+}
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that a block may ask for: 1 KB of an SM's is reserved."""
+    return SHARED_PER_SM[arch] - 1024
+
+
 def arch_of(device: torch.device) -> int:
     """The architecture that launch configurations are looked up for (see ``table_arch``)."""
     if _Recorder.arch is not None:
-        return table_arch(_Recorder.arch, _sass.shared_limit(_Recorder.arch))
+        return table_arch(_Recorder.arch, shared_limit(_Recorder.arch))
     return _table_arch(device.index or 0) if device.type == "cuda" else 80
 
 
@@ -241,7 +251,7 @@ def table_arch(arch: int, shared: int) -> int:
     usable += [
         known
         for known in (80, 90, 100)
-        if known <= (arch if arch < 120 else 80) and _sass.shared_limit(known) <= shared
+        if known <= (arch if arch < 120 else 80) and shared_limit(known) <= shared
     ]
     return usable[-1]
 

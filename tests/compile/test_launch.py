@@ -23,7 +23,8 @@ import importlib, itertools, json, sys
 sys.path.insert(0, sys.argv[1])
 import host_time, torch, triton
 from fastplm import ops
-from fastplm.triton_kernels import _compile, _launch
+import compile_kernels
+from fastplm.triton_kernels import _launch
 
 
 def planted(self, arguments):  # a rule that forgets what is divisible by 16
@@ -46,7 +47,7 @@ def others(value):
 
 
 def cases():
-    for op in _compile.kernel_modules():
+    for op in compile_kernels.kernel_modules():
         module = importlib.import_module(f"fastplm.triton_kernels.{op}")
         for label, case in module.compile_cases():
             if label.startswith("slow: "):
@@ -226,7 +227,7 @@ def kernels(longest, heads):
                     for parameter in launch.kernel.params:
                         parameter.do_not_specialize = False
                 name = launch.kernel.__name__
-                found.setdefault(name, set()).add(_compile._source(launch)[2])
+                found.setdefault(name, set()).add(compile_kernels.source_of(launch)[2])
     return {name: len(keys) for name, keys in found.items()}
 
 

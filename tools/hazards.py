@@ -1090,7 +1090,7 @@ def shallow(module: Module, ahead: Distances, stages: int) -> list[str]:
     return list(found)
 
 
-def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
+def find_hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
     """What is wrong ("races"), what costs time ("findings"), and what the loops do:
 
     the widths of their accesses, and how many iterations ahead they copy.
