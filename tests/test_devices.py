@@ -217,9 +217,9 @@ def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warn
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
     """Where a table has no entry for 90, it takes the one before: that must not be 86's."""
     attention, loss = (
-        importlib.import_module(f"fastplm.triton_kernels.{op}")
+        importlib.import_module(f"fastplm.triton_kernels.{op}.configs")
         for op in ("attention", "linear_cross_entropy")
     )
-    tables = (*attention._TABLE.values(), loss._CONFIGS, loss._ROW_CONFIGS)
+    tables = (*attention._TABLE.values(), loss._TABLE, loss._ROWS_TABLE)
     small = [(table, key) for table in tables for key in table if key[0] == 86]
     assert small and all((90, *key[1:]) in table for table, key in small)

@@ -193,7 +193,7 @@ def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
 
 def with_ping_pong(name: str, **arguments):
     """Another check, with the kernel of roles chosen where it serves."""
-    from fastplm.triton_kernels import attention as kernels
+    from fastplm.triton_kernels.attention import launch as kernels
 
     kernels.ping_pong_from = 1
     try:

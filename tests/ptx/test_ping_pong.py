@@ -1,4 +1,4 @@
-"""The kernel of roles (``_attention_sm90``) as machine code, and in the emulator.
+"""The kernel of roles (``attention/ping_pong.py``) as machine code, and in the emulator.
 
 All schedules must give the reference's numbers and the same bits, and a fault in the order of the
 roles must be seen.
