@@ -58,12 +58,12 @@ def cases():
 
 
 if len(sys.argv) > 2:
-    _launch._Found.key = planted
+    _launch._CompiledKernels.key = planted
 told, seen, wrong = {}, set(), set()
 with host_time.stubbed():
     for launch in cases():
         kernel, given = launch.kernel, launch.arguments
-        found = _launch._found(kernel, 0, tuple(given))
+        found = _launch._compiled_kernels(kernel, 0, tuple(given))
         every = [given]
         for parameter in kernel.params:
             if not parameter.is_constexpr:
@@ -125,8 +125,8 @@ def ours(launch):  # where the JIT passes hooks without a listener, there is non
 
 
 if len(sys.argv) > 2:
-    _launch._Found.key = planted
-    _launch._Found.agrees = lambda *_: True
+    _launch._CompiledKernels.key = planted
+    _launch._CompiledKernels.agrees = lambda *_: True
 jit = []
 real = triton.JITFunction.run
 triton.JITFunction.run = lambda self, *a, **k: (jit.append(self), real(self, *a, **k))[1]
@@ -136,7 +136,7 @@ with torch.no_grad(), host_time.stubbed() as driver:
     jit.clear()
     fast = launched(driver, every)
     left = len(jit)
-    _launch._is_watched = lambda kernel: True
+    _launch._needs_jit = lambda kernel: True
     slow = launched(driver, every)
 same = [ours(a) == ours(b) for a, b in zip(fast, slow, strict=True)]
 print(json.dumps(dict(launches=len(fast), left_to_the_jit=left, jit=len(jit), same=all(same),

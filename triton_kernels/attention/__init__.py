@@ -19,27 +19,27 @@ Legend: B batch · H heads · Tq/Tk query/key length · D head dim (BLOCK_D, its
 
 Two families, chosen from dtype and shapes alone (``configs.py``):
 
-row     the whole row of keys lies in one tile (Tk <= 256 in 16 bits): no online softmax, and K and
-        V stay with a program for some tiles of queries. Up to 128 queries and keys the backward is
-        one kernel, a head in one tile: it rebuilds the softmax, so it reads neither O nor row
-        statistics, and all three gradients take 5 matmuls.
-stream  tiles of keys pass by (FlashAttention-2). The backward has one kernel that owns dQ (and
-        computes delta on its way), then one that owns dK and dV: 7 matmuls, and in exchange no fp32
-        dQ in memory and no atomic. A masked key costs nothing there but its own row: it is set to 0
-        once, at the end.
+row     One tile holds all keys of a row (Tk <= 256 in 16 bits), so the softmax needs no running
+        maximum. A program keeps K and V for several tiles of queries. Up to 128 queries and keys,
+        the backward is one kernel, and one tile holds a head: it computes the softmax again, so it
+        reads neither O nor row statistics, and the three gradients take 5 matmuls.
+stream  A program loops over tiles of keys (FlashAttention-2). In the backward one kernel computes
+        dQ and delta, and a second one dK and dV. That takes 7 matmuls, but neither an fp32 dQ in
+        memory nor atomics. A masked key affects its own row of dK and dV alone, which is set to 0
+        at the end.
 
-Keys and values of up to 512 rows resident in shared memory were tried as tiles of one program: the
-code spilled, and an SM had room for one program alone.
+Programs that keep K and V of up to 512 rows in shared memory were tried: the code spilled
+registers, and an SM had room for only one program.
 
-No sum ever depends on the order in which programs run, so every bit repeats; and a tile of masked
-keys adds exact zeros, so a padded and a ragged batch get the same bits.
+No sum depends on the order in which programs run, so results repeat bit for bit. A tile of masked
+keys adds exact zeros, so a padded and a ragged batch give the same bits.
 
-The streaming forward saves m and log2(l) apart, not their sum: scores of a row that share a large
-offset would lose the digits of l in it, and the backward's P = exp2(S - m - log2(l)) would no
-longer add up to 1.
+The streaming forward saves m and log2(l) separately, not their sum. If the scores of a row share a
+large offset, the sum would lose the digits of l, and the backward's P = exp2(S - m - log2(l)) would
+no longer add up to 1.
 
-A masked key is loaded as 0, so that even a NaN behind the mask cannot reach a sum. A row that may
-attend to nothing has l = 0; it gets output 0, m = log2(l) = 0 and, as all its p are 0, gradient 0.
+A masked key is loaded as 0, so that a NaN behind the mask reaches no sum. A row that may attend to
+nothing has l = 0. It gets output 0, m = log2(l) = 0 and gradient 0, because all its p are 0.
 """
 
 from fastplm.triton_kernels.attention.cases import compile_cases, meta_case

@@ -1,7 +1,7 @@
 """The backward kernels, FlashAttention-2's algorithm 2.
 
-tile    one program, one head whose scores are one tile: it rebuilds the softmax.
-stream  one kernel owns dQ (and computes delta on its way), then one that owns dK and dV.
+tile    A program handles a head whose scores are one tile, and computes the softmax again.
+stream  One kernel computes dQ and delta, a second one dK and dV.
 
 Symbols: as in the package.
 """
@@ -42,20 +42,7 @@ from fastplm.triton_kernels.attention.tiles import (
 
 @triton.jit
 def tile_step(
-    dk,
-    dv,
-    k,
-    v,
-    mask_k,
-    query,
-    d_out,
-    d_query,
-    head,
-    numbers,
-    dropout,
-    start_q,
-    offs_k,
-    TILE: tl.constexpr,
+    dk, dv, k, v, mask_k, query, d_out, d_query, head, start_q, offs_k, TILE: tl.constexpr
 ):
     """dQ of a tile of queries, and what they add to dK and dV; the tile holds all of their keys."""
     offs_q = start_q + tl.arange(0, TILE.BLOCK_Q)
@@ -64,32 +51,32 @@ def tile_step(
     do = load_rows(d_out, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
 
     s = masked_scores(q, k, offs_q, offs_k, mask_k, head.diagonal, TILE)
-    m_i = tl.max(s, 1) * numbers.scale_log2
+    m_i = tl.max(s, 1) * head.numbers.scale_log2
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
-    p = tl.exp2(s * numbers.scale_log2 - m_i[:, None])  # [BLOCK_Q, BLOCK_K]
+    p = tl.exp2(s * head.numbers.scale_log2 - m_i[:, None])  # [BLOCK_Q, BLOCK_K]
     l_i = tl.sum(p, 1)
     p = p * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
 
-    # dV before dP: the fewer tiles are alive at once, the fewer registers it takes.
+    # dV comes before dP, so that fewer tiles are alive at once: that saves registers.
     z_p = p
-    if dropout.seed_ptr is not None:
-        keep = keep_mask(head, dropout, offs_q, 0, TILE.BLOCK_K)
-        z_p = tl.where(keep, p * dropout.keep_scale, 0.0)
+    if head.dropout.seed_ptr is not None:
+        keep = keep_mask(head, offs_q, 0, TILE.BLOCK_K)
+        z_p = tl.where(keep, p * head.dropout.keep_scale, 0.0)
     z_p = z_p.to(do.dtype)
     dv = multiply(tl.trans(z_p), do, dv, TILE.PRECISION)
 
     dp = tl.zeros([TILE.BLOCK_Q, TILE.BLOCK_K], tl.float32)
     dp = multiply(do, tl.trans(v), dp, TILE.PRECISION)  # [BLOCK_Q, BLOCK_K]
-    if dropout.seed_ptr is not None:
-        # Instead of keeping (or drawing) the mask: what was kept is not 0, unless it is too small
-        # for its dtype, and then so is its gradient.
-        dp = tl.where(z_p != 0.0, dp * dropout.keep_scale, 0.0)
+    if head.dropout.seed_ptr is not None:
+        # Instead of keeping the mask or drawing it again: a probability that was kept is not 0,
+        # unless it is too small for its dtype, and then its gradient is too.
+        dp = tl.where(z_p != 0.0, dp * head.dropout.keep_scale, 0.0)
     delta = tl.sum(p * dp, 1)
     ds = (p * (dp - delta[:, None])).to(q.dtype)
     dk = multiply(tl.trans(ds), q, dk, TILE.PRECISION)
     dq = tl.zeros([TILE.BLOCK_Q, TILE.BLOCK_D], tl.float32)
     dq = multiply(ds, k, dq, TILE.PRECISION)
-    store_rows(d_query, dq * numbers.scale, offs_q, mask_q, TILE)
+    store_rows(d_query, dq * head.numbers.scale, offs_q, mask_q, TILE)
     return dk, dv
 
 
@@ -128,27 +115,15 @@ def tile_head(
     v = load_rows(v_rows, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     dk = tl.zeros([TILE.BLOCK_K, TILE.BLOCK_D], tl.float32)
     dv = tl.zeros([TILE.BLOCK_K, TILE.BLOCK_D], tl.float32)
-    # Not unrolled: steps that are scheduled together take more registers than there are (sm_120).
+    # Not unrolled: the compiler would mix the steps, which needs too many registers on sm_120.
     for start_q in range(0, TILE.BLOCK_K, TILE.BLOCK_Q):
-        head = Head(b, h, length_q, length_k, length_k - length_q, None, mask_row, None)
+        diagonal = length_k - length_q
+        head = Head(b, h, length_q, length_k, diagonal, None, mask_row, None, numbers, dropout)
         dk, dv = tile_step(
-            dk,
-            dv,
-            k,
-            v,
-            mask_k,
-            q_rows,
-            do_rows,
-            dq_rows,
-            head,
-            numbers,
-            dropout,
-            start_q,
-            offs_k,
-            TILE,
+            dk, dv, k, v, mask_k, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE
         )
 
-    exists = offs_k < length_k  # masked keys exist too: their gradient is a written 0
+    exists = offs_k < length_k  # masked keys too: their gradient is 0, and is written
     store_rows(dk_rows, dk * numbers.scale, offs_k, exists, TILE)
     store_rows(dv_rows, dv, offs_k, exists, TILE)
 
@@ -208,9 +183,9 @@ def _attention_tile_bwd_kernel(
     PERSISTENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # A program owns a head, or takes every so-many-th one if PERSISTENT: where an SM has room for
-    # one program alone, keys and values of the next head are fetched under the arithmetic of this
-    # one (with three stages on sm_90).
+    # A program handles one head, or if PERSISTENT several. Where an SM has room for one program
+    # only, it then loads K and V of the next head while it computes this one (with three stages on
+    # sm_90).
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size)
@@ -247,7 +222,8 @@ def _attention_tile_bwd_kernel(
                 dropout,
                 TILE,
             )
-            # Carried from head to head: loads whose addresses were loaded are not fetched ahead.
+            # Bounds are loaded one head ahead: Triton does not pipeline a load whose address is
+            # itself loaded.
             b = tl.minimum(row + tl.num_programs(0), total - 1) // num_heads
             first_q, length_q = bounds(cu_q_ptr, b, seqlen_q)
             first_k, length_k = bounds(cu_k_ptr, b, seqlen_k)
@@ -269,12 +245,12 @@ def _attention_tile_bwd_kernel(
 
 
 @triton.jit
-def probabilities(s, m_i, log2l, bias_ptr, distance, numbers, BIAS: tl.constexpr):
+def probabilities(s, m_i, log2l, head, distance, BIAS: tl.constexpr):
     """P of one tile from raw scores and the row statistics, which broadcast to it."""
     if BIAS == NO_BIAS:
-        s = s * numbers.scale_log2 - m_i
+        s = s * head.numbers.scale_log2 - m_i
     else:
-        s = (add_bias(s, bias_ptr, distance, numbers, BIAS) - m_i) * LOG2E
+        s = (add_bias(s, head, distance, BIAS) - m_i) * LOG2E
     return tl.exp2(s - log2l)
 
 
@@ -291,20 +267,17 @@ def dq_range(
     key,
     value,
     head,
-    numbers,
-    dropout,
     offs_q,
     start,
     end,
     TILE: tl.constexpr,
-    BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    PLACE: tl.constexpr,
 ):
-    """What the keys in [start, end) add to dQ, and to the bias gradient of the far distances.
-
-    Without MASKED every query sees every one of them.
-    """
+    """What the keys in [start, end) add to dQ, and to the bias gradient of the far distances."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    BIAS: tl.constexpr = NO_BIAS if head.bias_ptr is None else PLACE
+    # Whether a key may be hidden from a query.
+    MASKED: tl.constexpr = head.bias_ptr is not None or PLACE != FAR_LEFT
     for start_k in range(start, end, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
         mask_k = offs_k >= 0
@@ -315,7 +288,7 @@ def dq_range(
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         s = multiply(q, tl.trans(k), s, TILE.PRECISION)  # [BLOCK_Q, BLOCK_K]
         distance = offs_k[None, :] - offs_q[:, None] - head.shift
-        p = probabilities(s, m_i[:, None], log2l[:, None], head.bias_ptr, distance, numbers, BIAS)
+        p = probabilities(s, m_i[:, None], log2l[:, None], head, distance, BIAS)
         if MASKED:
             allowed = mask_k[None, :]
             if TILE.IS_CAUSAL:
@@ -323,17 +296,17 @@ def dq_range(
             p = tl.where(allowed, p, 0.0)
         dp = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         dp = multiply(do, tl.trans(v), dp, TILE.PRECISION)  # [BLOCK_Q, BLOCK_K]
-        if dropout.seed_ptr is not None:
-            keep = keep_mask(head, dropout, offs_q, start_k, BLOCK_K)
-            dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
+        if head.dropout.seed_ptr is not None:
+            keep = keep_mask(head, offs_q, start_k, BLOCK_K)
+            dp = tl.where(keep, dp * head.dropout.keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         if BIAS == FAR_LEFT:
             far_left += tl.sum(ds, 1)
         elif BIAS == FAR_RIGHT:
             far_right += tl.sum(ds, 1)
         elif BIAS == NEAR:
-            far_left += tl.sum(tl.where(distance <= -numbers.max_distance, ds, 0.0), 1)
-            far_right += tl.sum(tl.where(distance >= numbers.max_distance, ds, 0.0), 1)
+            far_left += tl.sum(tl.where(distance <= -head.numbers.max_distance, ds, 0.0), 1)
+            far_right += tl.sum(tl.where(distance >= head.numbers.max_distance, ds, 0.0), 1)
         dq = multiply(ds.to(k.dtype), k, dq, TILE.PRECISION)
     return dq, far_left, far_right
 
@@ -397,7 +370,7 @@ def _attention_stream_bwd_dq_kernel(
     IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # One program owns one tile of queries and walks over the keys in order.
+    # One program handles one tile of queries and loops over the keys in order.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
@@ -422,7 +395,7 @@ def _attention_stream_bwd_dq_kernel(
     q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
     do = load_rows(d_out, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
     out = load_rows(output, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
-    # rowsum(O * dO) = rowsum(P * dP), and O is at hand
+    # rowsum(O * dO) = rowsum(P * dP)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + stats + offs_q, delta, mask=mask_q)
     # Where there is no query, exp2(… - inf) is 0, whatever the bias.
@@ -449,12 +422,14 @@ def _attention_stream_bwd_dq_kernel(
         bias_ptr += h * (2 * max_distance + 1)
         near, far = bias_ranges(start_q, BLOCK_Q, shift, max_distance, BLOCK_K)
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    # [0, near), [near, far), [far, end_k): under a bias far to the left, near, and far to the
-    # right; else the tiles without and with a mask.
+    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
+    # the right; else the tiles that need no mask, and the others.
     for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
+        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0)
+        end = near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k)
         dq, far_left, far_right = dq_range(
             dq,
             far_left,
@@ -467,14 +442,11 @@ def _attention_stream_bwd_dq_kernel(
             key,
             value,
             head,
-            numbers,
-            dropout,
             offs_q,
-            near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0),
-            near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k),
+            start,
+            end,
             TILE,
-            NO_BIAS if bias_ptr is None else PLACE,
-            bias_ptr is not None or PLACE != FAR_LEFT,
+            PLACE,
         )
     store_rows(d_query, dq * scale, offs_q, mask_q, TILE)
     if far_ptr is not None:  # [H, B * tiles, 2]
@@ -491,29 +463,28 @@ def dkdv_range(
     v,
     query,
     d_out,
-    m_ptr,
-    log2l_ptr,
-    delta_ptr,
+    stat_rows,
     head,
-    numbers,
-    dropout,
     offs_k,
     start_k,
     start,
     end,
     TILE: tl.constexpr,
-    BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    PLACE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """What the queries in [start, end) add to dK and dV; causality counts if MASKED.
+    """What the queries in [start, end) add to dK and dV.
 
-    Transposed scores are first operands straight from registers; but dropout draws for the layout
-    of scores that are not, and each thread would draw what others need.
+    Transposed scores can be first operands from registers. But a thread draws the dropout bits of
+    scores that are not transposed; of transposed ones it would draw those that others need.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     PRECISION: tl.constexpr = TILE.PRECISION
+    m_ptr, log2l_ptr, delta_ptr = stat_rows
+    BIAS: tl.constexpr = NO_BIAS if head.bias_ptr is None else PLACE
+    # Whether causality may hide a key from a query.
+    MASKED: tl.constexpr = TILE.IS_CAUSAL and (head.bias_ptr is not None or PLACE == NEAR)
     for start_q in range(start, end, BLOCK_Q):
         offs_q = start_q + tl.arange(0, BLOCK_Q)
         mask_q = offs_q < head.length_q
@@ -538,15 +509,15 @@ def dkdv_range(
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             dp = multiply(do, tl.trans(v), dp, PRECISION)
         distance = at_k - at_q - head.shift
-        p = probabilities(s, m_i, log2l, head.bias_ptr, distance, numbers, BIAS)
+        p = probabilities(s, m_i, log2l, head, distance, BIAS)
         if MASKED:
             p = tl.where(at_k <= at_q + head.diagonal, p, 0.0)
         z_p = p
-        if dropout.seed_ptr is not None:
-            keep = keep_mask(head, dropout, offs_q, start_k, BLOCK_K)
+        if head.dropout.seed_ptr is not None:
+            keep = keep_mask(head, offs_q, start_k, BLOCK_K)
             keep = tl.trans(keep) if TRANSPOSED else keep
-            z_p = tl.where(keep, p * dropout.keep_scale, 0.0)
-            dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
+            z_p = tl.where(keep, p * head.dropout.keep_scale, 0.0)
+            dp = tl.where(keep, dp * head.dropout.keep_scale, 0.0)
         z_p = z_p.to(do.dtype)
         ds = (p * (dp - delta)).to(q.dtype)
         dv = multiply(z_p if TRANSPOSED else tl.trans(z_p), do, dv, PRECISION)
@@ -610,7 +581,7 @@ def _attention_stream_bwd_dkdv_kernel(
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # One program owns one tile of keys and walks over the queries in order.
+    # One program handles one tile of keys and loops over the queries in order.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows, row_size)
@@ -657,12 +628,15 @@ def _attention_stream_bwd_dkdv_kernel(
         ahead, behind = bias_ranges(start_k, BLOCK_K, -shift, max_distance, BLOCK_Q)
         ahead = tl.minimum(tl.maximum(ahead, begin), length_q)
         behind = tl.minimum(tl.maximum(behind, begin), length_q)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    # [begin, ahead), [ahead, behind), [behind, length_q): under a bias the tile is far to the right
-    # of the queries, near, and far to the left; else causality is in question, and not.
+    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    # [begin, ahead), [ahead, behind), [behind, length_q): with a bias, these keys lie far to the
+    # right of the queries, near, and far to the left; else all but the last need a causal mask.
     for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
+        start = ahead if PLACE == NEAR else (behind if PLACE == FAR_LEFT else begin)
+        end = ahead if PLACE == FAR_RIGHT else (behind if PLACE == NEAR else length_q)
+        stat_rows = (m_ptr + stats, log2l_ptr + stats, delta_ptr + stats)
         dk, dv = dkdv_range(
             dk,
             dv,
@@ -670,22 +644,17 @@ def _attention_stream_bwd_dkdv_kernel(
             v,
             query,
             d_out,
-            m_ptr + stats,
-            log2l_ptr + stats,
-            delta_ptr + stats,
+            stat_rows,
             head,
-            numbers,
-            dropout,
             offs_k,
             start_k,
-            ahead if PLACE == NEAR else (behind if PLACE == FAR_LEFT else begin),
-            ahead if PLACE == FAR_RIGHT else (behind if PLACE == NEAR else length_q),
+            start,
+            end,
             TILE,
-            NO_BIAS if bias_ptr is None else PLACE,
-            IS_CAUSAL and (bias_ptr is not None or PLACE == NEAR),
+            PLACE,
             TRANSPOSED,
         )
-    # What a masked key took part in stayed in its own row. It exists: its gradient is a written 0.
+    # A masked key changed its own row alone. Its gradient is 0, and is written.
     exists = offs_k < length_k
     if mask_ptr is not None:
         dk = tl.where(mask_k[:, None], dk, 0.0)

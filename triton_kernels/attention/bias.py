@@ -1,10 +1,10 @@
 """T5's relative bias: the table by distance, how scores get it, and its gradient.
 
-The bias depends on the distance alone and is constant from max_distance on, on either side. The
-kernels take it as one row of 2 * max_distance + 1 values a head; a tile that is far away adds one
-scalar. The gradient of the far values is one sum per tile, taken where dQ is computed. For the near
-band a kernel of its own adds dS tiles of equal distance over the batch, and then reduces by bucket
-once.
+The bias depends only on the distance between query and key, and is constant beyond max_distance on
+either side. The kernels take one row of 2 * max_distance + 1 values for each head. A tile that lies
+beyond max_distance adds one scalar. The gradient of these two far values is one sum for each tile,
+computed together with dQ. For the near distances a kernel of its own adds the dS tiles of equal
+distance over the batch, then reduces them by bucket once.
 
 Source: Raffel et al. 2020, section 2.1.
 """
@@ -35,7 +35,7 @@ from fastplm.triton_kernels.attention.tiles import (
     stats_head,
 )
 
-# How a range of tiles gets T5's bias: none, one scalar of the far left or right, or a table lookup.
+# How a range of tiles gets the bias: none, the scalar of the far left or right, or by look-up.
 NO_BIAS = tl.constexpr(0)
 FAR_LEFT = tl.constexpr(1)
 NEAR = tl.constexpr(2)
@@ -56,7 +56,7 @@ def _bias_rows_kernel(
     # constexprs
     BLOCK_N: tl.constexpr,
 ):
-    # One program writes a part of one head's row: the table by distance instead of by bucket.
+    # One program writes a part of one head's row: the bias by distance instead of by bucket.
     h = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     bucket = tl.load(buckets_ptr + offs, mask=offs < width, other=0)
@@ -65,24 +65,25 @@ def _bias_rows_kernel(
 
 
 @triton.jit
-def add_bias(s, bias_ptr, distance, numbers, BIAS: tl.constexpr):
+def add_bias(s, head, distance, BIAS: tl.constexpr):
     """Scaled scores with the bias [2 * numbers.max_distance + 1] of this head."""
+    max_distance = head.numbers.max_distance
     if BIAS == FAR_LEFT:
-        bias = tl.load(bias_ptr)
+        bias = tl.load(head.bias_ptr)
     elif BIAS == FAR_RIGHT:
-        bias = tl.load(bias_ptr + 2 * numbers.max_distance)
+        bias = tl.load(head.bias_ptr + 2 * max_distance)
     else:
-        near = tl.minimum(tl.maximum(distance, -numbers.max_distance), numbers.max_distance)
-        bias = tl.load(bias_ptr + near + numbers.max_distance)
-    return s * numbers.scale + bias
+        near = tl.minimum(tl.maximum(distance, -max_distance), max_distance)
+        bias = tl.load(head.bias_ptr + near + max_distance)
+    return s * head.numbers.scale + bias
 
 
 @triton.jit
 def bias_ranges(first, size, shift, max_distance, BLOCK: tl.constexpr):
-    """Where the tiles of the other side, BLOCK wide, are near those rows: (start, end).
+    """(start, end) of the tiles, BLOCK wide, that are near rows ``first … first + size - 1``.
 
-    Rows ``first … first + size - 1``; the distance of a position x to row r is x - r - shift. All
-    of a tile before ``start`` is max_distance or more behind, all from ``end`` on as far ahead.
+    The distance from row r to a position x is x - r - shift. Tiles before ``start`` lie at a
+    distance of -max_distance or less, tiles from ``end`` on at max_distance or more.
     """
     start = tl.maximum(first + shift - max_distance + 1, 0) // BLOCK * BLOCK
     end = tl.maximum(first + size - 1 + shift + max_distance + BLOCK - 1, 0) // BLOCK * BLOCK
@@ -177,7 +178,7 @@ def _attention_bwd_dbias_kernel(
             shift = diagonal
         start_q = (step % tiles).to(tl.int32) * BLOCK_K - (shift % BLOCK_K + BLOCK_K) % BLOCK_K
         start_k = start_q + shift + block * BLOCK_K
-        # A quarter of the diagonals' tiles lies beside the scores of a sequence.
+        # A quarter of the tiles on these diagonals lies outside the scores of a sequence.
         if (start_q < length_q) & (start_k < length_k) & (start_k + BLOCK_K > 0):
             offs_q = start_q + rows
             offs_k = start_k + columns
@@ -210,9 +211,9 @@ def _attention_bwd_dbias_kernel(
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             dp = multiply(do, tl.trans(v), dp, PRECISION)  # [BLOCK_Q, BLOCK_K]
             if seed_ptr is not None:
-                head = Head(b, h, length_q, length_k, diagonal, shift, row_mask_ptr, bias_ptr)
                 dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-                keep = keep_mask(head, dropout, offs_q, start_k, BLOCK_K)
+                head = Head(b, h, None, None, None, None, None, None, None, dropout)
+                keep = keep_mask(head, offs_q, start_k, BLOCK_K)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             acc += p * (dp - delta[:, None])
 
@@ -290,10 +291,10 @@ def bias_rows(bias_weight: torch.Tensor | None, buckets: torch.Tensor | None) ->
     return dict(bias_ptr=rows, max_distance=width // 2)
 
 
-#: Programs of the near-band kernel to aim for: some waves on the largest GPU. It decides in which
-#: groups the band is summed, hence its bits, so it does not depend on the device.
+#: Programs that the kernel of the near distances should have: several waves on the largest GPU. It
+#: fixes the groups of the sums, hence their bits, so it does not depend on the device.
 _BIAS_PROGRAMS = 1024
-#: Tiles a program adds at least, so that its reduction by bucket is a small part of it.
+#: A program adds at least this many tiles, so that its reduction by bucket takes little time.
 _BIAS_TILES = 4
 
 

@@ -1,7 +1,7 @@
 """The forward kernels, FlashAttention-2's algorithm 1.
 
-row     one program, some tiles of queries; their keys are one tile: no online softmax.
-stream  one program, one tile of queries; tiles of keys pass by.
+row     A program handles several tiles of queries, whose keys all lie in one tile.
+stream  A program handles one tile of queries and loops over tiles of keys.
 
 Symbols: as in the package.
 """
@@ -42,18 +42,7 @@ from fastplm.triton_kernels.attention.tiles import (
 
 @triton.jit
 def softmax_step(
-    s,
-    v,
-    m_i,
-    l_i,
-    acc,
-    factor,
-    head,
-    dropout,
-    offs_q,
-    start_k,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    s, v, m_i, l_i, acc, factor, head, offs_q, start_k, HAS_BIAS: tl.constexpr, TILE: tl.constexpr
 ):
     """One tile of keys: rescale what was, add P V.
 
@@ -61,7 +50,7 @@ def softmax_step(
     """
     # -inf - -inf is NaN: a row that has seen no key yet keeps a reference point of 0.
     if HAS_BIAS:
-        # A large bias must not be rounded once more: the difference comes first.
+        # The difference comes first, so that a large bias is not rounded a second time.
         m_new = tl.maximum(m_i, tl.max(s, 1))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2((m_i - m_ref) * factor)
@@ -72,10 +61,10 @@ def softmax_step(
         alpha = tl.exp2(m_i - m_ref)
         p = tl.exp2(s * factor - m_ref[:, None])  # [BLOCK_Q, BLOCK_K]
     l_i = l_i * alpha + tl.sum(p, 1)
-    if dropout.seed_ptr is not None:
-        keep = keep_mask(head, dropout, offs_q, start_k, p.shape[1])
+    if head.dropout.seed_ptr is not None:
+        keep = keep_mask(head, offs_q, start_k, p.shape[1])
         p = tl.where(keep, p, 0.0)
-    acc = multiply(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    acc = multiply(p.to(v.dtype), v, acc * alpha[:, None], TILE.PRECISION)
     return m_new, l_i, acc
 
 
@@ -150,7 +139,7 @@ def _attention_row_fwd_kernel(
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # One program owns some consecutive tiles of queries of one head; K and V stay with it.
+    # One program handles consecutive tiles of queries of one head, and loads K and V once.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
     runs = tl.cdiv(tl.cdiv(seqlen_q, BLOCK_Q), tiles_q)
@@ -173,23 +162,22 @@ def _attention_row_fwd_kernel(
     v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
 
     diagonal = length_k - length_q
-    head = Head(b, h, length_q, length_k, diagonal, None, mask_ptr, None)
+    numbers = Numbers(None, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
+    head = Head(b, h, length_q, length_k, diagonal, None, mask_ptr, None, numbers, dropout)
     first_tile = run * tiles_q * BLOCK_Q
     end_q = tl.minimum(first_tile + tiles_q * BLOCK_Q, length_q)
     for start_q in range(first_tile, end_q, BLOCK_Q):
         offs_q = start_q + tl.arange(0, BLOCK_Q)
         mask_q = offs_q < length_q
         q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
-        # Looked up again rather than kept: registers are scarcer than loads.
+        # Loaded again rather than kept, to save registers.
         mask_k = keys_allowed(mask_ptr, offs_k, length_k)
         s = masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, TILE)
         m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        m_i, l_i, acc = softmax_step(
-            s, v, m_i, l_i, acc, scale_log2, head, dropout, offs_q, 0, False, PRECISION
-        )
+        m_i, l_i, acc = softmax_step(s, v, m_i, l_i, acc, scale_log2, head, offs_q, 0, False, TILE)
         m_row, log2l_row = m_ptr + stats, log2l_ptr + stats
         store_output(
             out, m_row, log2l_row, acc, m_i, l_i, offs_q, mask_q, keep_scale, TILE, HAS_STATS
@@ -198,24 +186,13 @@ def _attention_row_fwd_kernel(
 
 @triton.jit
 def attend_range(
-    m_i,
-    l_i,
-    acc,
-    q,
-    key,
-    value,
-    head,
-    numbers,
-    dropout,
-    offs_q,
-    start,
-    end,
-    TILE: tl.constexpr,
-    BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    m_i, l_i, acc, q, key, value, head, offs_q, start, end, TILE: tl.constexpr, PLACE: tl.constexpr
 ):
-    """The tiles of keys in [start, end); without MASKED every query sees every one of them."""
+    """The tiles of keys in [start, end)."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    BIAS: tl.constexpr = NO_BIAS if head.bias_ptr is None else PLACE
+    # Whether a key may be hidden from a query.
+    MASKED: tl.constexpr = head.bias_ptr is not None or PLACE != FAR_LEFT
     for start_k in range(start, end, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
         mask_k = offs_k >= 0
@@ -226,10 +203,10 @@ def attend_range(
 
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         s = multiply(q, tl.trans(k), s, TILE.PRECISION)  # [BLOCK_Q, BLOCK_K]
-        factor = numbers.scale_log2
+        factor = head.numbers.scale_log2
         if BIAS != NO_BIAS:
             distance = offs_k[None, :] - offs_q[:, None] - head.shift
-            s = add_bias(s, head.bias_ptr, distance, numbers, BIAS)
+            s = add_bias(s, head, distance, BIAS)
             factor = LOG2E
         if MASKED:
             allowed = mask_k[None, :]
@@ -237,18 +214,7 @@ def attend_range(
                 allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
             s = tl.where(allowed, s, float("-inf"))
         m_i, l_i, acc = softmax_step(
-            s,
-            v,
-            m_i,
-            l_i,
-            acc,
-            factor,
-            head,
-            dropout,
-            offs_q,
-            start_k,
-            BIAS != NO_BIAS,
-            TILE.PRECISION,
+            s, v, m_i, l_i, acc, factor, head, offs_q, start_k, BIAS != NO_BIAS, TILE
         )
     return m_i, l_i, acc
 
@@ -303,8 +269,8 @@ def _attention_stream_fwd_kernel(
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # One program owns one tile of queries of one head; tiles of a head are neighbours in L2, and
-    # the longest causal ones come first.
+    # One program handles one tile of queries of one head. The programs of a head are neighbours, so
+    # that its K and V stay in the L2. If causal, the tiles with the most keys come first.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
@@ -346,30 +312,18 @@ def _attention_stream_fwd_kernel(
         bias_ptr += h * (2 * max_distance + 1)
         near, far = bias_ranges(start_q, BLOCK_Q, shift, max_distance, BLOCK_K)
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    # [0, near), [near, far), [far, end_k): under a bias far to the left, near, and far to the
-    # right; else the tiles without a mask, of which a key mask leaves none, and with one.
+    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
+    # the right; else the tiles that need no mask (none if there is a key mask), and the others.
     FIRST: tl.constexpr = NEAR if bias_ptr is None and mask_ptr is not None else FAR_LEFT
     LAST: tl.constexpr = NEAR if bias_ptr is None else FAR_RIGHT
     for PLACE in tl.static_range(FIRST, LAST + 1):
+        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0)
+        end = near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k)
         m_i, l_i, acc = attend_range(
-            m_i,
-            l_i,
-            acc,
-            q,
-            key,
-            value,
-            head,
-            numbers,
-            dropout,
-            offs_q,
-            near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0),
-            near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k),
-            TILE,
-            NO_BIAS if bias_ptr is None else PLACE,
-            bias_ptr is not None or PLACE != FAR_LEFT,
+            m_i, l_i, acc, q, key, value, head, offs_q, start, end, TILE, PLACE
         )
     m_row, log2l_row = m_ptr + stats, log2l_ptr + stats
     store_output(out, m_row, log2l_row, acc, m_i, l_i, offs_q, mask_q, keep_scale, TILE, HAS_STATS)

@@ -44,19 +44,6 @@ class Rows(NamedTuple):
     stride: Any
 
 
-class Head(NamedTuple):
-    """One head of one sequence."""
-
-    b: Any
-    h: Any
-    length_q: Any
-    length_k: Any
-    diagonal: Any  # query i sees keys j <= i + diagonal
-    shift: Any  # and stands at position i + shift
-    mask_ptr: Any  # [T] of its keys
-    bias_ptr: Any  # [2 * max_distance + 1]
-
-
 class Numbers(NamedTuple):
     scale: Any
     scale_log2: Any  # times log2(e)
@@ -68,6 +55,21 @@ class Dropout(NamedTuple):
     sample_ptr: Any
     threshold: Any
     keep_scale: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence, and what is the same for all of its tiles."""
+
+    b: Any
+    h: Any
+    length_q: Any
+    length_k: Any
+    diagonal: Any  # query i sees keys j <= i + diagonal
+    shift: Any  # and stands at position i + shift
+    mask_ptr: Any  # [T] of its keys
+    bias_ptr: Any  # [2 * max_distance + 1]
+    numbers: Numbers
+    dropout: Dropout
 
 
 class Tile(NamedTuple):
@@ -85,8 +87,8 @@ class Tile(NamedTuple):
 def multiply(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a @ b`` in the dtype of the tiles; fp32 is multiplied in TF32 if PRECISION says so.
 
-    Triton hands such tiles to the tensor cores as they are, and those ignore the low 13 bits: the
-    operands are cut, not rounded.
+    Triton passes such tiles to the tensor cores as they are. These ignore the low 13 bits, so the
+    operands are truncated, not rounded.
     """
     if PRECISION == "tf32":
         return tl.dot(a, b, acc, input_precision="tf32")
@@ -167,23 +169,23 @@ def keys_allowed(mask_ptr, offs_k, seqlen_k):
 
 
 @triton.jit
-def keep_mask(head, dropout, offs_q, start_k, BLOCK_K: tl.constexpr):
+def keep_mask(head, offs_q, start_k, BLOCK_K: tl.constexpr):
     """[BLOCK_Q, BLOCK_K] bool: the probabilities that dropout keeps (``dropout_keep_mask``).
 
-    One Philox call gives the bytes of 16 keys: those that one thread of a tensor-core tile owns in
-    64 columns, so that the words never leave the thread. ``start_k`` is a multiple of BLOCK_K.
+    One Philox call gives the bytes of 16 keys: those that one thread of a tensor-core tile holds in
+    64 columns, so that threads exchange nothing. ``start_k`` is a multiple of BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = offs_q.shape[0]
     GROUPS: tl.constexpr = (BLOCK_K + 63) // 64
     WORDS: tl.constexpr = 4 if BLOCK_K >= 64 else BLOCK_K // 16
     sample = head.b
-    if dropout.sample_ptr is not None:
-        sample = tl.load(dropout.sample_ptr + head.b)
+    if head.dropout.sample_ptr is not None:
+        sample = tl.load(head.dropout.sample_ptr + head.b)
     call = (start_k // 64 * 4 + tl.arange(0, 4 * GROUPS)).to(tl.uint32)
     last = (call << 16) | (head.h.to(tl.uint32) << 4) | DROPOUT_STREAM
     zero = tl.zeros([BLOCK_Q, 4 * GROUPS], tl.uint32)
     word0, word1, word2, word3 = philox(
-        tl.load(dropout.seed_ptr),
+        tl.load(head.dropout.seed_ptr),
         zero + offs_q.to(tl.uint32)[:, None],
         zero + sample.to(tl.uint32),
         zero + (sample >> 32).to(tl.uint32),
@@ -205,7 +207,7 @@ def keep_mask(head, dropout, offs_q, start_k, BLOCK_K: tl.constexpr):
         tl.where(index == 2, tl.reshape(word2, by_call), tl.reshape(word3, by_call)),
     )
     byte = (words >> (16 * half + 8 * parity).to(tl.uint32)) & 0xFF
-    return tl.reshape(byte.to(tl.int32) >= dropout.threshold, [BLOCK_Q, BLOCK_K])
+    return tl.reshape(byte.to(tl.int32) >= head.dropout.threshold, [BLOCK_Q, BLOCK_K])
 
 
 # --- scores ---------------------------------------------------------------------------------------

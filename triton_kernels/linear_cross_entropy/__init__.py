@@ -4,8 +4,8 @@
     q = (1 - s) onehot(target) + s / V        dZ = g (P - q)
     dX = dZ W          dW = dZ^T X            db = colsum(dZ)
 
-where dZ[n, target_n] is taken as g (exp(log P[n, target_n]) - 1 + s - s / V), so that a row that is
-certain of its target has gradient 0 whatever the rounding of its recomputed logits.
+where dZ[n, target_n] is computed as g (exp(log P[n, target_n]) - 1 + s - s / V): a row that is
+certain of its target then has gradient 0, however its recomputed logits are rounded.
 
 Source: Wijmans et al. 2024 (arXiv 2411.09009), algorithms 1-3, without gradient filtering (in
 pre-training the softmax is flat); running maximum and sum as in Milakov and Gimelshein 2018
@@ -20,27 +20,28 @@ Legend: N rows · V vocabulary · E row width · m row maximum · l row sum of e
         logits costs no digits · s label smoothing · g upstream gradient of a row's loss · dz
         gradient of a logit · D = P - q, dZ at g = 1 · slot: a row's place among those that count
 
-The rows that count are addressed through `order`, which lists them first, in their order; `count`
-says how many there are and stays on the device. A tile past it ends at once, so ignored rows cost
-nothing in the products and their content is never read.
+The kernels read the rows that count through `order`, which lists them first, in ascending order.
+`count`, their number, stays on the device. A program whose tile lies past it returns at once, so
+ignored rows cost nothing in the products and are never read.
 
-Two data flows, each for its share of the slots:
+There are two data flows, each for a part of the slots:
 
-Kept logits, for the first slots, as many as the caller expects to count and memory allows: Z, dX
-and dW are plain products of a stored matrix, which the vendor's library makes over all these slots,
-used or not. Between them one kernel walks along each row, twice: for its statistics, then to turn Z
-into D in place (0 in unused slots). g waits on the rows of the other operand, so that the upstream
-gradient need not be known before.
+Kept logits, for the first slots, as many as the caller expects to count and as memory allows. Z, dX
+and dW are products of stored matrices, which the vendor's library computes over all these slots,
+used or not. Between them one kernel reads each row twice: for its statistics, then to replace Z by
+D (0 in unused slots). The upstream gradient g is multiplied into the other operand, so it need not
+be known in the forward.
 
-Recompute, for the others: Z is never stored, and no tile without a row that counts is computed. In
-the forward a program owns a tile of rows and one split of the vocabulary; a second kernel combines
-the splits. The backward of rows that one tile holds (E <= 128) computes Z again in registers, once
-for the owner of dX, once for that of dW. Wider rows would do so for every tile of E; there, dZ is
-computed once, by chunks of the vocabulary that a bounded scratch holds, and the products read it.
+Recomputed logits, for the other slots. Z is never stored, and only tiles with a row that counts are
+computed. In the forward a program handles a tile of rows and one split of the vocabulary, and a
+second kernel combines the splits. In the backward of rows that fit into one tile (E <= 128), the
+kernels of dX and of dW each compute Z again in registers. For wider rows they would do so for each
+tile of E. There, dZ is computed once for each chunk of the vocabulary, into a buffer of bounded
+size that the products read.
 
-Sampling: a token of softmax(Z / T) by the inverse of its distribution function at one uniform
-number a row. The forward leaves the sum of every tile; another kernel chooses the tile and, in it,
-the token, from the kept logits or from those of that tile alone, computed again.
+Sampling draws a token of softmax(Z / T) by the inverse of the distribution function, at one uniform
+number for each row. The forward writes the sum of every tile. Another kernel chooses the tile, then
+the token in it, from the kept logits or from those of that one tile, computed again.
 """
 
 from fastplm.triton_kernels.linear_cross_entropy.cases import compile_cases, meta_case

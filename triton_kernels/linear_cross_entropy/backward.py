@@ -121,7 +121,7 @@ def _linear_cross_entropy_bwd_logits_kernel(
     SMOOTHED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of dZ into the scratch, which holds the columns from ``chunk_start`` on."""
+    """One tile of dZ into a buffer that holds the columns from ``chunk_start`` on."""
     TILE: tl.constexpr = Tile(E, BLOCK_N, BLOCK_V, BLOCK_E, HAS_BIAS, UPCAST)
     operands = Operands(x_ptr, w_ptr, bias_ptr, V, stride_xn, stride_wv)
     saved = Saved(
@@ -194,7 +194,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     split_dx_ptr += split.to(tl.int64) * N * E
     mask_dx = used[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
     dx = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    if chunk_start > 0:  # each further chunk starts from what the last one left
+    if chunk_start > 0:  # the sum over the chunks before
         dx_ptrs = tile_ptrs(split_dx_ptr, start_n, start_e, E, BLOCK_N, BLOCK_E)
         dx = tl.load(dx_ptrs, mask=mask_dx, other=0.0)
     if not FROM_SCRATCH:
@@ -320,21 +320,21 @@ def _linear_cross_entropy_bwd_weight_kernel(
         bias = load_bias(operands, offs_v, HAS_BIAS)
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
-    if ACCUMULATES:  # what the rows of the other data flow left
+    if ACCUMULATES:  # the sum over the rows of the other data flow
         dw_ptrs = tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
         dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
 
     next_rows, next_used = load_slots(order_ptr, count, 0, BLOCK_N)
     for start_n in range(0, count, BLOCK_N):
         rows, used = next_rows, next_used
-        # Asked for a tile before they are needed: copies that begin with a look at the order run
-        # one iteration ahead, whatever the stages. Beside dZ in registers that would spill.
+        # Loaded one tile before they are needed: else the copies of x, whose addresses they give,
+        # would run only one iteration ahead, whatever the stages. With dZ in registers it spills.
         if FROM_SCRATCH:
             next_rows, next_used = load_slots(order_ptr, count, start_n + BLOCK_N, BLOCK_N)
         else:
             rows, used = load_slots(order_ptr, count, start_n, BLOCK_N)
         x = load_x(operands, rows, used, start_e, TILE)  # [BLOCK_N, BLOCK_E]
-        # dZ is made transposed, so that it is the left operand of the second product as it stands.
+        # dZ is computed transposed, as the second product needs it as its left operand.
         if FROM_SCRATCH:
             ptrs = tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz_t = tl.trans(tl.load(ptrs, mask=used[:, None], other=0.0))  # [BLOCK_V, BLOCK_N]
@@ -376,9 +376,10 @@ def _linear_cross_entropy_bwd_bias_kernel(
     BLOCK_V: tl.constexpr,
     ACCUMULATES: tl.constexpr,
 ):
-    """db of one tile of columns from stored dZ, or D and the rows' shares of g, in their order.
+    """db of one tile of columns, summed over rows in order: of stored dZ, or of D times each row's
+    share of g.
 
-    The stored rows are whole tiles: past V there is nothing to sum, but something to read.
+    Stored rows are whole tiles, so columns past V may be read; they are not written.
     """
     start_c = tl.program_id(0) * BLOCK_V
     offs_v = chunk_start + start_c + tl.arange(0, BLOCK_V)
@@ -395,7 +396,7 @@ def _linear_cross_entropy_bwd_bias_kernel(
         db += tl.sum(dz, 0)
     if scale_ptr is not None:
         db *= tl.load(scale_ptr)
-    if ACCUMULATES:  # what the rows of the other data flow left
+    if ACCUMULATES:  # the sum over the rows of the other data flow
         db += tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
     tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v)
 
@@ -510,14 +511,14 @@ def backward_recomputed(
     """Launch the backward of the rows whose logits were not stored."""
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
-    # All products read a stored dZ. A second part is the rare case, and gets no kernel of its own.
+    # If wide, all products read a stored dZ. So do those of a second part, which is rare.
     wide = configs.is_wide(width) or accumulates
     prefix = "wide " if wide else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))
     if accumulates:
         config_w = configs.config_of("wide dW with more", input)
     config_z = configs.config_of("wide dZ", input) if wide else {}
-    scratch, chunk_columns = input, vocab  # the scratch is never read
+    scratch, chunk_columns = input, vocab  # the buffer is never read
     split_columns = configs.split_columns_of(config_x["BLOCK_V"])
     if wide:
         chunk_columns = configs.chunk_columns_of(rows, vocab, config_x, config_w, config_z)

@@ -14,37 +14,66 @@ from fastplm.triton_kernels._launch import (
     next_power_of_2,
 )
 
-# Few enough columns to occupy a device with the 20 row tiles of a small batch, enough to amortise
-# the partial results of a split. Not of N: how many rows count, only the device knows.
+# Columns of a split: few enough that the 20 row tiles of a small batch fill a device, enough that
+# the partial results of a split cost little. Not a function of N: only the device knows how many
+# rows count.
 _SPLIT_COLUMNS = 4096
-# Columns enough for the owners of dW to fill a large device, in at most 512 MiB of 16 bits; never
-# more than a part of the vocabulary, or a small batch would hold all its logits after all.
+# Elements of the buffer for dZ: columns enough that dW fills a large device, in at most 512 MiB of
+# 16 bits. Never more than a quarter of the vocabulary, or a small batch would store all its logits.
 _SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
-# that one tile holds, or for wide rows the part of it that passes by (forward, dZ) or is owned (dX,
-# dW). "With more": argmax or label smoothing, or for dW the sum of another part, need registers.
-# Not measured on a device yet: chosen with the compile lane, which holds them to no spills.
+# of a row, or for wide rows the part of it that an iteration reads (forward, dZ) or that a program
+# computes (dX, dW). "With more": argmax or label smoothing, or for dW the sum of another part, need
+# registers. An architecture without an entry takes that of the nearest older one. Entries of 86 are
+# for sm_86, 89 and 120 alone, where the tiles of sm_80 spill, so 90 has one beside them.
+# Not measured on a device yet: chosen by the compile tests, which allow no spills.
 _TABLE = {
     (80, True, "forward 16"): (128, 64, 16, 4, 2),
     (80, True, "forward 32"): (128, 64, 32, 4, 2),
+    (86, True, "forward 32"): (128, 32, 32, 4, 2),
+    (90, True, "forward 32"): (128, 64, 32, 8, 2),
+    (100, True, "forward 32"): (128, 64, 32, 4, 2),
     (80, True, "forward 64"): (64, 64, 64, 4, 2),
+    (90, True, "forward 64"): (128, 128, 64, 8, 3),
+    (100, True, "forward 64"): (128, 64, 64, 4, 3),
     (80, True, "forward 128"): (128, 64, 128, 8, 2),
+    (86, True, "forward 128"): (128, 32, 128, 8, 2),
+    (90, True, "forward 128"): (128, 128, 128, 8, 3),
+    (100, True, "forward 128"): (128, 64, 128, 8, 3),
     (80, True, "dX 16"): (64, 64, 16, 4, 2),
     (80, True, "dX 32"): (64, 64, 32, 4, 2),
     (80, True, "dX 64"): (64, 64, 64, 4, 2),
+    (90, True, "dX 64"): (128, 64, 64, 8, 3),
     (80, True, "dX 128"): (64, 64, 128, 8, 2),
+    (90, True, "dX 128"): (128, 64, 128, 8, 3),
     (80, True, "dW 16"): (64, 64, 16, 4, 2),
+    (100, True, "dW 16"): (64, 64, 16, 8, 2),
     (80, True, "dW 32"): (64, 64, 32, 4, 2),
+    (100, True, "dW 32"): (64, 64, 32, 8, 2),
     (80, True, "dW 64"): (64, 64, 64, 4, 2),
+    (90, True, "dW 64"): (64, 128, 64, 8, 3),
+    (100, True, "dW 64"): (64, 64, 64, 8, 3),
     (80, True, "dW 128"): (64, 64, 128, 4, 2),
+    (90, True, "dW 128"): (64, 128, 128, 8, 3),
+    (100, True, "dW 128"): (64, 64, 128, 8, 3),
     (80, True, "wide forward"): (128, 128, 32, 8, 3),
+    (90, True, "wide forward"): (128, 128, 64, 8, 4),
+    (100, True, "wide forward"): (128, 64, 64, 8, 4),
     (80, True, "wide forward with more"): (128, 64, 32, 4, 3),
+    (86, True, "wide forward with more"): (128, 32, 32, 4, 3),
+    (90, True, "wide forward with more"): (128, 64, 64, 8, 4),
     (80, True, "wide dZ"): (128, 128, 32, 8, 3),
+    (90, True, "wide dZ"): (128, 128, 64, 8, 4),
     (80, True, "wide dX"): (128, 64, 128, 8, 3),
+    (90, True, "wide dX"): (128, 64, 256, 8, 4),
+    (100, True, "wide dX"): (128, 64, 128, 8, 4),
     (80, True, "wide dW"): (64, 64, 128, 4, 2),
+    (90, True, "wide dW"): (64, 128, 256, 8, 4),
     (80, True, "wide dW with more"): (64, 64, 128, 4, 2),
+    (90, True, "wide dW with more"): (64, 128, 256, 8, 4),
+    (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
     (80, False, "forward 16"): (64, 32, 16, 4, 1),
     (80, False, "forward 32"): (32, 64, 32, 4, 1),
     (80, False, "forward 64"): (32, 32, 64, 4, 1),
@@ -53,57 +82,22 @@ _TABLE = {
     (80, False, "dX 32"): (32, 32, 32, 4, 1),
     (80, False, "dX 64"): (32, 32, 64, 8, 1),
     (80, False, "dX 128"): (32, 32, 128, 8, 1),
+    (86, False, "dX 128"): (32, 16, 128, 8, 1),
+    (90, False, "dX 128"): (32, 32, 128, 8, 1),
     (80, False, "dW 16"): (32, 32, 16, 4, 1),
     (80, False, "dW 32"): (32, 32, 32, 4, 1),
     (80, False, "dW 64"): (32, 32, 64, 8, 1),
     (80, False, "dW 128"): (32, 32, 128, 8, 1),
     (80, False, "wide forward"): (64, 64, 32, 8, 2),
+    (86, False, "wide forward"): (64, 64, 32, 8, 1),
+    (90, False, "wide forward"): (64, 64, 32, 8, 2),
     (80, False, "wide forward with more"): (64, 64, 32, 8, 2),
+    (86, False, "wide forward with more"): (64, 64, 32, 8, 1),
+    (90, False, "wide forward with more"): (64, 64, 32, 8, 2),
     (80, False, "wide dZ"): (64, 64, 32, 8, 2),
     (80, False, "wide dX"): (64, 32, 64, 8, 2),
     (80, False, "wide dW"): (32, 64, 64, 8, 2),
     (80, False, "wide dW with more"): (32, 64, 64, 8, 1),
-    # On sm_86 or sm_120 the tiles of sm_80 spill.
-    (86, True, "forward 32"): (128, 32, 32, 4, 2),
-    (86, True, "forward 128"): (128, 32, 128, 8, 2),
-    (86, False, "wide forward"): (64, 64, 32, 8, 1),
-    (86, False, "wide forward with more"): (64, 64, 32, 8, 1),
-    (86, True, "wide forward with more"): (128, 32, 32, 4, 3),
-    (86, False, "dX 128"): (32, 16, 128, 8, 1),
-    (90, False, "dX 128"): (32, 32, 128, 8, 1),
-    (90, False, "wide forward"): (64, 64, 32, 8, 2),
-    (90, False, "wide forward with more"): (64, 64, 32, 8, 2),
-    (90, True, "forward 32"): (128, 64, 32, 8, 2),
-    (90, True, "forward 64"): (128, 128, 64, 8, 3),
-    (90, True, "forward 128"): (128, 128, 128, 8, 3),
-    (90, True, "dX 64"): (128, 64, 64, 8, 3),
-    (90, True, "dX 128"): (128, 64, 128, 8, 3),
-    (90, True, "dW 64"): (64, 128, 64, 8, 3),
-    (90, True, "dW 128"): (64, 128, 128, 8, 3),
-    (90, True, "wide forward"): (128, 128, 64, 8, 4),
-    (90, True, "wide forward with more"): (128, 64, 64, 8, 4),
-    (90, True, "wide dZ"): (128, 128, 64, 8, 4),
-    (90, True, "wide dX"): (128, 64, 256, 8, 4),
-    (90, True, "wide dW"): (64, 128, 256, 8, 4),
-    (90, True, "wide dW with more"): (64, 128, 256, 8, 4),
-    (100, True, "forward 16"): (128, 64, 16, 4, 2),
-    (100, True, "forward 32"): (128, 64, 32, 4, 2),
-    (100, True, "forward 64"): (128, 64, 64, 4, 3),
-    (100, True, "forward 128"): (128, 64, 128, 8, 3),
-    (100, True, "dX 16"): (64, 64, 16, 4, 2),
-    (100, True, "dX 32"): (64, 64, 32, 4, 2),
-    (100, True, "dX 64"): (128, 64, 64, 8, 3),
-    (100, True, "dX 128"): (128, 64, 128, 8, 3),
-    (100, True, "dW 16"): (64, 64, 16, 8, 2),
-    (100, True, "dW 32"): (64, 64, 32, 8, 2),
-    (100, True, "dW 64"): (64, 64, 64, 8, 3),
-    (100, True, "dW 128"): (64, 64, 128, 8, 3),
-    (100, True, "wide forward"): (128, 64, 64, 8, 4),
-    (100, True, "wide forward with more"): (128, 64, 64, 8, 4),
-    (100, True, "wide dZ"): (128, 128, 64, 8, 4),
-    (100, True, "wide dX"): (128, 64, 128, 8, 4),
-    (100, True, "wide dW"): (64, 128, 256, 8, 4),
-    (100, True, "wide dW with more"): (64, 128, 128, 8, 4),
 }
 # Of the two kernels that only read and write stored logits (BLOCK_N, BLOCK_V, num_warps): 16 bytes
 # a thread and load. Four rows an SM are 32 MB of BERT's vocabulary at once, which the L2 of an H100
@@ -115,7 +109,7 @@ _ROWS_TABLE = {
     (90, False): (1, 4096, 16),
 }
 BIAS_TILE = (128, 64, 4)
-# Programs that dX of wide rows should have: a few for each SM of a large device.
+# Programs that the kernel of dX should have for wide rows: a few for each SM of a large device.
 _WANTED_PROGRAMS = 512
 
 
@@ -159,9 +153,9 @@ def split_columns_of(block_v: int) -> int:
 
 
 def wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[str, int]) -> int:
-    """Columns of a split of dX: few rows would leave most of a device without a program.
+    """Columns of a split of dX: without splits, few rows would leave most of a device idle.
 
-    All splits together, in fp32, take no more than a scratch of 16 bits.
+    The partial sums of all splits, in fp32, take no more memory than a buffer of 16 bits for dZ.
     """
     tiles = cdiv(rows, config["BLOCK_N"]) * cdiv(width, config["BLOCK_E"])
     splits = min(_WANTED_PROGRAMS // max(tiles, 1), chunk_columns // (2 * width))
@@ -170,7 +164,7 @@ def wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[s
 
 
 def chunk_columns_of(rows: int, vocab: int, *configs: dict[str, int]) -> int:
-    """Columns of dZ in the scratch: whole tiles of every kernel that writes or reads it."""
+    """Columns of the buffer for dZ: whole tiles of every kernel that writes or reads it."""
     block = max(config["BLOCK_V"] for config in configs)
     wanted = min(cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
     return max(cdiv(wanted, block), 1) * block

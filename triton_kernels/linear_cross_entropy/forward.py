@@ -129,7 +129,7 @@ def _linear_cross_entropy_fwd_kernel(
     TEMPERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # Neighbouring programs share a split: its part of W comes from the L2.
+    # Neighbouring programs read the same split of W, from the L2.
     TILE: tl.constexpr = Tile(E, BLOCK_N, BLOCK_V, BLOCK_E, HAS_BIAS, UPCAST)
     operands = Operands(x_ptr, w_ptr, bias_ptr, V, stride_xn, stride_wv)
     start_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
@@ -278,8 +278,8 @@ def kept_logits(
 ):
     """A tile of stored products with their bias: -inf past V. [len(offs_n), BLOCK_V] fp32
 
-    The rows are padded to whole cache lines, V is not: a load that ends there would be made of two
-    bytes a time.
+    Rows are padded to whole cache lines, V is not. A load masked at V would be compiled to loads of
+    two bytes.
     """
     offs_v = start_v + tl.arange(0, BLOCK_V)
     ptrs = z_ptr + offs_n.to(tl.int64)[:, None] * stride_zn + offs_v[None, :]
@@ -328,8 +328,8 @@ def _linear_cross_entropy_rows_kernel(
 ):
     """Rows of kept logits: their statistics (``READS``), then D in their place (``WRITES``).
 
-    A sample is drawn between the two, in launches of their own. D of an unused slot is 0, whatever
-    stands there, so that the products may run over it.
+    If tokens are sampled, that happens between the two, which are then two launches. D of an unused
+    slot is 0, whatever its memory holds, because the products read it too.
     """
     statistics = Statistics(loss_ptr, log_probability_ptr, max_ptr, sum_ptr, argmax_ptr)
     start_n = tl.program_id(0) * BLOCK_N
@@ -340,8 +340,8 @@ def _linear_cross_entropy_rows_kernel(
     rows = tl.load(order_ptr + offs_n, mask=exists, other=0)
     target = tl.load(target_ptr + rows, mask=used, other=-1)
     if READS:
-        # Before the loop, whose sums over the block hold barriers: by the time that one warp writes
-        # D all others have read the logit of the target.
+        # Before the loop. Its sums over the block contain barriers, so all warps have read the
+        # logit of the target before one of them writes D.
         met = used & (target >= 0) & (target < V)
         picked = tl.load(z_ptr + offs_n.to(tl.int64) * stride_zn + target, mask=met, other=0.0)
         picked = picked.to(tl.float32)

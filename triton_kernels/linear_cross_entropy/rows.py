@@ -1,7 +1,7 @@
-"""Rows and their slots: which rows count, in which order; their mean loss.
+"""Which rows count, in which order, and their mean loss.
 
-The rows that count are addressed through ``order``, which lists them first. A ``Part`` is the slots
-that take one of the two data flows.
+A slot is a place in ``order``, which lists the rows that count first. A ``Part`` is the slots that
+take one of the two data flows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     load_tile,
 )
 
-# Of the kernels that are one program: the order of rows, sums over rows.
+# Block sizes of kernels of one program: the order of rows, sums over rows.
 _ORDER_BLOCK = 2048
 _SUM_BLOCK = 8192
 
@@ -38,8 +38,8 @@ def _linear_cross_entropy_order_kernel(
     # constexprs
     BLOCK: tl.constexpr,
 ):
-    """All rows, those that count first and in order; how many of these there are among the first
-    ``kept_rows`` slots and after them."""
+    """Write all rows, those that count first and in order, and how many of these lie among the
+    first ``kept_rows`` slots and after them."""
     count = tl.zeros([], tl.int32)
     for start in range(0, N, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def _linear_cross_entropy_mean_kernel(
     # constexprs
     BLOCK: tl.constexpr,
 ):
-    """The sum of all losses over how many rows count, or over a given number: 0 is taken for 1."""
+    """The sum of all losses over the number of rows that count, or a given one, if it is not 0."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -154,7 +154,7 @@ def _linear_cross_entropy_slots_kernel(
 
 
 class Part(NamedTuple):
-    """Slots of rows that take one of the data flows: those that count come first."""
+    """The slots that take one of the data flows; used ones come first."""
 
     order: torch.Tensor
     count: torch.Tensor
