@@ -1,9 +1,9 @@
-"""Compile every kernel to machine code with no GPU, and read what the compiler made of it.
+"""Compile every kernel to machine code without a GPU, and report on the result.
 
-Each kernel file has a ``compile_cases()`` that calls its launchers on meta tensors. Their launches
-are recorded, so what is compiled is what would be launched: the same argument types, the same
+The ``compile_cases()`` of each op call its launchers on meta tensors, and their launches are
+recorded. So what is compiled is what would be launched: the same argument types, the same
 specialisation of ones and multiples of 16, the launch table of the architecture. The assembler and
-disassembler come with the Triton wheel.
+the disassembler come with the Triton wheel.
 
     python tools/compile_kernels.py [--all] [--arch 90] [name …]     prints the table
     python tools/compile_kernels.py --findings [--uneven]            what costs time
@@ -38,9 +38,9 @@ from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
 from hazards import find_hazards
 from offsets import offset_overflows
 
-#: What launch configurations are made for, and what the page shows.
+#: The architectures that the launch tables are made for, and that docs/kernels.md shows.
 ARCHS = (80, 90, 100)
-#: What runs with them too, in less shared memory.
+#: Others that use these tables, with less shared memory.
 SMALLER_ARCHS = (86, 89, 120)
 _TYPES = {
     torch.float16: "fp16",
@@ -114,14 +114,14 @@ class Report:
 
 
 def kernel_modules() -> list[str]:
-    """The stems of the kernel files."""
+    """The names of the ops that have Triton kernels."""
     package = importlib.import_module("fastplm.triton_kernels")
     names = (module.name for module in pkgutil.iter_modules(package.__path__))
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False) -> list[Report]:
-    """Compile the cases of one kernel file (those labelled "slow: …" only with ``all_cases``).
+    """Compile the cases of one op (those labelled "slow: …" only with ``all_cases``).
 
     ``uneven``: as if no size or stride were a multiple of 16.
     """

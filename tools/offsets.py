@@ -31,16 +31,16 @@ class _Value:
 def offset_overflows(ttir: str, launch: Launch, signature: dict[str, str]) -> list[str]:
     """The places ("file.py:line") of 32-bit products that become pointer offsets.
 
-    A product of two run-time values (``row * stride``) runs past 2^31 in a large tensor, also where
-    it is widened only afterwards. A bound ends the search: a minimum is as small as its smaller
-    side, a loop counter as the loop's end. A place inside a tile (``arange * stride``) is no such
-    product: launchers see to it that rows lie less than 2^23 elements apart.
+    A product of two run-time values (``row * stride``) can exceed 2^31 in a large tensor, even if
+    it is converted to 64 bits afterwards. The search ends at a bound: a minimum is as small as its
+    smaller operand, a loop counter as the end of its loop. A product inside a tile
+    (``arange * stride``) is allowed: launchers ensure that rows are less than 2^23 elements apart.
 
-    A program's number, or how many there are, times a constant (``tile * BLOCK``) is harmless if it
-    is a row or a column, which are fewer than 2^31. What it is, the launch shows, whose grid and
-    sizes are known: it stays within the longest dimension of the matrices that were passed, or a
-    tile beyond, where a count of elements does not. A bound does not help here, as what has wrapped
-    around is negative.
+    The index of a program, or the number of programs, times a constant (``tile * BLOCK``) is
+    allowed if it is a row or a column, of which there are fewer than 2^31. The launch, whose grid
+    and sizes are known, tells which it is: a row or column exceeds the longest dimension of the
+    matrices by at most one tile, a count of elements does not stay below that. A bound does not
+    help here, because a number that has wrapped around is negative.
     """
     values, offsets, arguments = _read_ttir(ttir, launch.grid)
     names = (name for name, kind in signature.items() if kind != "constexpr")

@@ -1,24 +1,24 @@
-"""Attention forward for Hopper with a role for every warp group; chosen by hand until it is timed.
+"""A forward for sm_90 whose warp groups have roles. It is not chosen until it has been timed.
 
-A producer copies tiles of Q, K and V; two consumers of 64 queries each take turns: the softmax of
-one runs under the matmuls of the other, and under its own: the scores of the next tile of keys and
-the output of the last one are computed while this tile's softmax is.
+A producer copies tiles of Q, K and V. Two consumers of 64 queries each take turns: the softmax of
+one runs during the matmuls of the other. It also runs during its own: while it computes the softmax
+of a tile of keys, the scores of the next tile and the output of the last one are computed.
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), algorithm 2 and section 3.1.
 
-It serves what ``_attention_stream_fwd_kernel`` does, with its arguments, but for dropout and bias:
-those keep the other lanes busy longer than the tensor cores, so that there is nothing to hide. A
-block stays on its SM and takes one tile of queries after another, so that the copies of the next
-tile run under the end of this one.
+It does what ``_attention_stream_fwd_kernel`` does, with the same arguments, except dropout and
+bias: with those the other units are busy longer than the tensor cores, so nothing is left to hide.
+A block computes one tile of queries after another, so that the copies of the next tile run during
+the end of this one.
 
-Rows are copied one by one (``cp.async``), not by a tensor map: any stride, ragged rows and a key
-mask are served, and a masked key is 0 in shared memory, as everywhere.
+Rows are copied one by one (``cp.async``), not by a tensor map. So any stride, ragged rows and a key
+mask work, and a masked key is 0 in shared memory, as in the other kernels.
 
 Each buffer has two barriers: ``full`` counts the threads of the producer whose copies have landed,
 ``free`` the consumers that have read it. The n-th use of one of S buffers waits for the phase
-n // S. ``turns[w]`` is consumer w's leave to issue its matmuls, given by the other one.
+n // S. Consumer w may issue its matmuls when the other one has arrived at ``turns[w]``.
 
-Legend: as in ``attention.py``; W which consumer · n tiles of keys, done tiles of queries, so far
+Symbols: as in the package; W which consumer · n tiles of keys, done tiles of queries, so far
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from fastplm.triton_kernels.attention.tiles import (
 
 @gluon.jit
 def _own(number, FACTOR: gl.constexpr = 1):
-    """An int32, a multiple of ``FACTOR``, that this role looks up for itself.
+    """``number``, an int32 and a multiple of ``FACTOR``, that the compiler computes in this role.
 
-    What follows from arguments alone is else computed before the roles part and kept by all of
-    them, in the few registers that neither the producer nor the tiles of a consumer need.
+    Else it would compute what follows from arguments alone before the roles separate, and all roles
+    would keep it in registers, which are scarce.
     """
     own = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -64,10 +64,10 @@ def _own(number, FACTOR: gl.constexpr = 1):
 
 @gluon.jit
 def _tile_of(item, sizes, cu_q_ptr, cu_k_ptr, options: gl.constexpr):
-    """Whose tile of queries it is, where it starts, both sequences, and its tiles of keys.
+    """The sequence and head of a tile of queries, its start, both sequences, its tiles of keys.
 
-    At least one tile: its keys are masked where there are none, so that both consumers and the
-    producer do the same number of steps. No tile where there are no queries.
+    There is at least one tile of keys, masked if there are no keys, so that both consumers and the
+    producer take the same number of steps. There is none if there are no queries.
     """
     num_tiles, num_heads, seqlen_q, seqlen_k = sizes
     BLOCK_Q: gl.constexpr = options[0]
