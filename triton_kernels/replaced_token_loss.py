@@ -36,8 +36,8 @@ from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 _BYTES_PER_WARP = 32 * 16
 _MAX_PARTS = 4
 _MAX_WARPS = 8
-# The rows of a group are a multiple of this. 32,768 rows are then 1024 groups: 7 to 8 warps for each
-# SM of an H200, with 6 KB (768 columns of bf16) in flight for each.
+# The rows of a group are a multiple of this. 32,768 rows are then 1024 groups: 7 to 8 warps for
+# each SM of an H200, with 6 KB (768 columns of bf16) in flight for each.
 _ROWS = 16
 # One program adds up all partials of some columns, in one tile.
 _MAX_GROUPS = 1024

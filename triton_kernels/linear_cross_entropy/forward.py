@@ -26,13 +26,14 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
 
 
 class Statistics(NamedTuple):
-    """What the forward says of each row, [N] each."""
+    """Where to write what the forward says of each row, [N] each."""
 
     loss_ptr: Any
     log_probability_ptr: Any
     max_ptr: Any
     sum_ptr: Any
     argmax_ptr: Any
+    label_smoothing: Any
 
 
 @triton.jit
@@ -75,7 +76,6 @@ def store_statistics(
     total,
     argmax,
     V,
-    label_smoothing,
     SMOOTHED: tl.constexpr,
 ):
     """What the forward says of a row; 0 (argmax -1) for ignored ones. (log p of the target, m)"""
@@ -87,6 +87,7 @@ def store_statistics(
         statistics.log_probability_ptr + rows, tl.where(used, log_probability, 0.0), mask=exists
     )
     if SMOOTHED:
+        label_smoothing = statistics.label_smoothing
         loss = (1.0 - label_smoothing) * loss + label_smoothing * (tl.log(l_i) - total / V)
     tl.store(statistics.loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
     tl.store(statistics.max_ptr + rows, tl.where(used, m_i, 0.0), mask=exists)
@@ -216,7 +217,9 @@ def _linear_cross_entropy_combine_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """What the forward says of each row, from its splits; 0 (argmax -1) for ignored rows."""
-    statistics = Statistics(loss_ptr, log_probability_ptr, max_ptr, sum_ptr, argmax_ptr)
+    statistics = Statistics(
+        loss_ptr, log_probability_ptr, max_ptr, sum_ptr, argmax_ptr, label_smoothing
+    )
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = offs_n < N
     used = offs_n < tl.load(count_ptr).to(tl.int32)
@@ -247,20 +250,10 @@ def _linear_cross_entropy_combine_kernel(
         m_i = m_new
         offs_s += N
 
+    target = tl.load(target_ptr + rows, mask=used, other=0)
+    SMOOTHED: tl.constexpr = split_total_ptr is not None
     store_statistics(
-        statistics,
-        rows,
-        exists,
-        used,
-        tl.load(target_ptr + rows, mask=used, other=0),
-        m_i,
-        l_i,
-        picked,
-        total,
-        argmax,
-        V,
-        label_smoothing,
-        split_total_ptr is not None,
+        statistics, rows, exists, used, target, m_i, l_i, picked, total, argmax, V, SMOOTHED
     )
 
 
@@ -331,7 +324,9 @@ def _linear_cross_entropy_rows_kernel(
     If tokens are sampled, that happens between the two, which are then two launches. D of an unused
     slot is 0, whatever its memory holds, because the products read it too.
     """
-    statistics = Statistics(loss_ptr, log_probability_ptr, max_ptr, sum_ptr, argmax_ptr)
+    statistics = Statistics(
+        loss_ptr, log_probability_ptr, max_ptr, sum_ptr, argmax_ptr, label_smoothing
+    )
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     exists = offs_n < N
@@ -364,19 +359,7 @@ def _linear_cross_entropy_rows_kernel(
                 tl.store(tile_sum_ptr + offs_t, l_tile, mask=used)
                 offs_t += N
         log_probability, m_i = store_statistics(
-            statistics,
-            rows,
-            exists,
-            used,
-            target,
-            m_i,
-            l_i,
-            picked,
-            total,
-            argmax,
-            V,
-            label_smoothing,
-            SMOOTHED,
+            statistics, rows, exists, used, target, m_i, l_i, picked, total, argmax, V, SMOOTHED
         )
     else:
         log_probability = tl.load(log_probability_ptr + rows, mask=used, other=0.0)
