@@ -97,6 +97,8 @@ class Shape:
         else:
             self.batch, self.heads, length, self.head_dim = query_shape
             self.rows_q, self.rows_k = self.batch * length, self.batch * key_shape[2]
+        # Whether no query has a key.
+        self.is_empty = 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         self.like_query, self.like_key = self.output(query_shape), self.output(key_shape)
         self.block_d = block_d_of(self.head_dim)
         self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
@@ -122,11 +124,6 @@ class Shape:
             IS_CAUSAL=is_causal,
             PRECISION=self.precision,
         )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no query has a key."""
-        return 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     def strides(self, letter: str, steps: tuple[int, ...]) -> dict[str, int]:
         """Keywords ``stride_<letter>b, …h, …t``."""
@@ -227,38 +224,40 @@ def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
 _kept_shape = functools.lru_cache(maxsize=1024)(Shape)
 
 
-def _shape_of(call: Call) -> Shape:
-    ragged = call.cu_seqlens_q is not None
+def _shape_of(call: tuple[Any, ...]) -> Shape:
+    (query, key, value, key_mask, starts, _, seqlen_q, seqlen_k) = call[:8]
+    (bias_weight, _, seed, _, dropout_threshold, is_causal, scale, allow_tf32) = call[8:]
     make = Shape if is_recording() else _kept_shape
     return make(
-        call.query.dtype,
-        call.query.device,
-        call.query.shape,
-        call.key.shape,
-        (call.query.stride(), call.key.stride(), call.value.stride()),
-        0 if call.key_mask is None or ragged else call.key_mask.stride(0),
-        call.cu_seqlens_q.shape[0] - 1 if ragged else None,
-        call.max_seqlen_q,
-        call.max_seqlen_k,
-        call.bias_weight is not None,
-        None if call.seed is None else call.dropout_threshold,
-        call.is_causal,
-        call.scale,
-        call.allow_tf32,
+        query.dtype,
+        query.device,
+        query.shape,
+        key.shape,
+        (query.stride(), key.stride(), value.stride()),
+        0 if key_mask is None or starts is not None else key_mask.stride(0),
+        None if starts is None else starts.shape[0] - 1,
+        seqlen_q,
+        seqlen_k,
+        bias_weight is not None,
+        None if seed is None else dropout_threshold,
+        is_causal,
+        scale,
+        allow_tf32,
     )
 
 
-def _pointers(call: Call) -> dict[str, torch.Tensor | None]:
+def _pointers(call: tuple[Any, ...]) -> dict[str, Any]:
     """Those that all kernels share."""
+    query, key, value, key_mask, starts_q, starts_k, _, _, _, _, seed, sample_index = call[:12]
     return dict(
-        q_ptr=call.query,
-        k_ptr=call.key,
-        v_ptr=call.value,
-        mask_ptr=None if call.key_mask is None else call.key_mask.view(torch.uint8),
-        cu_q_ptr=call.cu_seqlens_q,
-        cu_k_ptr=call.cu_seqlens_k,
-        seed_ptr=call.seed,
-        sample_ptr=None if call.seed is None else call.sample_index,
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        mask_ptr=None if key_mask is None else key_mask.view(torch.uint8),
+        cu_q_ptr=starts_q,
+        cu_k_ptr=starts_k,
+        seed_ptr=seed,
+        sample_ptr=None if seed is None else sample_index,
     )
 
 
@@ -266,25 +265,26 @@ def _pointers(call: Call) -> dict[str, torch.Tensor | None]:
 ping_pong_from: int | None = None
 
 
-def attention_fwd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward of a ``Call``.
+def attention_fwd(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; the arguments are the fields of a ``Call``.
 
     Returns:
         The output in the shape of ``query``, and the row statistics fp32 [2, H, rows or 0].
     """
-    call = Call(*arguments)
-    query, shape = call.query, _shape_of(call)
+    query, key, value, _, _, _, seqlen_q, seqlen_k, bias_weight, buckets = call[:10]
+    shape = _shape_of(call)
     out, stats = query.new_empty_strided(*shape.like_query), shape.empty_stats(query)
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
-    if ping_pong_from is not None and min(call.max_seqlen_q, call.max_seqlen_k) >= ping_pong_from:
+    if ping_pong_from is not None and min(seqlen_q, seqlen_k) >= ping_pong_from:
         # Which imports this module.
         from fastplm.triton_kernels.attention.ping_pong import ping_pong
 
-        kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward
-    streams = kernel is _attention_stream_fwd_kernel
-    bias = bias_rows(call.bias_weight, call.buckets) if streams else {}
+        kernel, grid, fixed = ping_pong(shape, query, key, value) or shape.forward
+    pointers = _pointers(call)
+    if kernel is _attention_stream_fwd_kernel:
+        pointers |= bias_rows(bias_weight, buckets)
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
     launch(
         kernel,
@@ -294,8 +294,7 @@ def attention_fwd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out_ptr=out,
         m_ptr=m,
         log2l_ptr=log2l,
-        **_pointers(call),
-        **bias,
+        **pointers,
     )
     return out, stats
 
@@ -305,17 +304,17 @@ def attention_bwd(
     out: torch.Tensor,
     stats: torch.Tensor,
     bias_grad: bool,
-    *arguments: Any,
+    *call: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the backward of a ``Call``: gradients of query, key, value and, with ``bias_grad``,
     bias_weight."""
-    call = Call(*arguments)
-    query, shape = call.query, _shape_of(call)
+    query, (bias_weight, buckets) = call[0], call[8:10]
+    shape = _shape_of(call)
     grad_query = query.new_empty_strided(*shape.like_query)
     grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
     grad_bias = query.new_empty(0)
-    if call.bias_weight is not None and bias_grad:
-        grad_bias = call.bias_weight.new_empty(call.bias_weight.shape)
+    if bias_weight is not None and bias_grad:
+        grad_bias = bias_weight.new_empty(bias_weight.shape)
     if shape.is_empty:
         grads = (grad_query, grad_key, grad_value, grad_bias)
         return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
@@ -340,10 +339,10 @@ def attention_bwd(
 
     m, log2l = stats.unbind()
     shared |= dict(m_ptr=m, log2l_ptr=log2l, delta_ptr=torch.empty_like(m))
-    shared |= bias_rows(call.bias_weight, call.buckets)
+    shared |= bias_rows(bias_weight, buckets)
     grid, fixed = shape.stream_dq
     far = None
-    if call.bias_weight is not None and bias_grad:
+    if bias_weight is not None and bias_grad:
         far = query.new_empty(shape.heads, grid[0] // shape.heads, 2, dtype=torch.float32)
     launch(
         _attention_stream_bwd_dq_kernel,
@@ -366,5 +365,5 @@ def attention_bwd(
         **shared,
     )
     if far is not None:
-        bias_gradient(shape, shared, far, call.buckets, grad_bias)
+        bias_gradient(shape, shared, far, buckets, grad_bias)
     return grad_query, grad_key, grad_value, grad_bias
