@@ -193,7 +193,7 @@ def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
 
 def with_ping_pong(name: str, **arguments):
     """Another check, with the kernel of roles chosen where it serves."""
-    from fastplm.triton_kernels import attention as kernels
+    from fastplm.triton_kernels.attention import launch as kernels
 
     kernels.ping_pong_from = 1
     try:
@@ -204,15 +204,16 @@ def with_ping_pong(name: str, **arguments):
 
 def machine_code(dtype: str, **options) -> tuple[str, int, int, str]:
     """Of a forward at 1024 tokens on sm_90: kernel, warps, bytes of shared memory, machine code."""
-    from fastplm.triton_kernels import _compile, attention
+    import compile_kernels
+    from fastplm.triton_kernels import attention
     from fastplm.triton_kernels._launch import record_launches
 
     with record_launches(90) as launches:
         attention.meta_case(getattr(torch, dtype), 64, 1024, 1024, **options)
     forward = next(launch for launch in launches if launch.kernel.__name__.endswith("_fwd_kernel"))
-    source, chosen, _ = _compile._source(forward)
+    source, chosen, _ = compile_kernels.source_of(forward)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
-    sass, _ = _compile.disassemble(compiled.asm["cubin"])
+    sass, _ = compile_kernels.disassemble(compiled.asm["cubin"])
     metadata = compiled.metadata
     return forward.kernel.__name__, metadata.num_warps, metadata.shared, sass
 
@@ -280,7 +281,7 @@ def every_instruction(arch, slow=False) -> int:
     """Bind every kernel of every compile case: how many instructions there were."""
     import importlib
 
-    from fastplm.triton_kernels._compile import kernel_modules
+    from compile_kernels import kernel_modules
     from fastplm.triton_kernels._launch import record_launches
     from ptx.emulate import compile_program
 

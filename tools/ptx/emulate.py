@@ -20,9 +20,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from compile_kernels import kernel_modules, source_of
 from fastplm import use_backend
 from fastplm.triton_kernels import _launch
-from fastplm.triton_kernels._compile import _source, kernel_modules
 from fastplm.triton_kernels._launch import Launch, record_launches
 from ptx.machine import Program, Schedule
 from ptx.memory import GlobalMemory
@@ -52,7 +52,7 @@ def compile_program(
     launch: Launch, arch: int, edit: Callable[[str], str] | None = None
 ) -> tuple[Program, list[str]]:
     """The program of a launch, its text changed by ``edit``, and the names of its parameters."""
-    source, options, key = _source(launch)
+    source, options, key = source_of(launch)
     names = [parameter.name for parameter in launch.kernel.params]
     for index, name in enumerate(names):
         value = launch.arguments.get(name)
