@@ -109,7 +109,10 @@ def write(path: Path, lines: list[Row]) -> None:
 def long_row(arch: int, reports: Iterable[Report]) -> Row:
     """Of one architecture in all configurations: which launches may not ship, and why."""
     reports = list(reports)
-    spilling = sorted({f"{r.kernel} [{r.case}]" for r in reports if r.spills})
+
+    def named(chosen: Callable[[Report], object]) -> str:
+        return "; ".join(sorted({f"{r.kernel} [{r.case}]" for r in reports if chosen(r)}))
+
     numbers = dict(
         arch=arch,
         triton=triton.__version__,
@@ -117,8 +120,9 @@ def long_row(arch: int, reports: Iterable[Report]) -> Row:
         shared_bytes=max(r.shared for r in reports),
         refused=sum(r.shared > shared_limit(arch) for r in reports),
         races=sum(bool(r.hazards["races"]) for r in reports),
+        racing=named(lambda r: r.hazards["races"]),
         spills=sum(bool(r.spills) for r in reports),
-        spilling="; ".join(spilling),
+        spilling=named(lambda r: r.spills),
     )
     return {name: str(value) for name, value in numbers.items()}
 

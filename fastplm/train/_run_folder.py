@@ -22,7 +22,16 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
-from fastplm.data._folder import MANIFEST, damage, first_process, lock, say, seal, unlock, write_json
+from fastplm.data._folder import (
+    MANIFEST,
+    damage,
+    first_process,
+    lock,
+    say,
+    seal,
+    unlock,
+    write_json,
+)
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"

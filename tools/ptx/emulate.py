@@ -30,7 +30,9 @@ from ptx.parse import PtxError
 
 #: How a plain parameter lies in memory, by its type in PTX.
 _PACKED = {"u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "f32": "<f", "f64": "<d"}
+#: The last programs, of which one may hold 100 MB once it has run.
 _programs: dict[Any, Program] = {}
+_MOST_PROGRAMS = 16
 
 # Before anybody sets TRITON_INTERPRET, as ``emulated`` does.
 for _name in kernel_modules():
@@ -70,6 +72,8 @@ def compile_program(
             if edited == text:
                 raise ValueError(f"the edit changes nothing in {launch.kernel.__name__}")
             text = edited
+        if len(_programs) == _MOST_PROGRAMS:
+            del _programs[next(iter(_programs))]
         _programs[known] = Program(text, metadata.shared, 32 * metadata.num_warps)
     return _programs[known], passed
 
