@@ -517,8 +517,8 @@ def test_unigram_samples_have_the_frequencies_of_the_corpus():
     rows = 4000
     model = build(generator_type="unigram")
     ids = torch.full((rows, 5), MASK_ID)
-    place = electra_joint._places(ids, torch.arange(5 * rows), torch.arange(rows))
-    samples = model._draw_by_frequency(torch.zeros(5 * rows, dtype=torch.int64), place)
+    counters = electra_joint._counters(ids, torch.arange(5 * rows), torch.arange(rows))
+    samples = model._draw_by_frequency(torch.zeros(5 * rows, dtype=torch.int64), counters)
     counts = samples.bincount(minlength=VOCAB).double()
     assert not counts[COUNTS == 0].any()
     expected = (COUNTS / COUNTS.sum() * counts.sum()).double()
