@@ -22,23 +22,12 @@ from fastplm.models import _base
 from fastplm.testing import check_in_fp64
 
 from .conftest import FAMILIES, in_own_memory, small_config
+from .test_contract import CLASSES
 
 IDS = torch.arange(4, 22).view(2, 9)
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
 
 
-def classes() -> list[tuple[str, str]]:
-    """(family, class) of every drop-in model of these families."""
-    found = []
-    for family in FAMILIES:
-        prefixes = [prefix for prefix, module in models._FAMILIES.items() if module == family]
-        for name in models.__all__:
-            if name.startswith(tuple(prefixes)) and "Joint" not in name:
-                found.append((family, name))
-    return found
-
-
-CLASSES = classes()
 FAMILY_OF = {prefix: module for prefix, module in models._FAMILIES.items() if module in FAMILIES}
 MC = torch.tensor([[8], [4]])
 
@@ -78,7 +67,7 @@ def outputs(model: nn.Module, name: str) -> list[torch.Tensor]:
     return [value for value in given.values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize(("family", "name"), CLASSES)
+@pytest.mark.parametrize(("name", "family"), CLASSES.items())
 def test_there_and_back(family, name):
     model = plain(family, name).eval()
     before, before_kinds = outputs(model, name), kinds(model)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from transformers import ElectraConfig, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig, electra_joint
@@ -25,7 +25,7 @@ from fastplm.reference.linear_cross_entropy import sample_ref
 from fastplm.reference.philox import Stream, draw
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 
-from .conftest import in_own_memory
+from .conftest import in_own_memory, small_config
 
 VOCAB, ROWS, LENGTH, MASK_ID = 37, 4, 9, 1
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 3 + [0] * 6])
@@ -48,18 +48,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def joint_config(**options):
-    encoder = ElectraConfig(
-        vocab_size=VOCAB,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=20,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.3,
-    )
+    encoder = small_config("electra", embedding_size=16, hidden_size=32, intermediate_size=48)
     equal = options.get("embedding_sharing") == "all" or options.get("stage")
     return ElectraJointConfig.from_discriminator(
         encoder, generator_size=1 if equal else 0.5, **options

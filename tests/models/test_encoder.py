@@ -9,37 +9,25 @@ import torch
 import torch._dynamo.testing
 import transformers
 from torch import nn
-from transformers import BertConfig, GPT2Config
+from transformers import GPT2Config
 from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm._checks import ArgumentValueError
 
-VOCAB, ROWS, LENGTH = 37, 4, 9
-CONFIG = BertConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=20,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-    initializer_range=0.3,
-    num_labels=3,
+from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, small_config
+
+VOCAB = 37
+CONFIG = small_config(
+    "bert", num_hidden_layers=3, num_labels=3, hidden_size=32, intermediate_size=48
 )
-MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
+MASK = PADDINGS["right"]
 HOLES = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0, 1], [0] * 8 + [1], [1, 1, 0] * 3, [1] * 9])
 
 
 def pair(name="BertForMaskedLM", **changes):
-    own = copy.deepcopy(CONFIG)
-    for key, value in changes.items():
-        setattr(own, key, value)
-    parent = getattr(transformers, name)._from_config(
-        copy.deepcopy(own), attn_implementation="eager"
-    )
-    return getattr(models, name)(own), parent
+    ours = getattr(models, name)(changed(CONFIG, **changes))
+    return ours, eager_parent(type(ours), changed(CONFIG, **changes))
 
 
 def batch(mask=MASK):
@@ -113,15 +101,6 @@ def test_positions_in_any_order_twice_or_beside_a_label(hold):
     hold(*pair(), run, parent_run)
 
 
-def test_labels_of_tokens_may_come_in_one_line(hold):
-    ids, _ = batch()
-    labels = (ids % 3).masked_fill(MASK == 0, -100)
-    hold(
-        *pair("BertForTokenClassification"),
-        loss_of(input_ids=ids, attention_mask=MASK, labels=labels.flatten()),
-    )
-
-
 def test_a_sequence_of_one_token(hold):
     ids, labels = batch()
     hold(*pair(), loss_of(input_ids=ids[:, :1], labels=labels[:, :1]))
@@ -137,17 +116,6 @@ def test_embeddings_of_the_callers_get_their_gradient():
         model(inputs_embeds=embeds, attention_mask=MASK, labels=labels).loss.backward()
         gradients.append(embeds.grad)
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForTokenClassification"])
-def test_nothing_labelled_in_an_accumulated_batch_is_loss_0(name):
-    ids, _ = batch()
-    shape = (ROWS,) if "Sequence" in name else (ROWS, LENGTH)
-    model, _ = pair(name)
-    loss = model(ids, labels=torch.full(shape, -100), num_items_in_batch=torch.tensor(5)).loss
-    loss.backward()
-    assert loss.item() == 0.0
-    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -357,29 +325,3 @@ def test_checkpointing_changes_no_bit(reentrant):
         model(ids, attention_mask=MASK, labels=labels).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-
-
-@pytest.mark.slow
-def test_compiled_once_for_all_sums_of_lengths(hold):
-    torch._dynamo.reset()
-    model, _ = pair()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for rows in (MASK, MASK.roll(1, 0), torch.ones_like(MASK).tril(), MASK.flip(1)):
-        ids, labels = batch(rows)
-        positions = torch.full((12,), -1)
-        found = (labels.flatten() != -100).nonzero().flatten()[:12]
-        positions[: len(found)] = found
-        given = {
-            "input_ids": ids,
-            "attention_mask": rows,
-            "labels": labels,
-            "masked_positions": positions,
-        }
-        hold(
-            model,
-            model,
-            lambda _, given=given: {"loss": compiled(**given, unpad=45 - 10).loss},
-            loss_of(**given, unpad=False),
-        )
-    assert counter.frame_count == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import os
@@ -29,7 +30,8 @@ from fastplm.testing import (
     rerounded,
 )
 
-from .conftest import FAMILIES, PADDINGS, small_config
+from .conftest import FAMILIES, PADDINGS, inputs_of, small_config, with_classes
+from .test_contract import config_of
 
 #: The language model of each family.
 LANGUAGE_MODELS = {
@@ -475,25 +477,42 @@ def test_two_processes_make_the_gradients_of_one(tmp_path):
 # --- tracing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name == "bert" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
+COMPILED = (*LANGUAGE_MODELS.values(), "AlbertForPreTraining", "BertForPreTraining")
+COMPILED += ("ElectraForPreTraining", "AlbertForSequenceClassification", "GPT2DoubleHeadsModel")
+SLOW_TO_COMPILE = ("AlbertForMaskedLM", "BartForConditionalGeneration", "ElectraForMaskedLM")
+SLOW_TO_COMPILE += ("AlbertForSequenceClassification", "GPT2DoubleHeadsModel")
+
+
 @pytest.mark.parametrize("unpad", [pytest.param(None, marks=pytest.mark.slow), 30])
-def test_compiled_once_whatever_the_padding(hold, family, unpad):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_TO_COMPILE else name
+        for name in COMPILED
+    ],
+)
+def test_compiled_once_for_all_batches_of_a_shape(hold, name, unpad):
     torch._dynamo.reset()
-    model = ours_of(family)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    config = with_classes(name, config_of(name))
+    if "SequenceClassification" in name:
+        config.problem_type = "single_label_classification"  # else forward changes it
+    model = getattr(models, name)(config)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    options = {} if unpad is None else {"unpad": unpad}
-    for seed in range(2):
-        inputs = batch(MASK.roll(seed, 0), seed)
-        hold(
-            model,
-            model,
-            lambda _, inputs=inputs: {"loss": compiled(**inputs, **options).loss},
-            lambda model, inputs=inputs: {"loss": model(**inputs).loss},
-        )
+    rows = 90 if name.endswith("DoubleHeadsModel") else unpad  # three choices
+    options = {} if unpad is None else {"unpad": rows}
+    for mask in (MASK, torch.ones_like(MASK).tril()):
+        inputs = inputs_of(name, config, mask)
+        if "masked_positions" in inspect.signature(model.forward).parameters:
+            positions = (inputs["labels"].flatten() != -100).nonzero().flatten()
+            spare = (0, mask.numel() - len(positions))
+            inputs["masked_positions"] = torch.nn.functional.pad(positions, spare, value=-1)
+            inputs["num_items_in_batch"] = torch.tensor(len(positions) + 1)
+
+        def run(model, inputs=inputs, **extra):
+            return {"loss": model(**inputs, **extra).loss}
+
+        hold(model, model, lambda _, run=run: run(compiled, **options), run)
     assert counter.frame_count == 1
 
 
