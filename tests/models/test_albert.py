@@ -90,7 +90,7 @@ def rows_of_calls(model, run):
 
 
 @pytest.mark.parametrize("layers", [{}, {"num_hidden_groups": 2, "inner_group_num": 2}])
-def test_the_last_call_alone_is_cut(layers):
+def test_only_the_last_call_computes_fewer_rows(layers):
     ids, labels = batch()
     tokens, calls = int(MASK.sum()), LAYERS * layers.get("inner_group_num", 1)
     labelled = int((labels != -100).sum())
@@ -104,7 +104,7 @@ def test_the_last_call_alone_is_cut(layers):
         assert rows == [tokens] * (calls - 1) + [wanted]
 
 
-def test_a_layer_of_the_users_computes_all_rows(hold):
+def test_a_user_layer_computes_all_rows(hold):
     """It may not know of wanted rows, nor of packed ones."""
 
     class Own(transformers.models.albert.modeling_albert.AlbertAttention):
@@ -193,7 +193,7 @@ def test_a_shared_checkpoint_is_one_of_transformers(hold, tmp_path, cls, mode, t
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sharing_survives_what_users_do(mode):
+def test_resize_and_copy_keep_the_sharing(mode):
     ours = AlbertForMaskedLM(shared(mode))
     shared_before = [name for name, _ in ours.named_parameters()]
     ours.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
@@ -224,7 +224,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize(("embedding", "mode"), PAPER)
-def test_parameters_are_the_papers(embedding, mode):
+def test_parameter_counts_of_the_paper(embedding, mode):
     """Lan et al. 2019, table 4, in millions.
 
     Its models of 108M and 89M are counted without the pooler, the others with it; and where the
@@ -324,7 +324,7 @@ def test_layer_similarity_without_a_mask_counts_every_token():
     assert [values.tolist() for values in report] == [[2.0], [0.0], [90.0]]
 
 
-def test_padding_garbage_is_not_counted():
+def test_layer_similarity_ignores_padding():
     mask = torch.tensor([[1, 1], [1, 0]])
     spoiled = copy.deepcopy(STATES)
     spoiled[1][1][1] = [math.nan, math.inf]
@@ -355,7 +355,7 @@ def test_layer_similarity_of_choices():
     assert report.distance.shape == (LAYERS,)
 
 
-def test_layer_similarity_says_what_it_cannot_report():
+def test_layer_similarity_raises_on_bad_input():
     with pytest.raises(ArgumentValueError, match="without hidden states"):
         layer_similarity(Fixed(*STATES, name="others"))
     with pytest.raises(ArgumentValueError, match="attention_mask"):

@@ -167,7 +167,7 @@ def test_two_paddings_equal_the_parent(hold, padding, decoder_padding):
     labels[1, 3:5] = 7
     extra = 2
     if decoder_padding == "left":
-        # What sees padding alone, each implementation says itself: it is computed, not compared.
+        # A row that attends to no token is not defined: it is computed, but not compared.
         extra, compared = 1, labels.masked_fill(mask == 0, -100)
     else:
         compared = labels
@@ -180,10 +180,10 @@ def test_two_paddings_equal_the_parent(hold, padding, decoder_padding):
 @pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": ROWS * TARGET}])
 @pytest.mark.parametrize("ours", [BartModel, BartForQuestionAnswering])
 def test_a_decoder_that_stays_padded_keeps_its_mask(hold, ours, options):
-    """A packed encoder beside it packs it whole."""
+    """With a packed encoder, all of its rows are packed."""
     inputs = inputs_of(ours, "right")
     inputs["decoder_input_ids"] = torch.randint(4, VOCAB, (ROWS, TARGET))
-    # Padding on the left is seen by every token; on the right, by the answer's softmax alone.
+    # Every token would attend to padding at the left; at the right, only the softmax reads it.
     mask = DECODER_MASKS["left" if ours is BartModel else "right"]
     inputs["decoder_attention_mask"] = mask
 
@@ -210,7 +210,7 @@ def test_a_capacity_changes_nothing(hold, ours):
 
 @pytest.mark.parametrize("given", ["encoder_outputs", "inputs_embeds"])
 @pytest.mark.parametrize("value", [1e6, float("nan")])
-def test_padded_encoder_rows_are_never_seen(given, value):
+def test_encoder_padding_has_no_effect(given, value):
     inputs = inputs_of(BartForConditionalGeneration, "left")
     model = BartForConditionalGeneration(config())
     del inputs["input_ids"]
@@ -228,7 +228,7 @@ def test_padded_encoder_rows_are_never_seen(given, value):
 
 
 @pytest.mark.parametrize("value", [1e6, float("nan")])
-def test_a_cached_decoder_does_not_see_them_either(value):
+def test_encoder_padding_has_no_effect_with_a_cache(value):
     mask = PADDINGS["left"]
     model = BartForConditionalGeneration(config()).eval()
     states = torch.randn(ROWS, SOURCE, 32)
@@ -287,7 +287,7 @@ class LargeTensors(TorchDispatchMode):
         return out
 
 
-def test_all_gradients_of_the_table_meet_in_one_buffer():
+def test_the_tables_gradient_is_accumulated_in_one_buffer():
     inputs = inputs_of(BartForConditionalGeneration, "right")
     model = BartForConditionalGeneration(config())
     loss = model(**inputs).loss
@@ -334,7 +334,7 @@ def test_a_head_with_a_bias_of_its_own_adds_both():
     torch.testing.assert_close(model(**inputs).loss, parent(**inputs).loss)
 
 
-# --- other ways to call it ------------------------------------------------------------------------
+# --- other inputs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["encoder_outputs", "embeds", "4-D mask", "attentions", "cache"])
@@ -380,7 +380,7 @@ def test_other_inputs_equal_the_parent(hold, way):
         assert torch.equal(seen[0].encoder_last_hidden_state, inputs["encoder_outputs"][0])
 
 
-def test_a_caller_may_use_encoder_and_decoder_alone():
+def test_encoder_and_decoder_called_separately():
     inputs = source("right")
     model, parent = pair(BartModel)
     hidden = [m.get_encoder()(**inputs).last_hidden_state for m in (model, parent)]
@@ -400,7 +400,7 @@ def test_a_caller_may_use_encoder_and_decoder_alone():
     torch.testing.assert_close(*out)
 
 
-def test_another_implementation_is_the_parent_bit_for_bit():
+def test_eager_attention_equals_the_parent_bit_for_bit():
     inputs = inputs_of(BartForConditionalGeneration, "right")
     labels = inputs.pop("labels")
     model, parent = pair(BartForConditionalGeneration)
@@ -434,7 +434,7 @@ def test_gradient_checkpointing_changes_no_bit(reentrant):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-def test_dropped_layers_are_dropped():
+def test_layerdrop():
     inputs = inputs_of(BartForConditionalGeneration, "right")
     changes = {"encoder_layerdrop": 1.0, "decoder_layerdrop": 1.0}
     model, parent = pair(BartForConditionalGeneration, **changes)
@@ -485,7 +485,7 @@ def test_the_parents_errors_are_kept():
 
 
 @pytest.mark.parametrize("way", ["dense", "capacity"])
-def test_compiles_in_one_graph(way):
+def test_compiles_to_one_graph(way):
     inputs = inputs_of(BartForConditionalGeneration, "right")
     options = {} if way == "dense" else {"unpad": 30, "decoder_unpad": 22}
     # In training, Transformers 5.17 draws which layers to drop even where none may be.
@@ -503,7 +503,7 @@ def test_compiles_in_one_graph(way):
         torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
 
 
-def test_beside_a_cache_encoder_states_stay_as_they_are():
+def test_with_a_cache_encoder_states_are_not_packed():
     """They are in the cache: packing and padding them for every token would be for nothing."""
     model = models.BartForConditionalGeneration(config()).eval()
     mask = torch.ones(2, 9, dtype=torch.long)

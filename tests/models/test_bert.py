@@ -193,7 +193,7 @@ def test_embeddings_in_place_of_ids_with_labels(cls):
         model(ids, inputs_embeds=embeds, labels=labels)
 
 
-def test_the_attention_is_fastplms_unless_the_user_says_otherwise():
+def test_the_default_attention_is_fastplm():
     own = config()
     model = BertForMaskedLM(own)
     assert model.config._attn_implementation == "fastplm"
@@ -245,7 +245,7 @@ def test_bad_input_raises_a_typed_error(change, error, words):
             cls(config())(**{"input_ids": ids, "labels": labels, **change})
 
 
-def test_the_loss_takes_a_quarter_of_the_parents_memory():
+def test_the_loss_needs_at_most_a_quarter_of_the_memory():
     """At its peak, forward and backward, the gradient of the vocabulary's weight included."""
     sizes = config()
     sizes.vocab_size, batch_size, length = 3000, 8, 64

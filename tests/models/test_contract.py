@@ -1,4 +1,4 @@
-"""What every class of every family promises: it is its parent of Transformers, faster."""
+"""Every class of every family equals its parent class of Transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(name):
     if name in ("BertLMHeadModel", "ElectraForCausalLM", "RobertaForCausalLM"):
         config.is_decoder = True
     if CLASSES[name] == "gpt2":
-        # A cache keeps the padded path, which is not what is looked at here.
+        # With a cache, the padded computation of the parent is used, which is not tested here.
         config.use_cache = False
     return config
 
@@ -68,14 +68,14 @@ def test_every_family_has_its_classes():
 @every_class
 def test_equals_its_parent(hold_drop_in, name, padding):
     if name == "GPT2ForQuestionAnswering" and padding == "left":
-        pytest.skip("its loss runs over padding, which sees nothing where it lies at the left")
+        pytest.skip("its loss includes padding, which at the left attends to no token")
     hold_drop_in(getattr(models, name), config_of(name), padding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernels_are_as_exact_as_the_parents(hold_drop_in, family, dtype):
-    """In the dtype that users train in; what is around the kernels is looked at in fp64."""
+def test_the_kernels_are_as_accurate_as_the_parent(hold_drop_in, family, dtype):
+    """In the dtypes of training; all code around the kernels is tested in fp64."""
     heads = ("ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
     name = next(n for n, of in CLASSES.items() if of == family and n.endswith(heads))
     hold_drop_in(getattr(models, name), config_of(name), "right", dtype)
@@ -86,14 +86,14 @@ def test_the_kernels_are_as_exact_as_the_parents(hold_drop_in, family, dtype):
     "name", [n for n in CLASSES if n.endswith(("Model", *VOCABULARY_HEADS)) and not has_decoder(n)]
 )
 def test_a_capacity_changes_nothing(hold_drop_in, name, padding):
-    """24 tokens of a sequence or choice lie in 30 rows, whatever the batch."""
+    """24 tokens of a sequence or choice are packed into 30 rows."""
     rows = 90 if name.endswith("DoubleHeadsModel") else 30
     ours, config = getattr(models, name), config_of(name)
     hold_drop_in(ours, config, padding, unpad=rows)
     if name.removesuffix("Model") in PREFIXES.values():
         mask = PADDINGS[padding]
         hidden = ours(config)(**inputs_of(name, config, mask), unpad=rows)[0]
-        # A pooler reads the first one, whatever it is.
+        # The pooler reads the first row, even of padding.
         left_out = hidden[:, 1:][mask[:, 1:] == 0]
         assert not left_out.any(), "rows that are left out are 0"
 
@@ -113,7 +113,7 @@ def test_arguments_come_in_the_parents_order(name):
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])
 def test_labels_may_come_flat(name):
-    """As in Transformers, which looks at all of them as one row."""
+    """As in Transformers, which treats flat labels as one sequence."""
     model, parent = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     inputs["labels"] = inputs["labels"].flatten()
@@ -127,8 +127,8 @@ def test_labels_may_come_flat(name):
 @pytest.mark.parametrize(
     "name", [n for n in CLASSES if n.endswith(VOCABULARY_HEADS) and n != "ElectraForPreTraining"]
 )
-def test_the_loss_is_told_how_many_rows_have_a_label_where_that_is_known(monkeypatch, name):
-    """Positions of a collator, and next tokens; a device alone knows how many of N are masked."""
+def test_the_loss_gets_the_number_of_labelled_rows_if_known(monkeypatch, name):
+    """From given positions, and for next tokens. The number of masked tokens is not known."""
     told = []
     loss = ops.linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""Dropout on: every class repeats itself under a seed, and drops as much as its parent does."""
+"""Training mode: the same seed repeats every class, and dropout is as strong as the parent's."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def batch(name: str) -> dict[str, Tensor]:
 
 
 def numbers(outputs: Any) -> Tensor:
-    """What a model says of the first token of the first sequence, and its loss."""
+    """The first 8 numbers of each output, and the loss."""
     found = [value for value in outputs.values() if isinstance(value, Tensor)]
     return torch.cat([value.flatten()[:8] for value in found])
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_seed_repeats_every_bit(name):
+def test_the_same_seed_gives_the_same_bits(name):
     model = getattr(models, name)(config(name)).train()
     inputs = batch(name)
 
@@ -83,7 +83,7 @@ def test_a_seed_repeats_every_bit(name):
 
 
 @pytest.mark.parametrize("name", PREFIXES.values())
-def test_as_much_is_dropped_as_by_the_parent(name):
+def test_dropout_has_the_parents_mean_and_variance(name):
     """The first two moments of a model's answers over seeds, by a two-sample z-test each."""
     name = f"{name}Model"
     ours = getattr(models, name)(config(name)).train()

@@ -176,7 +176,7 @@ def losses(outputs):
 
 
 @every_option
-def test_losses_and_gradients_are_those_of_the_definition(hold, options):
+def test_losses_and_gradients_equal_the_definition(hold, options):
     ids, labels = batch()
     model, reference = build(**options), Reference(joint_config(**options))
     reference.load_state_dict(model.state_dict())
@@ -197,7 +197,7 @@ def test_losses_and_gradients_are_those_of_the_definition(hold, options):
 
 
 @every_option
-def test_gradients_reach_what_is_trained_and_nothing_else(options):
+def test_only_trained_parameters_get_gradients(options):
     model = build(**options)
     run(model, *batch()).loss.backward()
     reached = {n for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
@@ -258,7 +258,7 @@ def test_leaving_padding_out_changes_nothing(hold, options, unpad):
 
 
 @every_option
-def test_no_row_is_computed_for_nothing(options):
+def test_only_needed_rows_are_computed(options):
     """Padding nowhere, and in the last layer what a loss reads."""
     ids, labels = batch()
     model = build(**options)
@@ -320,7 +320,7 @@ def test_accumulated_half_batches_are_one_batch(hold, options):
 
 
 @every_option
-def test_a_batch_without_labels_trains_nothing_by_them(options):
+def test_a_batch_without_labels_has_finite_gradients(options):
     ids, _ = batch()
     model = build(**options)
     out = run(model, ids, torch.full_like(ids, -100), output_replaced_ids=True)
@@ -351,7 +351,7 @@ def flatten_heads(model, *, copy_bias=0.0, detection_bias=0.0):
 
 
 @pytest.mark.parametrize("objective", electra_joint.OBJECTIVES)
-def test_losses_by_hand(objective):
+def test_losses_equal_values_computed_by_hand(objective):
     # Three tokens and one of padding; two are chosen, and replaced by 5: one was a 5 before.
     ids = torch.tensor([[8, MASK_ID, MASK_ID, 3]])
     labels = torch.tensor([[-100, 5, 6, -100]])
@@ -396,7 +396,7 @@ def test_the_copy_mechanism_neither_overflows_nor_underflows(logit):
 
 
 @every_option
-def test_the_curve_falls(options):
+def test_the_loss_decreases(options):
     torch.manual_seed(0)  # few steps of so small a model are a draw
     model = build(**options)
     with torch.no_grad():
@@ -453,7 +453,7 @@ def train(model, forward):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("all shared", "all-tokens MLM")),
     ],
 )
-def test_twenty_steps_give_the_curve_of_transformers(name):
+def test_twenty_steps_give_the_losses_of_transformers(name):
     # Seeds under which no uniform number lies within rounding of a boundary between two tokens:
     # then all runs draw the same replacements, which is asserted.
     options = OPTIONS[name]
@@ -558,7 +558,7 @@ class Step(nn.Module):
 
 
 def trace(options, device, planted=None, unpad=None):
-    """Masking, forward, backward and optimizer, on tensors that have no values to look at."""
+    """Masking, forward, backward and optimizer on fake tensors, which have no values."""
     with FakeTensorMode(), torch.device(device):
         model = ElectraForJointPreTraining(joint_config(**options))
         step = Step(model, unpad)
@@ -575,13 +575,13 @@ def trace(options, device, planted=None, unpad=None):
 # CPU tensors alone; on the CPU the fused operators show their fake implementations.
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @every_option
-def test_no_step_of_it_looks_at_a_value(options, device):
+def test_a_training_step_reads_no_tensor_value(options, device):
     out = trace(options, device)
     assert out.loss.shape == () and out.loss.device.type == device
 
 
 @pytest.mark.parametrize("name", ["default", "ELECTRA 15%", "all-tokens MLM"])
-def test_no_step_with_a_capacity_looks_at_a_value(name):
+def test_a_training_step_with_a_capacity_reads_no_tensor_value(name):
     assert trace(OPTIONS[name], "meta", unpad=30).loss.shape == ()
 
 
@@ -596,7 +596,7 @@ def test_no_step_with_a_capacity_looks_at_a_value(name):
     ],
     ids=["item", "nonzero", "boolean index", "if"],
 )
-def test_looking_at_a_value_does_not_trace(planted, device):
+def test_reading_a_value_fails_under_fake_tensors(planted, device):
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         trace({}, device, planted)
 
@@ -632,20 +632,20 @@ def check_compiled(hold, options, backend, unpad=None):
         ),
     ],
 )
-def test_traced_whole_it_equals_eager(hold, name):
+def test_a_traced_step_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager")
 
 
 @pytest.mark.parametrize(
     "name", ["default", pytest.param("all-tokens MLM", marks=pytest.mark.slow)]
 )
-def test_traced_whole_with_a_capacity_it_equals_eager(hold, name):
+def test_a_traced_step_with_a_capacity_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager", unpad=30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_compiled_whole_it_equals_eager(hold, name):
+def test_a_compiled_step_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "inductor")
 
 
@@ -658,7 +658,7 @@ def device_batches(count):
 
 @pytest.mark.gpu
 @every_option
-def test_no_step_waits_for_the_device(options):
+def test_a_training_step_needs_no_sync(options):
     step = Step(build(**options).cuda())
     optimizer = torch.optim.AdamW(step.parameters(), capturable=True)
     mask = MASK.cuda()
@@ -751,7 +751,7 @@ def tied(model):
     return sorted(group for group in names.values() if len(group) > 1)
 
 
-def test_what_is_shared():
+def test_shared_parameters():
     def shared(**options):
         model = build(**options)
         ours, theirs = model.generator.electra, model.discriminator.electra
@@ -770,7 +770,7 @@ def test_what_is_shared():
 
 
 @every_option
-def test_options_survive_saving_and_loading(tmp_path, options):
+def test_checkpoints_keep_the_options(tmp_path, options):
     ids, labels = batch()
     model = build(**options, temperature=0.5, sampling_seed=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -811,7 +811,7 @@ def test_the_discriminator_loads_in_transformers(hold, tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [OPTIONS[n] for n in ("all shared", "all-tokens MLM", "unigram", "second stage")],
+    [OPTIONS[n] for n in ("default", "all shared", "all-tokens MLM", "unigram", "second stage")],
     ids=str,
 )
 def test_trainer_resumes(tmp_path, options):
@@ -842,6 +842,7 @@ def test_trainer_resumes(tmp_path, options):
             train_dataset=samples,
             data_collator=collate,
         )
+        assert trainer.model_accepts_loss_kwargs
         trainer.train(**resume)
         return trainer.model
 
@@ -852,7 +853,7 @@ def test_trainer_resumes(tmp_path, options):
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_the_frozen_generator_keeps_nothing_for_a_backward():
+def test_the_frozen_generator_saves_no_tensors_for_backward():
     for stage in (1, 2):
         model = build(stage=stage, embedding_sharing="none")
         kept = []
@@ -931,7 +932,7 @@ def test_bad_options_raise_typed_errors(options, words):
 @pytest.mark.parametrize(
     "options", [{"embedding_sharing": "all"}, {"stage": 1, "embedding_sharing": "none"}], ids=str
 )
-def test_equal_sizes_are_asked_for(options):
+def test_different_sizes_raise_typed_errors(options):
     encoder = joint_config().discriminator
     with pytest.raises(ArgumentValueError, match=r"generator\.hidden_size.*generator_size=1"):
         ElectraJointConfig.from_discriminator(encoder, generator_size=0.5, **options)
@@ -972,7 +973,7 @@ def test_slots_that_do_not_fit_raise_typed_errors():
     ids=str,
 )
 def test_a_projection_to_the_vocabulary_with_a_hook_is_refused(part, options):
-    """Its weight alone is read: an adapter or a hook would be left out without a word."""
+    """Only its weight is used: adapters and hooks would be ignored."""
     model, (ids, labels) = build(**options), batch()
     decoder = getattr(model, part).generator_lm_head
     hook = decoder.register_forward_hook(lambda _, __, out: 2 * out)

@@ -1,4 +1,4 @@
-"""What users do to the models beside calling them by the book; BERT stands for its kin."""
+"""Unusual inputs, configurations and changes of models, for BERT as an example of all encoders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_mask_of_another_shape_is_an_error(name, shape):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OpenAIGPTLMHeadModel"])
-def test_so_it_is_for_causal_models(name):
+def test_a_mask_of_another_shape_is_an_error_in_causal_models(name):
     cls = getattr(models, name)
     model = cls(cls.config_class(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20))
     ids, labels = batch()
@@ -85,7 +85,7 @@ def test_so_it_is_for_causal_models(name):
             model(ids, attention_mask=torch.ones(ROWS, columns), labels=labels)
 
 
-def test_positions_in_any_order_twice_or_beside_a_label(hold):
+def test_masked_positions_in_any_order_repeated_or_without_label(hold):
     """The loss is of what the positions name, each time that they do."""
     ids, labels = batch()
     positions = torch.tensor([18, -1, 0, 9, 0, 5, -1])
@@ -246,7 +246,7 @@ def frozen(model):
         frozen,
     ],
 )
-def test_a_change_of_the_users_acts_as_in_the_parent(hold, change):
+def test_user_changes_of_a_model_equal_the_parent(hold, change):
     ids, labels = batch()
     ours, parent = pair()
     change(ours)
@@ -254,7 +254,7 @@ def test_a_change_of_the_users_acts_as_in_the_parent(hold, change):
     hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
 
 
-def test_the_table_may_be_larger_than_the_configuration_says():
+def test_larger_input_embeddings():
     model, parent = pair("BertModel")
     for each in (model, parent):
         each.set_input_embeddings(nn.Embedding(VOCAB + 8, 32))
@@ -266,7 +266,7 @@ def test_the_table_may_be_larger_than_the_configuration_says():
 
 
 def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
-    """It would not leave out the rows that it is told to, and the head would read others."""
+    """It would return all rows, and the head would read the wrong ones."""
     model, parent = pair()
     model.bert = parent.bert
     ids, labels = batch()

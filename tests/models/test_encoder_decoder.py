@@ -135,7 +135,7 @@ def loss_alone(model, inputs, **extra):
 
 
 def hold_pair(hold, ours, parent, inputs, **options):
-    """Once with the whole of the outputs, once with the loss alone, in one comparison."""
+    """Compare all outputs, and the loss of a call that returns only the loss."""
 
     def whole(model, **extra):
         return compared(model(**inputs, output_hidden_states=True, **extra), inputs)

@@ -51,7 +51,7 @@ def rows_computed(model, **inputs):
 def test_padding_is_left_out(ours):
     inputs = {"input_ids": batch(RIGHT), "attention_mask": RIGHT}
     if ours in (GPT2Model, GPT2LMHeadModel, GPT2DoubleHeadsModel):
-        # The others have no cache unless they are told to.
+        # By default, the other classes return no cache.
         inputs["use_cache"] = False
     if "QuestionAnswering" in ours.__name__:
         inputs["exclude_padding"] = True
@@ -84,7 +84,7 @@ def test_the_scale_of_attention_is_the_parents(hold_drop_in, option):
     hold_drop_in(GPT2LMHeadModel, config(**{option: not getattr(CONFIG, option)}), "right")
 
 
-def test_the_order_of_the_upcast_is_of_eager_attention_alone():
+def test_reorder_and_upcast_attn_affects_only_eager_attention():
     """As in the parent, whose other implementations do not read the option either."""
     models = [GPT2Model(config(reorder_and_upcast_attn=option)) for option in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
@@ -194,7 +194,7 @@ def test_double_heads_with_any_summary(hold, summary, choices):
     hold(ours, eager_parent(GPT2DoubleHeadsModel, changed), run)
 
 
-def test_attentions_are_the_parents_and_said_to_be_slow(hold, monkeypatch):
+def test_output_attentions_equal_the_parents_and_warn(hold, monkeypatch):
     ids, warnings = batch(RIGHT), []
     states = torch.randn(ROWS, 6, CONFIG.n_embd)
 
@@ -218,7 +218,7 @@ def test_attentions_are_the_parents_and_said_to_be_slow(hold, monkeypatch):
     assert len(warnings) == 1 and "output_attentions" in warnings[0]
 
 
-def test_a_mask_of_4_dimensions_is_the_users(hold):
+def test_a_4d_mask_is_used_unchanged(hold):
     ids = batch()
     mask = torch.rand(ROWS, 1, LENGTH, LENGTH) < 0.5
     mask |= torch.eye(LENGTH, dtype=torch.bool)

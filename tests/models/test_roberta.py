@@ -21,7 +21,7 @@ def config(**changes):
 
 
 def batch(mask=None):
-    """Ids, which are the padding token where the mask hides them alone, and labels at some."""
+    """Ids, the padding token only where masked, and labels for some tokens."""
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH))
     seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     chosen = (torch.rand(ROWS, LENGTH) < 0.3) & seen
@@ -76,8 +76,8 @@ def test_a_padding_token_among_the_others_equals_the_parents(hold):
 
 
 @pytest.mark.parametrize("extra", [{}, {"output_attentions": True}], ids=["packed", "padded"])
-def test_rows_that_the_caller_chose_come_back_as_they_are(hold, extra):
-    """The mask hides a first token, and what is pooled there is nobody's business."""
+def test_unpad_with_a_ragged_batch_returns_its_rows(hold, extra):
+    """The first token of one sequence is masked; its pooled output is not compared."""
     mask = RIGHT.clone()
     mask[1, 0] = 0
     ids, _ = batch(mask)

@@ -265,7 +265,7 @@ def test_a_table_does_not_go_with_a_complete_mask():
         )
 
 
-def test_another_implementation_is_the_parents_to_the_bit():
+def test_eager_attention_equals_the_parent_bit_for_bit():
     given = batch("none")
     ours = T5Model._from_config(config(), attn_implementation="eager")
     parent = eager_parent(T5Model, config())
@@ -274,7 +274,7 @@ def test_another_implementation_is_the_parents_to_the_bit():
     assert same_bits((ours(**inputs)[0],), (parent(**inputs)[0],))
 
 
-def test_hooks_on_the_word_embeddings_are_heard():
+def test_hooks_on_the_word_embeddings_are_called():
     model, given, heard = T5ForConditionalGeneration(config()), batch(), []
     for stack in (model.encoder, model.decoder):
         stack.embed_tokens.register_forward_hook(lambda *_: heard.append(None))

@@ -163,7 +163,7 @@ def test_torch_export_keeps_operators_unless_told_otherwise(name):
     torch.testing.assert_close(program.module()(*model.inputs), model(*model.inputs))
 
 
-def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
+def test_onnx_export_by_torch_export_uses_no_fastplm_operators(monkeypatch):
     model = Plain("BertForSequenceClassification")
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     program = torch.export.export(model, model.inputs)
@@ -171,7 +171,7 @@ def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
-def test_quantization_says_whom_it_leaves_out():
+def test_quantization_warns_about_drop_in_linear_layers():
     """It looks for nn.Linear by its exact class, and ours would stay in fp32 in silence."""
     parent = transformers.BertModel(config_of("BertModel"))
     model = models.BertModel(config_of("BertModel"))
