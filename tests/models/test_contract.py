@@ -413,9 +413,9 @@ GENERATE += ("BartForConditionalGeneration", "T5ForConditionalGeneration")
 def test_generation_gives_the_parents_tokens(name, padding, cache, search):
     changed = {}
     if name.startswith("T5"):
-        # With a tied head, every token would be the first one again.
+        # With a tied head or small weights, all tokens would be equal.
         changed = {"tie_word_embeddings": False, "scale_decoder_outputs": False}
-        changed |= {"is_gated_act": True, "dense_act_fn": "gelu_new"}
+        changed |= {"is_gated_act": True, "dense_act_fn": "gelu_new", "initializer_factor": 3.0}
     config = config_of(name) if not changed else small_config("t5", **changed)
     inputs = inputs_of(name, config, PADDINGS[padding])
     options = {"max_new_tokens": 8, "eos_token_id": None, "forced_eos_token_id": None}
@@ -429,7 +429,7 @@ def test_generation_gives_the_parents_tokens(name, padding, cache, search):
     for _ in range(20):  # some random weights repeat one token
         ours, parent = pair(name, config)
         expected = generate(parent)
-        if expected.unique().numel() > 3:
+        if expected.unique().numel() > 2:
             break
     else:
         pytest.fail("no model generates different tokens")
