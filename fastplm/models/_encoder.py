@@ -1,9 +1,9 @@
-"""What BERT, RoBERTa, ALBERT and ELECTRA share: padding left out, and the rows of the last layer.
+"""Shared by BERT, RoBERTa, ALBERT and ELECTRA: packed rows, and few rows in the last layer.
 
-    pad mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows that
-    the head reads -> head and loss; padded back only where the caller gets to see the rows
+    padding mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows
+    that the head reads -> head and loss; hidden states are padded again only if they are returned
 
-Mixins in front of Transformers' classes: the parent's own forward does the work, on packed rows.
+Mixins in front of Transformers' classes. The parent's forward runs on packed rows.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from fastplm.models._ragged import (
     RaggedBatch,
     Rows,
     Unpad,
-    as_asked,
+    for_caller,
     mask_at,
     rows_at,
     unpadded,
     values_can_be_read,
 )
 
-# Above this share of the rows, cutting the last layer down to some of them saves too little.
+# If the head reads more than this share of the rows, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 
 
 class EncoderModel(FastplmModel):
-    """Mixin of a backbone: [B, T] in, [B, T, E] out, and only the tokens in between.
+    """Mixin of a backbone: [B, T] in, [B, T, E] out; in between, only tokens are computed.
 
-    A padded batch is unpadded once, before the embeddings, if its values can be read, which on CUDA
-    waits for the device; under ``torch.compile`` and in a captured graph it stays padded unless
-    ``unpad`` gives a capacity. Hidden states of padding are 0. Transformers computes some there,
-    out of the tokens; nothing should read them.
+    A padded batch is unpadded once, before the embeddings, if the values of its mask can be read
+    (on CUDA this is a sync). Under ``torch.compile`` and in a CUDA graph it stays padded, unless
+    ``unpad`` gives a capacity. The hidden states of padding are 0. Transformers returns other
+    values there, which have no meaning.
 
-    The padded path of the parent stays for: an attention implementation other than "fastplm",
-    masks of 4 dimensions, caches, ``output_attentions``, ``chunk_size_feed_forward``, layers or
-    attention of the user's own. A hook on the pooler runs twice where rows are left out; the second
-    run counts.
+    The parent's padded computation is used with an attention implementation other than "fastplm",
+    4-D masks, caches, ``output_attentions``, ``chunk_size_feed_forward``, and layers or attention
+    modules of the user. If rows are left out, a hook on the pooler runs twice, and the result of
+    the second run is used.
     """
 
     config: Any
@@ -81,27 +81,28 @@ class EncoderModel(FastplmModel):
         lookup: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the parent, with these arguments more.
+        """Like the parent, with these additional arguments.
 
         Args:
-            unpad: None = leave padding out where that is possible; False = do not; an int = the
-                number of rows to make room for, which fixes all shapes; a batch = these rows.
-            output_rows: int64 [P], flat positions ``b * T + t`` of the rows that are wanted, -1 in
-                unused slots: the last layer computes no other. "first" = each sequence's first.
-            extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
-            lookup: takes the place of the word embeddings.
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the rows to return, -1 in
+                unused slots; the last layer computes only these. "first" = the first of each
+                sequence.
+            extra_rows: bool [B, T], rows to compute although they are masked as keys.
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
+            lookup: replaces the word embeddings.
 
         Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
-            batch given as ``unpad`` it is [1, N, E], and a pooler sees 0 where the first row of a
-            sequence is not among these.
+            Like the parent. With ``output_rows``, the last hidden state is [P, 1, E]. With a
+            ``RaggedBatch`` as ``unpad`` it is [1, N, E], and the pooler gets 0 for a sequence whose
+            first row is not in that batch.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
-        # The user's table may be larger than the configuration knows.
+        # The user may have replaced the embeddings by larger ones.
         vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
         check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
@@ -136,7 +137,7 @@ class EncoderModel(FastplmModel):
             assert rows is not None
             last = self._last_rows(needed, rows, ragged, attention_mask)
 
-        # --- the parent, on those ---
+        # --- the parent's forward on these rows ---
         if ragged is not None:
             input_ids = None if input_ids is None else ragged.pack(input_ids)
             inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
@@ -169,13 +170,13 @@ class EncoderModel(FastplmModel):
             **kwargs,
         )
 
-        # --- back ---
-        asked, slots = as_asked(outputs, ragged, last, rows, unpad)
+        # --- what the caller gets ---
+        changed, slots = for_caller(outputs, ragged, last, rows, unpad)
         if slots is not None and self._pools():
-            # The parent pooled the first row of all; what it made of that is not used.
+            # The parent pooled the first packed row. That output is replaced.
             first_rows = rows_at(outputs.last_hidden_state, first, slots)
-            asked["pooler_output"] = self._pooled(first_rows)
-        return type(outputs)(**{**outputs, **asked})
+            changed["pooler_output"] = self._pooled(first_rows)
+        return type(outputs)(**{**outputs, **changed})
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -184,19 +185,18 @@ class EncoderModel(FastplmModel):
         return given.shape[1]
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
-        """The positions that the parent would give: int64 [1 or B, T]."""
+        """The position ids that the parent would use: int64 [1 or B, T]."""
         return torch.arange(given.shape[1], device=given.device)[None]
 
     def _pools(self) -> bool:
         return getattr(self, "pooler", None) is not None
 
     def _pooled(self, first: Tensor) -> Tensor:
-        """The pooler's output for the first token of each sequence: [B, 1, E] -> [B, E]."""
+        """The pooler applied to the first token of each sequence: [B, 1, E] -> [B, E]."""
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether all attention is of our classes, which know of packed rows; the user's own may
-        not."""
+        """Whether all attention modules are drop-in classes, which support packed rows."""
         blocks = [getattr(layer, "attention", None) for layer in self.encoder.layer]
         return all(
             isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
@@ -204,13 +204,13 @@ class EncoderModel(FastplmModel):
         )
 
     def _is_causal(self) -> bool:
-        """Whether a row sees those before it alone, which may lie in a cache."""
+        """Whether attention is causal."""
         return bool(self.config.is_decoder)
 
     def _last_layer(self) -> int | None:
-        """The index of the last layer, None if it cannot compute some rows alone.
+        """The index of the last layer; None if that layer must compute all rows.
 
-        Only asked where the layers are ours.
+        Only called if ``_layers_are_ours``.
         """
         if self._is_causal():
             return None
@@ -228,7 +228,7 @@ class EncoderModel(FastplmModel):
         use_cache: bool | None,
         kwargs: dict[str, Any],
     ) -> bool:
-        """Whether rows can be left out: the parent's padded path does the rest."""
+        """Whether rows can be left out. If not, the parent computes the padded batch."""
         if use_cache is None:
             use_cache = getattr(self.config, "use_cache", False)
         return (
@@ -238,7 +238,7 @@ class EncoderModel(FastplmModel):
             and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
             and not wants_output(self, "output_attentions", kwargs)
-            # Its chunks have to divide the number of rows evenly.
+            # The number of rows must be a multiple of the chunk size.
             and not self.config.chunk_size_feed_forward
             and self._layers_are_ours()
         )
@@ -246,7 +246,7 @@ class EncoderModel(FastplmModel):
     def _last_rows(
         self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
     ) -> LastRows | None:
-        """The last layer's rows, or None where all of them may as well be computed."""
+        """The rows of the last layer; None = all of them."""
         index = self._last_layer()
         if index is None or is_written_down():  # ONNX has no stable sort
             return None
@@ -260,7 +260,7 @@ class EncoderModel(FastplmModel):
 
 
 def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
-    """The padding mask [B, T]; one of more dimensions is left to the parent."""
+    """A padding mask expanded to [B, T]. A mask with more dimensions is returned unchanged."""
     if mask is None or mask.dim() != 2:
         return mask
     if mask.shape[0] == 1:
@@ -275,13 +275,13 @@ def cross_inputs(
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
 ) -> tuple[dict[str, Any], RaggedBatch | None]:
-    """What a decoder gets of its encoder's states, packed if the decoder is, and how these are.
+    """(a decoder's arguments for the encoder states, how the states are packed or None).
 
     Args:
         states: [B, S, E], or [1, N, E] with ``encoder_rows``.
-        mask: [B, S] of any dtype, 0 = padding; None = none, or as ``encoder_rows`` says.
-        encoder_rows: how the states were unpadded.
-        ragged: how the decoder's own rows were.
+        mask: [B, S] of any dtype, 0 = padding; None = no padding, or that of ``encoder_rows``.
+        encoder_rows: how the states were packed.
+        ragged: how the decoder's rows are packed; None = padded.
     """
     if ragged is None:
         if encoder_rows is not None:
@@ -310,7 +310,7 @@ def cross_inputs(
 
 
 class EncoderAttention:
-    """Mixin of a layer's attention block: in the last layer, for the rows that are wanted."""
+    """Mixin of a layer's attention block. In the last layer it may compute only some rows."""
 
     self: Any
     is_cross_attention: bool
@@ -325,9 +325,9 @@ class EncoderAttention:
 
 
 class EncoderSelfAttention:
-    """Mixin of self-attention, whose queries may be some of the rows alone.
+    """Mixin of self-attention whose queries may be only some of the rows.
 
-    Then it is attention across: BERT's module for that has the same parts.
+    Then it runs as cross-attention: BERT's cross-attention module has the same submodules.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

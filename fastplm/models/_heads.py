@@ -1,4 +1,4 @@
-"""The heads that BERT, RoBERTa, ALBERT and ELECTRA share, as mixins in front of Transformers'."""
+"""Heads shared by several families, as mixins in front of Transformers' classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastplm.nn._rows import (
     vocabulary_loss,
 )
 
-#: What the forward of a decoder names, so that it is no option of its loss function.
+#: Arguments of a decoder's forward. All others are passed on to the user's loss function.
 _INPUTS = (
     "input_ids",
     "attention_mask",
@@ -37,8 +37,8 @@ _INPUTS = (
     "extra_rows",
 )
 
-#: (what comes before the projection to the vocabulary or None, that projection). A head that the
-#: user changed is called whole: it is the projection then, and makes logits.
+#: (the layers before the projection to the vocabulary or None, the projection). A head that the
+#: user changed is (None, the head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
@@ -47,22 +47,21 @@ def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, ro
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
-    """(batch, tokens) of a model's input; None if there is none."""
+    """The shape [B, T] of a model's input; None without input."""
     given = inputs.get(f"{prefix}inputs_embeds")
     given = inputs.get(f"{prefix}input_ids") if given is None else given
     return given.shape[:2] if isinstance(given, Tensor) else None
 
 
-def wanted_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
-    """The last hidden state of a backbone that was told ``output_rows``: [P, 1, E] -> [P, E]."""
+def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     check(
         hidden.shape[:2] == (positions.shape[0], 1),
         type(model).__name__,
         "base_model",
         f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
         f"{positions.shape[0]} rows, those that the head reads",
-        "Use the backbone of fastplm.models of that name; transformers' own does not leave out "
-        "rows.",
+        "Use the class of fastplm.models: the backbone of transformers returns all rows.",
     )
     return hidden[:, 0]
 
@@ -79,17 +78,17 @@ def labelled_loss(
     *,
     dense: bool,
 ) -> tuple[Any, Tensor]:
-    """The backbone's outputs, and the vocabulary's cross-entropy at the labelled tokens alone.
+    """(the outputs of the backbone, the cross-entropy at the labelled tokens).
 
     Args:
-        model: has a ``base_model`` with the mixin ``EncoderModel``, or one of its ways.
-        transform: comes before the projection; None = nothing does.
+        model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
+        transform: the layers before the projection; None = there are none.
         decoder: the projection to the vocabulary.
         labels: int64 [B, T], -100 = none.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
-        normalizer: what the sum of the losses is divided by; None = the number of labels.
-        all_rows: whether the caller looks at other rows of the last hidden state, [B, T, E] then.
-        inputs: the backbone's.
+        normalizer: the denominator of the loss; None = the number of labels.
+        all_rows: whether the caller needs the whole last hidden state [B, T, E].
+        inputs: of the backbone.
         dense: as in ``vocabulary_loss``.
     """
     where = type(model).__name__
@@ -108,7 +107,7 @@ def labelled_loss(
     if all_rows:
         rows = ops.gather_rows(hidden.flatten(0, 1), positions)
     else:
-        rows = wanted_rows(model, hidden, positions)
+        rows = requested_rows(model, hidden, positions)
     loss = vocabulary_loss(
         rows if transform is None else transform(rows),
         decoder,
@@ -121,7 +120,7 @@ def labelled_loss(
 
 
 class MaskedLM(FastplmModel):
-    """Mixin of ``…ForMaskedLM`` whose last layer, head and loss see the labelled tokens only."""
+    """Mixin of ``…ForMaskedLM``: the last layer, head and loss compute only labelled tokens."""
 
     base_model: Any
 
@@ -138,19 +137,19 @@ class MaskedLM(FastplmModel):
         num_items_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> MaskedLMOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T] or flat, -100 = none. With labels, ``logits`` are None.
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
-                shapes of the head, for compiled models and CUDA. Without it they are found.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
+                shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
             inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            ``MaskedLMOutput``; the loss is fp32, and 0 if nothing has a label.
+            ``MaskedLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -183,14 +182,14 @@ class MaskedLM(FastplmModel):
 
 
 class SequencePairPreTraining(FastplmModel):
-    """Mixin of a masked-LM head beside a classifier of sequence pairs, by the pooled output.
+    """Mixin of a masked-LM head and a classifier of sequence pairs, which reads the pooled output.
 
-    ``loss = MLM loss + pair loss``, or the one whose labels are given.
+    ``loss = MLM loss + pair loss``, or only the loss whose labels are given.
     """
 
     base_model: Any
     _output: Any
-    #: What the parent calls the labels and the logits of the pairs.
+    #: The parent's names of the labels and logits of the pairs.
     _pair_label: str
     _pair_logits: str
 
@@ -212,21 +211,21 @@ class SequencePairPreTraining(FastplmModel):
         num_sequences_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels, masked_positions, output_logits, num_items_in_batch: as in ``…ForMaskedLM``, for
                 the MLM loss and ``prediction_logits``.
-            num_sequences_in_batch: what the sum of the pair losses is divided by. Without it, but
-                with ``num_items_in_batch``, their mean is weighted by this batch's share of the
-                labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
-                unequally many labels do not weigh their sequences quite equally.
-            inputs: of the model without head, and the labels of the pairs int64 [B], -100 = none:
+            num_sequences_in_batch: the denominator of the pair loss. If only
+                ``num_items_in_batch`` is given, the mean pair loss is multiplied by this batch's
+                share of the labels. These shares sum to 1 over the accumulated batches, but then
+                sequences in batches with more labels have slightly more weight.
+            inputs: of the model without head, and the labels of the pairs, int64 [B], -100 = none:
                 ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
                 ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B.
 
         Returns:
-            As the parent; the loss is fp32.
+            Like the parent; the loss is fp32.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -293,7 +292,7 @@ def _pair_loss(
 
 
 class CausalLM(FastplmModel):
-    """Mixin of a decoder with a language-model head, whose loss never makes all logits."""
+    """Mixin of a decoder with a language-model head. The loss computes no full logits."""
 
     base_model: Any
 
@@ -312,20 +311,20 @@ class CausalLM(FastplmModel):
         shift_labels: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
-                With labels, ``logits`` are None, and so is the cache unless ``use_cache`` is True.
-                A ``loss_function`` that the user set gets logits, as in the parent.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-            shift_labels: int64 [B, T], labels shifted already: that of t is predicted at t.
+                With labels, ``logits`` are None, and the cache is None unless ``use_cache`` is
+                True. A ``loss_function`` set by the user gets logits, as in the parent.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
+            shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
             inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 if nothing has a label.
+            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -387,9 +386,9 @@ class CausalLM(FastplmModel):
 
 
 def shifted(labels: Tensor | None) -> Tensor | None:
-    """[B, T] -> [B, T]: at t the label of t + 1, and none at the end.
+    """[B, T] -> [B, T]: at t the label of t + 1, and -100 at the end.
 
-    Flat labels have one end alone, as in Transformers.
+    Flat labels are shifted as one sequence, as in Transformers.
     """
     if labels is None:
         return None
@@ -397,23 +396,23 @@ def shifted(labels: Tensor | None) -> Tensor | None:
 
 
 class ScaledLoss(FastplmModel):
-    """Mixin of a head whose loss is a mean over labels, as its parent computes it.
+    """Mixin of a head with the parent's loss, a mean over labels.
 
-    With ``num_items_in_batch``, the number of labels of all batches that gradients are accumulated
-    over, the loss is the sum of this batch's over that number.
+    With ``num_items_in_batch``, the number of labels of all batches over which gradients are
+    accumulated, the loss is the sum over this batch divided by that number.
     """
 
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
         if labels is None or num_items is None:
             return outputs
         share = batch_share(labels, num_items)
-        # A mean over no label is not a number.
+        # A mean over no labels is NaN.
         loss = outputs.loss.masked_fill(share == 0, 0.0) * share
         return type(outputs)(**{**outputs, "loss": loss})
 
 
 class SequenceClassification(ScaledLoss):
-    """Mixin of ``…ForSequenceClassification``: the last layer computes the first tokens alone."""
+    """Mixin of ``…ForSequenceClassification``: the last layer computes only the first tokens."""
 
     @can_return_tuple
     def forward(
@@ -429,18 +428,18 @@ class SequenceClassification(ScaledLoss):
 
 
 class MultipleChoice(SequenceClassification):
-    """Mixin of ``…ForMultipleChoice``: [B, choices, T]; the rest as in sequence classification."""
+    """Mixin of ``…ForMultipleChoice``: [B, choices, T], otherwise as sequence classification."""
 
 
 def labelled_rows(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """bool [B, T]: the tokens of a classifier that have a label, of any shape of as many."""
+    """bool [B, T]: which tokens have a label; ``labels`` has any shape with B * T elements."""
     check_tensor(where, "labels", labels)
     check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
     return (labels != IGNORE_INDEX).reshape(shape)
 
 
 class TokenClassification(ScaledLoss):
-    """Mixin of ``…ForTokenClassification``. Tokens with a label count, whatever the mask says."""
+    """Mixin of ``…ForTokenClassification``. Labels of masked tokens count, as in the parent."""
 
     @can_return_tuple
     def forward(
@@ -462,9 +461,9 @@ class TokenClassification(ScaledLoss):
 class QuestionAnswering(FastplmModel):
     """Mixin of ``…ForQuestionAnswering``.
 
-    The parent's softmax runs over padding too. Its loss is kept to the letter: all rows are
-    computed. With ``exclude_padding`` an answer cannot begin or end in padding, whose logits are
-    the lowest finite number, and padding costs nothing.
+    The parent's softmax includes padding. To give the same loss, all rows are computed. With
+    ``exclude_padding``, padding is left out: its logits are the lowest finite number, so that no
+    answer begins or ends there.
     """
 
     @can_return_tuple
@@ -477,7 +476,7 @@ class QuestionAnswering(FastplmModel):
         exclude_padding: bool = False,
         **inputs: Any,
     ) -> Any:
-        """As the parent, with one argument more.
+        """Like the parent, with one additional argument.
 
         Args:
             exclude_padding: leave padding out of the batch and of the softmax.
@@ -487,17 +486,19 @@ class QuestionAnswering(FastplmModel):
             inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
             return super().forward(**inputs)  # type: ignore[misc]
         outputs = super().forward(**inputs)  # type: ignore[misc]
-        hidden = ~attention_mask.bool()
+        padding = ~attention_mask.bool()
         changed: dict[str, Any] = {}
         for name in ("start_logits", "end_logits"):
             logits = outputs[name]
-            changed[name] = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+            changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
         if start_positions is not None and end_positions is not None:
-            # As in the parent, a place outside the text is no label.
-            end = hidden.shape[1]
+            # As in the parent, a position outside the sequence is ignored.
+            end = padding.shape[1]
             losses = [
-                nn.functional.cross_entropy(logits, place.view(-1).clamp(0, end), ignore_index=end)
-                for logits, place in zip(
+                nn.functional.cross_entropy(
+                    logits, position.view(-1).clamp(0, end), ignore_index=end
+                )
+                for logits, position in zip(
                     changed.values(), (start_positions, end_positions), strict=True
                 )
             ]

@@ -1,8 +1,8 @@
-"""A padded batch without its padding: which rows are computed, and the way there and back.
+"""Packed batches: which rows are computed, packing and padding.
 
-B sequences of T tokens become one row of N tokens, sequence after sequence, as
-``attn_implementation="fastplm"`` takes them (``cu_seq_lens_q`` and its kin). Positions are flat,
-``b * T + t``; -1 is a slot without a token.
+A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after another, as
+``attn_implementation="fastplm"`` takes it (``cu_seq_lens_q``, …). Positions are flat,
+``b * T + t``; -1 marks an unused slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
 
 def values_can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be looked at, be it after waiting for its device."""
+    """Whether the values of a tensor can be read, if necessary with a device sync."""
     if not values_exist(tensor):
         return False
     if tensor.device.type == "cuda":
@@ -35,9 +35,9 @@ class RaggedBatch:
     """The rows of a padded batch [B, T] that are computed.
 
     Args:
-        positions: int64 [N], flat and ascending; -1 in spare slots, which are the last.
+        positions: int64 [N], flat and ascending; -1 in unused slots, which come last.
         cu_seqlens: int32 [B + 1], sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-        max_seqlen: a bound of the lengths.
+        max_seqlen: an upper bound of the lengths.
         key_mask: bool [N], the rows that may be attended to; None = all.
         batch, seqlen: B and T.
     """
@@ -53,19 +53,19 @@ class RaggedBatch:
     def of(
         cls, mask: Tensor, kept: Tensor | None = None, capacity: int | None = None
     ) -> RaggedBatch | None:
-        """The rows of a batch that are tokens.
+        """Pack the tokens of a batch.
 
         Args:
             mask: [B, T] of any dtype, 0 = padding.
-            kept: bool [B, T], rows to be computed although the mask hides them from the others.
-            capacity: N, which fixes all shapes and waits for nothing; None counts the rows, for
-                which the values have to be read (on CUDA that waits for the device).
+            kept: bool [B, T], rows to compute although they are masked as keys.
+            capacity: N, which fixes all shapes and needs no sync; None = count the rows, which
+                reads values (on CUDA a sync).
 
         Returns:
-            None if nothing would be left out.
+            None if there is no padding to leave out.
 
         Raises:
-            ArgumentValueError: more rows than the capacity, where the values are known. (Elsewhere
+            ArgumentValueError: more rows than the capacity, if the values are known. (Otherwise
                 an assertion on the device fails.)
         """
         mask = mask.bool()
@@ -84,7 +84,7 @@ class RaggedBatch:
         else:
             count, fits = capacity, lengths.sum() <= capacity
             if not values_are_known(keep):
-                torch._assert_async(fits, "unpad: a batch has more tokens than that")
+                torch._assert_async(fits, "unpad: a batch has more tokens than the capacity")
             else:
                 check(
                     bool(fits),
@@ -92,7 +92,7 @@ class RaggedBatch:
                     "unpad",
                     f"{capacity} for a batch of {int(lengths.sum())} tokens",
                     "at least the number of tokens",
-                    "Raise it, or leave it out to have them counted.",
+                    "Raise it, or leave it out: then the tokens are counted.",
                 )
         positions = _compact(keep, count)
         if values_are_known(keep):
@@ -104,7 +104,7 @@ class RaggedBatch:
     def whole(
         cls, batch: int, seqlen: int, device: torch.device, mask: Tensor | None = None
     ) -> RaggedBatch:
-        """All rows, for a model whose other batch is packed; ``mask`` [B, T] may hide some."""
+        """All rows of a batch, packed; ``mask`` [B, T] becomes the key mask."""
         return cls(
             torch.arange(batch * seqlen, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen,
@@ -115,11 +115,11 @@ class RaggedBatch:
         )
 
     def pack(self, values: Tensor) -> Tensor:
-        """[B, T] integers -> [1, N]; those of spare slots are some token's."""
+        """[B, T] integers -> [1, N]; unused slots get an arbitrary value."""
         return values_at(values.flatten(), self.positions)[None]
 
     def pack_rows(self, rows: Tensor) -> Tensor:
-        """[B, T, E] -> [1, N, E], zeros in spare slots."""
+        """[B, T, E] -> [1, N, E], zeros in unused slots."""
         return ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -136,22 +136,22 @@ class RaggedBatch:
         return mask_at(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
 
     def key_mask_row(self, always: bool = False) -> Tensor | None:
-        """bool [1, N] for a model's ``attention_mask``; None if it hides nothing, or ones."""
+        """bool [1, N], the ``attention_mask``; if no row is masked, None, or ones (``always``)."""
         if self.key_mask is None and always:
-            # Without one, Transformers takes position ids for a sign of packing and adds a mask.
+            # Without a mask, Transformers infers packing from position ids and adds its own mask.
             return torch.ones_like(self.positions, dtype=torch.bool)[None]
         return None if self.key_mask is None else self.key_mask[None]
 
 
 @dataclass
 class Rows:
-    """Which rows the layers of a model compute: the one thing that they are told of a batch.
+    """Which rows the layers of a model compute.
 
-    It goes through Transformers' layers as the keyword ``rows``, down to the attention.
+    Transformers' layers pass it on to the attention as the keyword ``rows``.
 
     Args:
-        own: the packed batch of the model; None = it is padded.
-        cross: the packed batch of the encoder whose states a decoder attends to.
+        own: the packed batch of the model; None = the batch is padded.
+        cross: the packed encoder batch, if a decoder attends to one.
         last: the rows of the last layer; None = all.
     """
 
@@ -160,9 +160,9 @@ class Rows:
     last: LastRows | None = None
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
-        """(offsets int32 [B + 1] of queries and of keys, bounds of both lengths) of an attention.
+        """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
 
-        In a decoder that attends to an encoder, the attention that is not causal does that.
+        In a decoder with an encoder, the attention that is not causal is the cross-attention.
         """
         if self.own is None:
             return None
@@ -171,29 +171,29 @@ class Rows:
         return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
 
     def in_layer(self, index: int) -> LastRows | None:
-        """The rows of one layer, if that is the last one and does not compute all of them."""
+        """The rows of layer ``index`` if it is the last one and computes only some; else None."""
         return self.last if self.last is not None and self.last.layer == index else None
 
     def of_others(self) -> Rows:
-        """What the layers before the last one are told."""
+        """The rows of the layers before the last one."""
         return Rows(self.own, self.cross)
 
 
 @dataclass
 class LastRows:
-    """The rows of a last layer that anybody reads; its keys and values are of all rows.
+    """The rows that the last layer computes. Its keys and values come from all rows.
 
-    For the attention of that layer it takes the place of ``Rows``.
+    Replaces ``Rows`` in the attention of that layer.
 
     Args:
         layer: the ``layer_idx`` of that layer.
-        source: int64 [P], rows of the layer's input, flattened; -1 in spare slots.
+        source: int64 [P], rows of the layer's input, flattened; -1 in unused slots.
         cu_seqlens_q: int32 [B + 1], the rows of each sequence among ``source``.
-        max_seqlen_q: a bound of their number.
+        max_seqlen_q: an upper bound of their number.
         cu_seqlens_k: int32 [B + 1], the rows of each sequence in the input.
-        max_seqlen_k: a bound of their number.
+        max_seqlen_k: an upper bound of their number.
         key_mask: bool [N], None = all.
-        rank: int64 [B * T], the place of a flat position in ``source``, -1 if it has none.
+        rank: int64 [B * T], the index of a flat position in ``source``, -1 if it is not there.
     """
 
     layer: int
@@ -219,9 +219,9 @@ class LastRows:
         Args:
             layer: the ``layer_idx`` of the layer.
             needed: bool [B, T].
-            capacity: a bound of their number, where that cannot be had without waiting.
-            ragged: how the batch was unpadded; every needed row is among its own.
-            mask: bool [B, T], the tokens, if the batch was not unpadded; None = all.
+            capacity: an upper bound of their number, used if counting them needs a sync.
+            ragged: the packed batch, which contains every needed row; None = padded.
+            mask: bool [B, T], the tokens of a padded batch; None = all.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
@@ -244,13 +244,13 @@ class LastRows:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """What an attention is given that is told queries and keys apart, as if it were cross-.
+        """The arguments of the attention, which is called like cross-attention.
 
         Args:
             hidden_states: [..., E], the input of the layer.
 
         Returns:
-            (the rows of the queries [1, P, E], the other arguments).
+            (the query rows [1, P, E], the other arguments).
         """
         states = hidden_states.flatten(0, -2)
         mask = None if self.key_mask is None else self.key_mask[None]
@@ -259,16 +259,16 @@ class LastRows:
 
 
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
-    """How many rows are kept, and how many of those the mask hides.
+    """(how many rows are kept, how many of these are masked).
 
-    The one thing that a CUDA device is waited for, once a forward; a capacity spares it that.
+    The only sync of a forward on CUDA; with a capacity there is none.
     """
     kept, hidden = torch.stack((keep.sum(), (keep & ~mask).sum())).tolist()
     return kept, hidden
 
 
 def _compact(mask: Tensor, size: int) -> Tensor:
-    """int64 [size], ascending: the flat positions of what is True, -1 in spare slots."""
+    """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
     mask = mask.flatten()
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
@@ -280,15 +280,15 @@ def values_at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def slots_of(positions: Tensor, total: int) -> Tensor:
-    """int64 [total]: where in ``positions`` a number stands, -1 where nowhere."""
+    """int64 [total]: the index in ``positions`` of each number, -1 if it is not there."""
     slots = positions.new_full((total + 1,), -1)
-    # The numbers -1 all write the last place, which is nobody's.
+    # Position -1 writes to the additional last element, which is cut off.
     slots[positions] = torch.arange(positions.shape[0], device=positions.device)
     return slots[:total]
 
 
 def mask_at(positions: Tensor, total: int) -> Tensor:
-    """bool [total]: True at ``positions``, of which -1 counts for nothing."""
+    """bool [total]: True at ``positions``; -1 is ignored."""
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
     where[positions] = True
     return where[:total]
@@ -311,10 +311,10 @@ def unpadded(
 
     Args:
         mask: [B, T], 0 = padding.
-        extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-        unpad: None = leave padding out where that is possible; False = do not; an int = the number
-            of rows to make room for, which fixes all shapes; a batch = these rows.
-        contiguous: compute what lies between the first and the last of these rows as well.
+        extra_rows: bool [B, T], rows to compute although they are masked as keys.
+        unpad: None = leave padding out where possible; False = keep it; an int = a capacity, the
+            number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+        contiguous: compute all rows between the first and the last of these as well.
     """
     if isinstance(unpad, RaggedBatch):
         return unpad
@@ -328,45 +328,45 @@ def unpadded(
 
 
 def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
+    """[..., E] -> [P, 1, E]: the rows at ``slots[positions]``, or at ``positions`` if None."""
     if slots is not None:
         positions = values_at(slots, positions).masked_fill(positions < 0, -1)
     return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
 
 
-def as_asked(
+def for_caller(
     outputs: Any,
     own: RaggedBatch | None,
     last: LastRows | None,
     output_rows: Tensor | None,
     unpad: Unpad,
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """The hidden states that the caller gets to see, of those that were computed.
+    """The hidden states that the caller gets, from those that were computed.
 
     Args:
         outputs: of the parent, on the rows that were computed.
-        own, last: which those were.
-        output_rows: int64 [P], flat positions of the rows that are wanted; None = all.
-        unpad: what the caller asked for.
+        own, last: these rows.
+        output_rows: int64 [P], flat positions of the rows to return; None = all.
+        unpad: the argument of the caller.
 
     Returns:
-        (the fields that change, the row of ``outputs.last_hidden_state`` that each flat position
-        has: int64 [B * T], or None where that is its own).
+        (the fields that change, the row of each flat position in ``outputs.last_hidden_state``:
+        int64 [B * T], or None if nothing moved).
     """
     hidden, slots = outputs.last_hidden_state, None
     if last is not None:
         slots = last.rank
     elif own is not None:
         slots = own.slots()
-    asked: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if output_rows is not None:
-        asked["last_hidden_state"] = rows_at(hidden, output_rows, slots)
+        changed["last_hidden_state"] = rows_at(hidden, output_rows, slots)
     elif isinstance(unpad, RaggedBatch):
-        asked["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
+        changed["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
     elif own is not None:
-        asked["last_hidden_state"] = own.pad(hidden)
+        changed["last_hidden_state"] = own.pad(hidden)
     if own is not None and outputs.get("hidden_states") is not None:
-        asked["hidden_states"] = tuple(
+        changed["hidden_states"] = tuple(
             None if state is None else own.pad(state) for state in outputs.hidden_states
         )
-    return asked, slots
+    return changed, slots

@@ -1,10 +1,10 @@
-"""What BART and T5 share: two paddings, that of the encoder's batch and that of the decoder's.
+"""Shared by BART and T5: the batches of encoder and decoder, each with its own padding.
 
-    encoder's mask -> unpad once -> encoder on packed rows
-    decoder's mask, or the rows that are read -> unpad once -> decoder on packed rows, with
+    encoder mask -> unpad once -> encoder on packed rows
+    decoder mask, or the rows that are read -> unpad once -> decoder on packed rows, with
     cross-attention packed on both sides -> head and loss at the labelled rows
 
-Each side is padded back only where the caller gets to see its rows.
+Hidden states are padded again only if they are returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastplm.models._ragged import (
     RaggedBatch,
     Rows,
     Unpad,
-    as_asked,
+    for_caller,
     mask_at,
     rows_at,
     unpadded,
@@ -46,7 +46,7 @@ _CACHING = ("past_key_values", "use_cache")
 
 
 def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
-    """Whether the attention is ours and gets none of what it does the parent's way."""
+    """Whether fused attention supports these masks and outputs."""
     return (
         model.config._attn_implementation == NAME
         and all(mask is None or mask.dim() == 2 for mask in masks)
@@ -61,12 +61,12 @@ def decoder_rows(
     unpad: Unpad,
     contiguous: bool = False,
 ) -> RaggedBatch | None:
-    """The rows that a causal decoder computes.
+    """The packed rows of a causal decoder; None = all, padded.
 
     Args:
         mask, extra_rows, unpad, contiguous: as in ``unpadded``.
-        read_rows: bool [B, T], the rows whose last hidden state anybody looks at: those after the
-            last one of a sequence influence none of them. None = all.
+        read_rows: bool [B, T], the rows whose last hidden state is read. Rows after the last of
+            them cannot influence it and are left out. None = all.
     """
     if read_rows is not None:
         reached = until_last(read_rows)
@@ -79,13 +79,13 @@ def decoder_rows(
 
 
 def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> RaggedBatch | None:
-    """The rows of an encoder, found once for all that reads them; None = all of them, padded."""
+    """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
     rows = unpadded(mask, None, unpad, contiguous)
-    asked = unpad is not None and unpad is not True
+    has_capacity = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
-    if asked or values_can_be_read(mask):
-        # Nothing to leave out. Who gets no rows would count again, and wait for the device.
+    if has_capacity or values_can_be_read(mask):
+        # No padding. With None, the decoder would count the rows again, which is a second sync.
         return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
     return None
 
@@ -93,12 +93,12 @@ def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> 
 def encoded(
     encoder: Any, outputs: Any, rows: RaggedBatch | None, *, show: bool = True, **inputs: Any
 ) -> tuple[Any, Tensor]:
-    """(the outputs of an encoder, as the caller sees them; its states, as a decoder reads them).
+    """(the encoder outputs for the caller, the encoder states for the decoder).
 
     Args:
-        outputs: what the caller has of an earlier forward; None = run it.
-        rows: of the batch; None = it is padded.
-        show: whether the caller gets to see the last hidden state, padded again.
+        outputs: ``encoder_outputs`` of the caller; None = run the encoder.
+        rows: the packed rows; None = the batch is padded.
+        show: whether to return the last hidden state, padded again.
         inputs: of the encoder.
     """
     if outputs is None:
@@ -113,7 +113,7 @@ def encoded(
 
 
 def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
-    """What an encoder-decoder returns beside its last hidden state or its loss."""
+    """The fields of an encoder-decoder's output, except last hidden state, loss and logits."""
     return {
         "past_key_values": outputs.get("past_key_values"),
         "decoder_hidden_states": outputs.hidden_states,
@@ -126,11 +126,11 @@ def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
 
 
 class Stack(FastplmModel):
-    """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out, and only the tokens in between.
+    """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed.
 
-    Hidden states of padding are 0; Transformers computes some there, which nothing should read. The
-    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
-    4 dimensions, caches, ``output_attentions``.
+    The hidden states of padding are 0. Transformers returns other values there, which have no
+    meaning. The parent's padded computation is used with an attention implementation other than
+    "fastplm", 4-D masks, caches and ``output_attentions``.
     """
 
     config: Any
@@ -139,7 +139,7 @@ class Stack(FastplmModel):
     training: bool
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
-    #: Whether the distance of two rows counts, so that none between them may be left out.
+    #: Whether attention depends on distances, so that rows between tokens must be computed.
     contiguous = False
 
     def _packs(
@@ -149,7 +149,7 @@ class Stack(FastplmModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
     ) -> bool:
-        """Whether rows can be left out: the parent's padded path does the rest."""
+        """Whether rows can be left out. If not, the parent computes the padded batch."""
         if use_cache is None:
             use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
@@ -186,16 +186,16 @@ class Stack(FastplmModel):
         lookup: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the parent, with these arguments more.
+        """Like the parent, with these additional arguments.
 
         Args:
-            unpad: None = leave padding out where that is possible; False = do not; an int = the
-                number of rows to make room for, which fixes all shapes; a batch = these rows, and
-                a last hidden state [1, N, E].
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows,
+                and a last hidden state [1, N, E].
             output_rows, read_rows, extra_rows: as in ``EncoderDecoder``; with ``output_rows`` the
                 last hidden state is [P, 1, E].
-            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
-            lookup: takes the place of the word embeddings.
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
+            lookup: replaces the word embeddings.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -229,7 +229,7 @@ class Stack(FastplmModel):
             if rows is None and encoder_rows is not None:
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
 
-        # --- the parent, on those ---
+        # --- the parent's forward on these rows ---
         if inputs_embeds is None:
             ids = given if rows is None else rows.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
@@ -251,17 +251,17 @@ class Stack(FastplmModel):
                 kwargs["use_cache"] = False
             outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
 
-        asked, _ = as_asked(outputs, rows, None, output_rows, unpad)
-        return type(outputs)(**{**outputs, **asked})
+        changed, _ = for_caller(outputs, rows, None, output_rows, unpad)
+        return type(outputs)(**{**outputs, **changed})
 
 
 class EncoderDecoder(FastplmModel):
     """Mixin of an encoder and a decoder with fused attention, each unpadded once.
 
-    Hidden states of padding are 0. Transformers computes some there; nothing should read them. The
-    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
-    4 dimensions, ``output_attentions`` and, on the decoder's side, caches, which are the default
-    where ``use_cache`` is not given.
+    The hidden states of padding are 0. Transformers returns other values there, which have no
+    meaning. The parent's padded computation is used with an attention implementation other than
+    "fastplm", 4-D masks, ``output_attentions`` and, in the decoder, a cache, which is the default
+    of ``use_cache``.
     """
 
     encoder: Any
@@ -291,18 +291,18 @@ class EncoderDecoder(FastplmModel):
         lookup: SharedLookup | None = None,
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
-        """As the parent, with these arguments more.
+        """Like the parent, with these additional arguments.
 
         Args:
-            unpad: of the encoder's batch. None = leave padding out where that is possible; False =
-                do not; an int = the number of rows to make room for, which fixes all shapes.
+            unpad: of the encoder's batch. None = leave padding out where possible; False = keep
+                it; an int = a capacity, the number of packed rows, which fixes all shapes.
             decoder_unpad: the same of the decoder's batch; False if ``unpad`` is False.
-            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows that are
-                wanted, -1 in unused slots; the last hidden state is then [P, 1, E].
-            read_rows: bool [B, T], the decoder's rows that are wanted, in a last hidden state
-                [B, T, E] that may be 0 elsewhere.
-            extra_rows: bool [B, T], rows of the decoder to compute although its mask hides them.
-            lookup: takes the place of both word embeddings.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
+                -1 in unused slots; the last hidden state is then [P, 1, E].
+            read_rows: bool [B, T], the decoder's rows to return, in a last hidden state [B, T, E]
+                that may be 0 elsewhere.
+            extra_rows: bool [B, T], rows of the decoder to compute although they are masked.
+            lookup: replaces both word embeddings.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._default_decoder_ids(input_ids)
@@ -310,7 +310,7 @@ class EncoderDecoder(FastplmModel):
         check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
         kwargs["return_dict"] = True
         rows = None
-        # Beside a cache the decoder reads padded states, if any.
+        # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         if not generates and self.encoder._packs((attention_mask,), kwargs):
             contiguous = self.encoder.contiguous and encoder_outputs is None
@@ -348,16 +348,16 @@ class EncoderDecoder(FastplmModel):
 
 
 class ConditionalGeneration(FastplmModel):
-    """Mixin of an encoder-decoder with a language-model head, whose loss never makes all logits.
+    """Mixin of an encoder-decoder with a language-model head. The loss computes no full logits.
 
-    With labels and the loss alone asked for, what the decoder computes after the last label of a
-    sequence is left out: it cannot influence the loss.
+    If only the loss is requested, the decoder leaves out the rows after the last label of a
+    sequence, which cannot influence the loss.
     """
 
     lm_head: nn.Linear
     prepare_decoder_input_ids_from_labels: Callable[[Tensor], Tensor]
     _embedding_kind: type[nn.Embedding] = nn.Embedding
-    #: Whether the parent makes a cache beside a loss if asked to.
+    #: Whether the parent can return a cache together with a loss.
     _caches_beside_loss = True
 
     def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
@@ -379,18 +379,18 @@ class ConditionalGeneration(FastplmModel):
         num_items_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> Seq2SeqLMOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
-            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and so is the cache
-                unless ``use_cache`` is True and the parent makes one too.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
+            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and the cache is
+                None unless ``use_cache`` is True and the parent returns one too.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
             inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
-            ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label.
+            ``Seq2SeqLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -435,7 +435,7 @@ class ConditionalGeneration(FastplmModel):
 
 
 class LastEosClassification(ScaledLoss):
-    """Mixin of a classifier that reads the last end-of-sequence token, where the decoder ends."""
+    """Mixin of a classifier of the last end-of-sequence token, the decoder's last row computed."""
 
     config: Any
 
@@ -455,31 +455,31 @@ class LastEosClassification(ScaledLoss):
 
 
 class DecoderQuestionAnswering(FastplmModel):
-    """Mixin of ``…ForQuestionAnswering``, whose softmax runs over all rows of the decoder: they are
-    all computed, and the encoder's padding is left out."""
+    """Mixin of ``…ForQuestionAnswering``. The softmax includes all rows of the decoder, so only the
+    encoder's padding is left out."""
 
     def forward(self, **inputs: Any) -> Any:
         return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]
 
 
 class SharedLookup:
-    """Lookups of several embeddings that share their table with a vocabulary head.
+    """Lookups in several embeddings that share their weight with a vocabulary head.
 
-    The gradients of all uses are made in one buffer. The loss is the one reader of ``weight``.
+    All gradients are accumulated in one buffer. Only the loss may use ``weight``.
 
     Args:
         decoder: the head's projection to the vocabulary.
-        kind: the class of the embeddings; another one is called as it is.
+        kind: the class of the embeddings; an embedding of another class is called normally.
     """
 
     def __init__(self, decoder: nn.Linear, kind: type[nn.Embedding] = nn.Embedding) -> None:
         self.decoder, self.kind = decoder, kind
-        self.weight: Any = getattr(decoder, "weight", None)  # an adapter's may be further inside
+        self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
 
     def __call__(self, embedding: Any, input_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., E]."""
         if not shares_table(embedding, self.decoder, self.kind):
             return embedding(input_ids)
-        # The table that one lookup returns is the next one's: their gradients pile up on the way.
+        # Each lookup gets the table that the previous one returned, so that gradients add up.
         rows, self.weight = tied_lookup(embedding, input_ids, self.weight)
         return rows

@@ -32,7 +32,7 @@ from fastplm.models._seq2seq import (
 
 
 class _AddsPositions(Stack):
-    """Mixin of encoder and decoder: the parent adds positions inside, and they start at 0."""
+    """Mixin of encoder and decoder: adds position embeddings to packed rows."""
 
     embed_positions: Any
     layernorm_embedding: nn.Module
@@ -44,7 +44,7 @@ class _AddsPositions(Stack):
     @capture_outputs
     def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         assert rows.own is not None
-        # The layers take them by position, for the sake of gradient checkpointing.
+        # Positional, because gradient checkpointing needs it.
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
         positions = self.embed_positions(embeds, position_ids=rows.own.positions % rows.own.seqlen)
         hidden = self.layernorm_embedding(embeds + positions.to(embeds.device))
@@ -59,14 +59,14 @@ class _AddsPositions(Stack):
 
 @drop_in
 class BartEncoder(_AddsPositions, modeling_bart.BartEncoder):
-    """The encoder, on the tokens alone."""
+    """The encoder, computing only tokens."""
 
     _takes_cache = False
 
 
 @drop_in
 class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
-    """The decoder, on the rows that anybody reads and those that they depend on."""
+    """The decoder, computing only the rows that are read and those before them."""
 
     _output = BaseModelOutputWithPastAndCrossAttentions
 
@@ -91,7 +91,7 @@ class BartModel(EncoderDecoder, transformers.BartModel):
 class BartForConditionalGeneration(
     ConditionalGeneration, transformers.BartForConditionalGeneration
 ):
-    """``transformers.BartForConditionalGeneration`` whose loss never makes all logits.
+    """``transformers.BartForConditionalGeneration``. Its loss computes no full logits.
 
     Source: Lewis et al. 2019 (arXiv 1910.13461).
     """
@@ -115,12 +115,12 @@ class BartForSequenceClassification(
 
 @drop_in
 class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQuestionAnswering):
-    """``transformers.BartForQuestionAnswering`` with the encoder on its tokens alone."""
+    """``transformers.BartForQuestionAnswering``, whose encoder computes only tokens."""
 
 
 @drop_in
 class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
-    """``transformers.BartForCausalLM``, the decoder alone, whose loss never makes all logits."""
+    """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
 
     def _head(self) -> tuple[None, nn.Linear]:
         return None, self.lm_head
@@ -128,10 +128,10 @@ class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
     def forward(
         self, *, labels: Tensor | None = None, shift_labels: Tensor | None = None, **inputs: Any
     ) -> Any:
-        """As the parent, with the differences of ``BertLMHeadModel``.
+        """Like the parent, with the differences of ``BertLMHeadModel``.
 
         Args:
-            labels: int64 [B, T], -100 = none. As in the parent, that at t is predicted at t.
+            labels: int64 [B, T], -100 = none. As in the parent, label t is predicted at t.
         """
         return super().forward(
             shift_labels=labels if shift_labels is None else shift_labels, **inputs

@@ -25,17 +25,17 @@ from fastplm.nn._rows import is_plain
 
 @drop_in
 class BertSelfAttention(EncoderSelfAttention, modeling_bert.BertSelfAttention):
-    """Self-attention whose queries may be some of the rows alone."""
+    """Self-attention whose queries may be only some of the rows."""
 
 
 @drop_in
 class BertAttention(EncoderAttention, modeling_bert.BertAttention):
-    """The attention block, in the last layer for the rows that are wanted."""
+    """The attention block, which in the last layer may compute only some rows."""
 
 
 @drop_in
 class BertModel(EncoderModel, transformers.BertModel):
-    """``transformers.BertModel`` with fused attention, on the tokens alone."""
+    """``transformers.BertModel`` with fused attention, computing only tokens."""
 
 
 def _split(head: Any) -> Head:
@@ -46,7 +46,7 @@ def _split(head: Any) -> Head:
 
 @drop_in
 class BertForMaskedLM(MaskedLM, transformers.BertForMaskedLM):
-    """``transformers.BertForMaskedLM`` whose head and loss see the labelled tokens only.
+    """``transformers.BertForMaskedLM`` whose head and loss compute only labelled tokens.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805).
     """
@@ -59,7 +59,7 @@ class BertForMaskedLM(MaskedLM, transformers.BertForMaskedLM):
 
 @drop_in
 class BertLMHeadModel(CausalLM, transformers.BertLMHeadModel):
-    """``transformers.BertLMHeadModel``, a decoder, whose loss never makes all logits."""
+    """``transformers.BertLMHeadModel``, a decoder. Its loss computes no full logits."""
 
     def _head(self) -> Head:
         if not is_plain(self.cls, modeling_bert.BertOnlyMLMHead):
@@ -71,24 +71,24 @@ class BertLMHeadModel(CausalLM, transformers.BertLMHeadModel):
 class BertForSequenceClassification(
     SequenceClassification, transformers.BertForSequenceClassification
 ):
-    """``transformers.BertForSequenceClassification``, whose last layer is for [CLS] alone."""
+    """``transformers.BertForSequenceClassification``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class BertForNextSentencePrediction(
     SequenceClassification, transformers.BertForNextSentencePrediction
 ):
-    """``transformers.BertForNextSentencePrediction``, whose last layer is for [CLS] alone."""
+    """``transformers.BertForNextSentencePrediction``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class BertForMultipleChoice(MultipleChoice, transformers.BertForMultipleChoice):
-    """``transformers.BertForMultipleChoice``, whose last layer is for [CLS] alone."""
+    """``transformers.BertForMultipleChoice``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class BertForTokenClassification(TokenClassification, transformers.BertForTokenClassification):
-    """``transformers.BertForTokenClassification`` on the tokens alone."""
+    """``transformers.BertForTokenClassification``, computing only tokens."""
 
 
 @drop_in
@@ -98,7 +98,7 @@ class BertForQuestionAnswering(QuestionAnswering, transformers.BertForQuestionAn
 
 @drop_in
 class BertForPreTraining(SequencePairPreTraining, transformers.BertForPreTraining):
-    """``transformers.BertForPreTraining`` whose MLM head sees the labelled tokens only.
+    """``transformers.BertForPreTraining`` whose MLM head computes only labelled tokens.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
     """

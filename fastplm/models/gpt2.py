@@ -17,9 +17,9 @@ from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassificati
 
 
 class _States(NamedTuple):
-    """An encoder's states, and what attention to them has to be told.
+    """The states of an encoder, with more arguments of cross-attention.
 
-    Transformers' block hands nothing but the states and their mask on to its cross-attention.
+    Transformers' block passes only the states and their mask on to its cross-attention.
     """
 
     states: Tensor
@@ -28,7 +28,7 @@ class _States(NamedTuple):
 
 @drop_in
 class GPT2Attention(modeling_gpt2.GPT2Attention):
-    """Attention that is told more than Transformers' block tells it about an encoder's states."""
+    """Attention that takes the arguments that ``_States`` adds to the encoder states."""
 
     def forward(self, *, encoder_hidden_states: Any = None, **kwargs: Any) -> Any:
         if isinstance(encoder_hidden_states, _States):
@@ -39,20 +39,20 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 @drop_in
 class GPT2Block(modeling_gpt2.GPT2Block):
-    """A layer whose cross-attention is told which rows there are, as any attention is."""
+    """A layer that passes the arguments of attention on to its cross-attention too."""
 
     def forward(self, *, encoder_hidden_states: Any = None, **kwargs: Any) -> Any:
         if encoder_hidden_states is not None:
-            told = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
-            encoder_hidden_states = _States(encoder_hidden_states, told)
+            passed_on = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
+            encoder_hidden_states = _States(encoder_hidden_states, passed_on)
         return super().forward(encoder_hidden_states=encoder_hidden_states, **kwargs)
 
 
 @drop_in
 class GPT2Model(CausalModel, transformers.GPT2Model):
-    """``transformers.GPT2Model`` with fused attention, without a cache on the tokens alone.
+    """``transformers.GPT2Model`` with fused attention; without a cache, it computes only tokens.
 
-    ``use_cache`` is True by default, as in the parent: say False to leave padding out.
+    ``use_cache`` is True by default, as in the parent. Pass False to leave padding out.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
@@ -60,7 +60,7 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
     _attention = GPT2Attention
 
     def forward(self, **inputs: Any) -> Any:
-        """As the parent, with the further arguments of ``BertModel``."""
+        """Like the parent, with the additional arguments of ``BertModel``."""
         if wants_output(self, "output_attentions", inputs):
             inputs[WITH_WEIGHTS] = True
         return super().forward(**inputs)
@@ -68,7 +68,7 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
 
 @drop_in
 class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel):
-    """``transformers.GPT2LMHeadModel``, whose loss sees the labelled tokens only.
+    """``transformers.GPT2LMHeadModel``, whose loss computes only labelled tokens.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
@@ -79,7 +79,7 @@ class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel):
 
 @drop_in
 class GPT2DoubleHeadsModel(DoubleHeads, transformers.GPT2DoubleHeadsModel):
-    """``transformers.GPT2DoubleHeadsModel``, whose heads see the rows only that they need.
+    """``transformers.GPT2DoubleHeadsModel``, whose heads compute only the rows they need.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
     """
@@ -91,13 +91,13 @@ class GPT2DoubleHeadsModel(DoubleHeads, transformers.GPT2DoubleHeadsModel):
 class GPT2ForSequenceClassification(
     LastTokenClassification, transformers.GPT2ForSequenceClassification
 ):
-    """``transformers.GPT2ForSequenceClassification``, whose head sees the last token alone."""
+    """``transformers.GPT2ForSequenceClassification``, whose head reads only the last token."""
 
     _output = SequenceClassifierOutputWithPast
 
 
 class _WithoutCache:
-    """Mixin of a head whose output has no place for a cache, so that none need be made."""
+    """Mixin of a head whose output has no field for a cache; so by default there is none."""
 
     def forward(self, use_cache: bool | None = None, **inputs: Any) -> Any:
         return super().forward(use_cache=bool(use_cache), **inputs)  # type: ignore[misc]
@@ -107,7 +107,7 @@ class _WithoutCache:
 class GPT2ForTokenClassification(
     TokenClassification, _WithoutCache, transformers.GPT2ForTokenClassification
 ):
-    """``transformers.GPT2ForTokenClassification`` on the tokens alone."""
+    """``transformers.GPT2ForTokenClassification``, computing only tokens."""
 
 
 @drop_in

@@ -20,11 +20,11 @@ from fastplm.nn.gelu import gelu
 
 
 class _Keys(NamedTuple):
-    """Which keys attention sees; takes the place of Transformers' additive mask.
+    """Which keys may be attended to; replaces Transformers' additive mask.
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all.
-        rows: of the batch; None = it is padded.
+        rows: of the batch; None = the batch is padded.
     """
 
     mask: Tensor | None
@@ -33,7 +33,7 @@ class _Keys(NamedTuple):
 
 @drop_in
 class Attention(modeling_openai.Attention):
-    """Causal attention in one fused op, where Transformers makes a matrix of all scores."""
+    """Causal attention in one fused op, without a matrix of all scores."""
 
     def forward(
         self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
@@ -56,7 +56,7 @@ class Attention(modeling_openai.Attention):
 
 @drop_in
 class MLP(modeling_openai.MLP):
-    """The feed-forward block, whose activation is a module that all of Transformers shares."""
+    """The feed-forward block. All models share its activation module, which is not replaced."""
 
     def forward(self, x: Tensor) -> Tensor:
         if type(self.act) is not NewGELUActivation:
@@ -65,7 +65,7 @@ class MLP(modeling_openai.MLP):
 
 
 class _FusedLayers:
-    """Mixin in front of the parent's forward: no mask of all pairs, and rows may be packed."""
+    """Mixin in front of the parent's forward: no [T, T] mask, and rows may be packed."""
 
     tokens_embed: nn.Embedding
     positions_embed: nn.Embedding
@@ -116,15 +116,16 @@ class _FusedLayers:
 
 @drop_in
 class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
-    """``transformers.OpenAIGPTModel`` with fused attention, on the tokens alone.
+    """``transformers.OpenAIGPTModel`` with fused attention, computing only tokens.
 
-    Transformers lets nobody choose the attention of this model, so it is fused whatever
-    ``attn_implementation`` says. ``output_attentions`` runs on Transformers' own and says so once,
-    and so does a model with attention of the user's own.
+    Transformers has no choice of attention for this model, so ``attn_implementation`` is ignored.
+    Unfused attention is used with ``output_attentions``, which warns once, and with attention
+    modules of the user.
 
-    With padding at the left, a row that sees no token is 0. In Transformers it looks at the future
-    instead (masked by -1e4, which padding outdoes), and ``OpenAIGPTLMHeadModel`` with a label at a
-    sequence's first token, predicted from such a row, has another loss: label it -100.
+    With padding at the left, the output of a row that may attend to no token is 0. In Transformers
+    such a row attends to later tokens, because the causal mask adds only -1e4 and padding more. So
+    the loss of ``OpenAIGPTLMHeadModel`` differs if the first token of such a sequence, which is
+    predicted from padding, has a label. Label it -100.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
@@ -135,8 +136,8 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
         return self.positions_embed
 
     def forward(self, **inputs: Any) -> Any:
-        """As the parent, with the further arguments of ``BertModel``."""
-        # It has no cache, but generate() offers one all the same.
+        """Like the parent, with the additional arguments of ``BertModel``."""
+        # The model has no cache, but generate() passes one.
         inputs.pop("past_key_values", None)
         return super().forward(**{**inputs, "use_cache": False})
 
@@ -146,7 +147,7 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
 
 @drop_in
 class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
-    """``transformers.OpenAIGPTLMHeadModel``, whose loss sees the labelled tokens only.
+    """``transformers.OpenAIGPTLMHeadModel``, whose loss computes only labelled tokens.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
@@ -157,7 +158,7 @@ class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
 
 @drop_in
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
-    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads see the rows only that they need.
+    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads compute only the rows they need.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
     """
@@ -169,6 +170,6 @@ class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsMo
 class OpenAIGPTForSequenceClassification(
     LastTokenClassification, transformers.OpenAIGPTForSequenceClassification
 ):
-    """``transformers.OpenAIGPTForSequenceClassification``, whose head sees the last token alone."""
+    """``transformers.OpenAIGPTForSequenceClassification``, whose head reads only the last token."""
 
     _output = SequenceClassifierOutput

@@ -4,9 +4,9 @@
     decoder mask or labels -> unpad once -> decoder on packed rows -> head and loss on the labels
 
 The parent adds a dense bias [1, H, Tq, Tk] to the scores of every layer, zeros in cross-attention.
-Here the first layer's table goes from layer to layer in its place, and the attention looks up the
-distance j - i in it. Distances are those of columns: what lies between the first and the last token
-of a sequence is computed, and hidden from the others, where a mask has holes.
+Here the layers pass on the table of the first layer instead, and attention looks up the distance
+j - i in it. Packing must not change distances: if a mask has holes, all rows between the first and
+the last token of a sequence are computed, and the rows in the holes are masked as keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastplm.ops.rms_norm import OP as RMS_NORM
 
 @drop_in
 class T5LayerNorm(modeling_t5.T5LayerNorm):
-    """The parent's six operations in one, on a CPU and where dtypes allow on CUDA."""
+    """One op instead of the parent's six, on a CPU, and on CUDA if the dtypes are equal."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, eps = self.weight, self.variance_epsilon
@@ -51,7 +51,7 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
 
 @drop_in
 class T5Attention(modeling_t5.T5Attention):
-    """Attention that hands on the table of the position bias [buckets, H], not the bias."""
+    """Attention that passes on the table of the position bias [buckets, H] instead of the bias."""
 
     def forward(
         self,
@@ -87,15 +87,15 @@ class T5Attention(modeling_t5.T5Attention):
 
 @drop_in
 class T5Stack(Stack, modeling_t5.T5Stack):
-    """An encoder or decoder: [B, T] in, [B, T, E] out, and only the tokens in between."""
+    """An encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed."""
 
     contiguous = True
 
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
-        """As ``Stack``, with one argument more.
+        """Like ``Stack``, with one additional argument.
 
         Args:
-            decoder_unpad: takes the place of ``unpad`` in a decoder.
+            decoder_unpad: replaces ``unpad`` in a decoder.
         """
         if self.is_decoder and decoder_unpad is not None:
             inputs["unpad"] = decoder_unpad
@@ -104,7 +104,7 @@ class T5Stack(Stack, modeling_t5.T5Stack):
 
 @drop_in
 class T5Model(EncoderDecoder, transformers.T5Model):
-    """``transformers.T5Model`` with fused attention, on the tokens alone.
+    """``transformers.T5Model`` with fused attention, computing only tokens.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683).
     """
@@ -112,7 +112,7 @@ class T5Model(EncoderDecoder, transformers.T5Model):
 
 @drop_in
 class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
-    """``transformers.T5EncoderModel`` with fused attention, on the tokens alone.
+    """``transformers.T5EncoderModel`` with fused attention, computing only tokens.
 
     ``unpad`` and ``extra_rows`` are those of its ``T5Stack``.
     """
@@ -122,7 +122,7 @@ class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
 class T5ForConditionalGeneration(
     ConditionalGeneration, EncoderDecoder, transformers.T5ForConditionalGeneration
 ):
-    """``transformers.T5ForConditionalGeneration`` whose loss never makes all logits.
+    """``transformers.T5ForConditionalGeneration``. Its loss computes no full logits.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683).
     """
@@ -136,14 +136,14 @@ class T5ForConditionalGeneration(
 
 @drop_in
 class T5ForSequenceClassification(LastEosClassification, transformers.T5ForSequenceClassification):
-    """``transformers.T5ForSequenceClassification``, whose decoder stops at the last </s>."""
+    """``transformers.T5ForSequenceClassification``, whose decoder ends at the last </s>."""
 
 
 @drop_in
 class T5ForTokenClassification(TokenClassification, transformers.T5ForTokenClassification):
-    """``transformers.T5ForTokenClassification`` on the tokens alone."""
+    """``transformers.T5ForTokenClassification``, computing only tokens."""
 
 
 @drop_in
 class T5ForQuestionAnswering(DecoderQuestionAnswering, transformers.T5ForQuestionAnswering):
-    """``transformers.T5ForQuestionAnswering`` with the encoder on its tokens alone."""
+    """``transformers.T5ForQuestionAnswering``, whose encoder computes only tokens."""
