@@ -332,5 +332,5 @@ class EncoderSelfAttention:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("rows"), LastRows):
-            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)  # type: ignore
+            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

@@ -172,7 +172,7 @@ class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
     """The attention block, which in the last call may compute only some rows."""
 
     @property
-    def dropout(self) -> nn.Dropout:  # type: ignore[override]
+    def dropout(self) -> nn.Dropout:
         return self.attention_dropout
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ def rtd_loss(
             check_tensor(where, name, value)
             check_shape(where, name, value, features.shape[:-1], "one value a token")
     flat = tuple(value.flatten() for value in labels)
-    rows, weight, bias = features.flatten(0, -2), prediction.weight.flatten(), prediction.bias
+    rows, weight = features.flatten(0, -2), prediction.weight.flatten()
+    bias: Tensor | None = prediction.bias
     if not is_plain(prediction, nn.Linear, Linear):
         # With an adapter or a hook it is called, and its scores are rows of width 1.
         rows = prediction(rows)
