@@ -229,7 +229,7 @@ def _damaged_record(damaged):
 @pytest.mark.parametrize(
     "change, options, words",
     [
-        (_without_checkpoints, {}, ["holds a run", "--resume", "--overwrite"]),
+        (_without_checkpoints, {}, ["no checkpoint yet", "--overwrite"]),
         (_without_checkpoints, {"resume": True}, ["no checkpoint", "--overwrite"]),
         (lambda out: None, {"resume": True, "overwrite": True}, ["`overwrite`", "resume"]),
         (_without_optimizers, {"resume": True}, ["optimizer.pt has 0 bytes", "--overwrite"]),
