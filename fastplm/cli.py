@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         FinetuneArguments,
         PretrainArguments,
         add_settings,
+        whole,
     )
     from fastplm.train.choices import MINUTES
 
@@ -182,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what all of it is to take: the steps are fewer on a slow machine (default: "
         "%(default)s)",
     )
+    demo.add_argument("--threads", type=whole(), help="CPU threads (default: PyTorch's choice)")
     shown: Any = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     pretrain = command(
         _pretrain,

@@ -15,6 +15,7 @@ from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
+from fastplm.train._threads import using_threads
 from fastplm.train.choices import MINUTES
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
@@ -40,7 +41,13 @@ _TRAINING = 0.8
 _COMPARED_BATCHES = 4
 
 
-def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int = 0) -> bool:
+def demo(
+    out: str | Path = "runs/demo",
+    *,
+    minutes: float = MINUTES,
+    seed: int = 0,
+    threads: int | None = None,
+) -> bool:
     """Pre-train, print the results, compare with Hugging Face, and load the checkpoints there.
 
     Args:
@@ -48,16 +55,21 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
         minutes: what all of it is to take; the number of steps follows from it and from the speed
             of the machine, within ``LEAST_STEPS`` and ``MOST_STEPS``.
         seed: of the training.
+        threads: of the CPU; None = PyTorch's choice.
 
     Returns:
         Whether all checks of the demo passed.
     """
+    with using_threads(threads):
+        return _demo(Path(out), minutes, seed)
+
+
+def _demo(out: Path, minutes: float, seed: int) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
     end = time.perf_counter() + 60 * minutes
     check(0 < minutes < math.inf, "demo", "minutes", minutes, "more than 0", "Change it.")
     disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
-    out = Path(out)
     cache = out / "cache"
     if (cache / "demo.json").is_file():
         print(f"The demo that was there is now in {move_aside(out)}.")
