@@ -7,7 +7,7 @@ A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after anoth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,8 +30,20 @@ def values_can_be_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class _Movable:
+    """A dataclass of tensors. Accelerate moves to a layer's device what has a method ``to``."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)  # type: ignore[arg-type]
+            if hasattr(getattr(self, field.name), "to")
+        }
+        return replace(self, **moved)  # type: ignore[type-var]
+
+
 @dataclass
-class RaggedBatch:
+class RaggedBatch(_Movable):
     """The rows of a padded batch [B, T] that are computed.
 
     Args:
@@ -144,7 +156,7 @@ class RaggedBatch:
 
 
 @dataclass
-class Rows:
+class Rows(_Movable):
     """Which rows the layers of a model compute.
 
     Transformers' layers pass it on to the attention as the keyword ``rows``.
@@ -180,7 +192,7 @@ class Rows:
 
 
 @dataclass
-class LastRows:
+class LastRows(_Movable):
     """The rows that the last layer computes. Its keys and values come from all rows.
 
     Replaces ``Rows`` in the attention of that layer.

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 import transformers
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import GPT2Config
 from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm._checks import ArgumentValueError
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 
 from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, small_config
 
@@ -325,3 +327,15 @@ def test_checkpointing_changes_no_bit(reentrant):
         model(ids, attention_mask=MASK, labels=labels).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_what_the_layers_are_told_moves_to_another_device():
+    """As Accelerate moves the arguments of a layer that lies on another device."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    own = RaggedBatch.of(mask)
+    last = LastRows.of(1, mask.bool(), 3, own, None)
+    moved = send_to_device({"rows": Rows(own, None, last)}, torch.device("meta"))["rows"]
+    tensors = [value for part in (moved.own, moved.last) for value in vars(part).values()]
+    tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6 and all(value.is_meta for value in tensors)
+    assert moved.own.max_seqlen == own.max_seqlen and moved.last.layer == 1
