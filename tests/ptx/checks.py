@@ -86,6 +86,8 @@ def attention_inputs(dtype, batch, heads, seqlen_q, seqlen_k, width, option) -> 
             ends = [0, length // 2, length // 2, *range(length, batch * length, length)]
             inputs[f"cu_seqlens_{side}"] = torch.tensor(ends, dtype=torch.int32)
             inputs[f"max_seqlen_{side}"] = length
+        if "key_mask" in inputs:
+            inputs["key_mask"] = inputs["key_mask"].flatten()
     return inputs
 
 
