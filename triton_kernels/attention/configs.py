@@ -112,13 +112,8 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
             (32, 64, 8, 3, 1),
             (128, 64, 8, 1, 0),
             (16, 64, 8, 3, 1),
-            (
-                16,
-                64,
-                8,
-                1,
-                0,
-            ),  # copied ahead, Q would be overwritten under the products that read it
+            # Copied ahead, Q would be overwritten while a product reads it.
+            (16, 64, 8, 1, 0),
         ),
         (100, True, 128): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
         (80, True, 256): ((32, 64, 8, 1, 1), (16, 64, 8, 1, 0)),
