@@ -19,8 +19,8 @@ import triton
 from bounds import ARCH, CLOCK, SMS, Span, executed, moved
 from test_attention import DTYPE, TARGETS, Shape, case
 
+from compile_kernels import Report, compile_launch
 from fastplm.triton_kernels import attention
-from fastplm.triton_kernels._compile import Report, compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
 
 _PAGE = """# Attention: the kernels against their targets, by arithmetic
@@ -40,11 +40,11 @@ dim 64.
 {table}
 
 A forward with one producer and two consumers that take turns (FlashAttention-3, Shah et al. 2024)
-exists for sm_90, head dim 64, without dropout and bias: `_attention_sm90.py`. It was compiled and
-emulated, never run, and is off until it is timed: `attention.ping_pong_from = 512` chooses it from
-512 queries and keys on. By arithmetic its loop needs a fifth fewer cycles than the one above;
-published times of the technique at head dim 64 show no gain at 512 tokens, 3 % at 1,024 and 16 % at
-2,048 over a plain pipelined kernel.
+exists for sm_90, head dim 64, without dropout and bias: `attention/ping_pong.py`. It was compiled
+and emulated, never run on a device, and is off until it is timed: with
+`attention.launch.ping_pong_from = 512` it serves 512 queries and keys or more. By arithmetic its
+loop needs a fifth fewer cycles than the one above; published times of the technique at head dim 64
+show no gain at 512 tokens, 3 % at 1,024 and 16 % at 2,048 over a plain pipelined kernel.
 """
 
 

@@ -10,13 +10,17 @@ each launch's start and end.
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from fastplm.triton_kernels._compile import Report
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from compile_kernels import Report
 from fastplm.triton_kernels._launch import Launch
-from fastplm.triton_kernels._sass import DEVICES
+from machine_code import DEVICES
 
 ARCH = 90
 _, SMS, CLOCK, BYTES_PER_S = DEVICES[ARCH]

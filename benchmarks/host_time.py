@@ -37,7 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from fastplm import ops
-from fastplm.triton_kernels._sass import shared_limit
+from fastplm.triton_kernels._launch import shared_limit
 
 CALLS_A_ROUND = 100
 DEVICE = torch.device("cuda", 0)

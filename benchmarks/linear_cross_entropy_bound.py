@@ -20,9 +20,10 @@ import torch
 import triton
 from bounds import ARCH, CLOCK, SMS, Span, executed, moved, product
 
+from compile_kernels import compile_launch
 from fastplm.triton_kernels import linear_cross_entropy
-from fastplm.triton_kernels._compile import compile_launch
 from fastplm.triton_kernels._launch import Launch, record_launches
+from fastplm.triton_kernels.linear_cross_entropy import products
 
 _PAGE = """# The vocabulary pass: its kernels against their targets, by arithmetic
 
@@ -111,7 +112,7 @@ def recorded(shape: Shape, kept: bool) -> list[Launch | Product]:
         def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             steps.append(Product(*a.shape[:1], *b.shape[1:], *b.shape[:1]))
 
-        with mock.patch.object(linear_cross_entropy, "_multiply", multiply):
+        with mock.patch.object(products, "multiply", multiply):
             linear_cross_entropy.meta_case(
                 torch.bfloat16,
                 shape.width,

@@ -35,8 +35,9 @@ from pathlib import Path
 
 import triton
 
-from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from compile_kernels import (
     ARCHS,
     SMALLER_ARCHS,
     Report,
@@ -44,6 +45,8 @@ from fastplm.triton_kernels._compile import (
     kernel_modules,
     page,
 )
+from fastplm.triton_kernels._launch import shared_limit
+from machine_code import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "static" / "kernels.csv"
@@ -77,7 +80,7 @@ def rows(reports: Iterable[Report]) -> list[Row]:
             blocks_per_sm=r.blocks,
             warps_per_sm=r.blocks * r.warps,
             hgmma=int(r.hgmma),
-            **{f"n_{kind}": r.mix[kind] for kind in _sass.KINDS},
+            **{f"n_{kind}": r.mix[kind] for kind in KINDS},
             **{f"cycles_{name}": f"{count:.6g}" for name, count in r.cycles.items()},
             bound_unit=unit,
             bound_cycles=f"{cycles:.6g}",
@@ -106,16 +109,20 @@ def write(path: Path, lines: list[Row]) -> None:
 def long_row(arch: int, reports: Iterable[Report]) -> Row:
     """Of one architecture in all configurations: which launches may not ship, and why."""
     reports = list(reports)
-    spilling = sorted({f"{r.kernel} [{r.case}]" for r in reports if r.spills})
+
+    def named(chosen: Callable[[Report], object]) -> str:
+        return "; ".join(sorted({f"{r.kernel} [{r.case}]" for r in reports if chosen(r)}))
+
     numbers = dict(
         arch=arch,
         triton=triton.__version__,
         launches=len(reports),
         shared_bytes=max(r.shared for r in reports),
-        refused=sum(r.shared > _sass.shared_limit(arch) for r in reports),
+        refused=sum(r.shared > shared_limit(arch) for r in reports),
         races=sum(bool(r.hazards["races"]) for r in reports),
+        racing=named(lambda r: r.hazards["races"]),
         spills=sum(bool(r.spills) for r in reports),
-        spilling="; ".join(spilling),
+        spilling=named(lambda r: r.spills),
     )
     return {name: str(value) for name, value in numbers.items()}
 
@@ -128,7 +135,7 @@ def long_section(lines: Iterable[Row]) -> str:
     head = "arch|Triton|launches|most shared KB|of|refused|races|spill registers".split("|")
     rows: list[tuple[str, ...]] = [tuple(head), ("---",) * len(head)]
     for line in lines:
-        most, limit = int(line["shared_bytes"]), _sass.shared_limit(int(line["arch"]))
+        most, limit = int(line["shared_bytes"]), shared_limit(int(line["arch"]))
         sizes = (f"{most / 1024:.1f}", f"{limit / 1024:.0f}")
         spills = line["spills"] + (f": {line['spilling']}" if line["spilling"] else "")
         names = (f"sm_{line['arch']}", line["triton"], line["launches"])

@@ -46,7 +46,7 @@ def tidy(text: str, parameters: Sequence[str] | None) -> str:
         name, rest = header.groups()
         if name == "Args" and parameters is not None:
             out += ["Args:", *_arguments(body, parameters)]
-        elif name == "Args":
+        elif name in ("Args", "Attributes"):
             out += ["Attributes:", *_arguments(body, ())]
         elif name in _PARSED and rest is None and (name != "Returns" or parameters is not None):
             if name == "Returns":  # what stands before a colon would be taken for the type

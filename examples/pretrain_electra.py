@@ -1,4 +1,4 @@
-"""Pre-train ELECTRA on text of your own from Python, and use the discriminator in Transformers.
+"""Pre-train ELECTRA on your own text from Python, and use the discriminator in Transformers.
 
     python examples/pretrain_electra.py my-text.txt
 

@@ -1,9 +1,9 @@
-"""Train a tiny T5, BART and ALBERT on text of your own, and load them in plain Transformers.
+"""Train a tiny T5, BART and ALBERT on your own text, and load them in plain Transformers.
 
     python examples/pretrain_families.py --corpus my-text.txt
 
-T5 learns to say what its sentinels stand for, BART to undo its noise, ALBERT masked n-grams and
-the order of two segments. Each takes about a minute on two cores. The same from the command line:
+T5 learns the text that its sentinels replace, BART the text before the noise, ALBERT masked n-grams
+and the order of two segments. Each takes about a minute on two cores. From the command line:
 
     fastplm pretrain --arch t5-tiny --objective spans --corpus my-text.txt --steps 200 --out runs/t5
 """
@@ -33,7 +33,7 @@ from fastplm.train.pretrain import (
 )
 
 ARCHITECTURES = ("t5-tiny", "bart-tiny", "albert-tiny")
-# The mean of this many logged losses, first and last, tells whether a model learns.
+# How many logged losses are averaged, first and last: a model that learns has a lower mean last.
 WINDOW = 5
 
 
@@ -56,7 +56,7 @@ def main() -> None:
             arch=arch,
             out=out / arch,
             log_every=max(1, options["steps"] // 40),
-            # By default LAMB has the rate of a long run with so small a batch.
+            # LAMB's default rate for so small a batch is meant for a long run.
             lr=0.01 if optimizer == "lamb" and arch.startswith("albert") else None,
             optimizer=optimizer if arch.startswith("albert") else "adamw",
             dropout=0.0,
@@ -75,9 +75,9 @@ def main() -> None:
 
 
 def learned(metrics: dict[str, Any]) -> tuple[float, float]:
-    """The loss at the beginning and at the end, which must be lower by a tenth at least.
+    """The loss at the beginning and at the end, which must be lower by at least a tenth.
 
-    Of one logged loss alone nothing is said.
+    With a single logged loss there is nothing to compare.
     """
     losses = [entry["loss"] for entry in metrics["history"]]
     window = max(1, min(WINDOW, len(losses) // 2))
@@ -90,7 +90,7 @@ def learned(metrics: dict[str, Any]) -> tuple[float, float]:
 def loads_in_transformers(
     args: PretrainArguments, metrics: dict[str, Any], held_out_loss: float
 ) -> float:
-    """Plain Transformers has the loss of the trained model, and the logits of fused attention."""
+    """Check that plain Transformers computes the loss and logits of the trained model."""
     path = metrics["models"]["model"]
     tokenizer = AutoTokenizer.from_pretrained(path)
     collator = make_collator(args, tokenizer)

@@ -4,8 +4,8 @@
         --valid-source val.en.gz --valid-target val.de.gz --steps 500
 
 Line n of the target is line n of the source in the other language (or shorter, or simpler). With
-``--cold`` nothing but the sizes and the tokenizer comes from the checkpoint; the batches are the
-same ones, so that the two losses tell what the warm start is worth.
+``--cold`` only the sizes and the tokenizer come from the checkpoint. The batches are the same, so
+comparing the two losses shows the gain of the warm start.
 
 Source: Rothe et al. 2020 (arXiv 1907.12461).
 """
@@ -126,7 +126,7 @@ def read_pairs(source: str, target: str, tokenizer: Any, max_length: int) -> lis
             return_token_type_ids=False,
         )
         sides.append(encoded["input_ids"])
-    # The decoder is given [CLS] to begin with, and has to say the rest.
+    # The decoder starts from [CLS], and has to predict the rest.
     return [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels[1:]}
         for ids, labels in zip(*sides, strict=True)

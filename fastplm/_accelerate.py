@@ -1,4 +1,4 @@
-"""``fastplm.accelerate`` and ``fastplm.restore``: a live model becomes ours, and its own again."""
+"""``fastplm.accelerate`` and ``fastplm.restore``: replace the classes of an existing model."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import nn
 
 from fastplm._checks import UnsupportedError, check
 
-# Transformers takes seconds to import, and so do the models: both wait for the first call.
+# Importing Transformers and the models takes seconds, so both are imported on the first call.
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-#: Where a model of Transformers keeps the attention implementation that it had before.
+#: The attribute in which ``accelerate`` stores a model's previous attention implementation.
 _BEFORE = "_fastplm_attention_before"
 
 
 def accelerate(model: _Model) -> _Model:
-    """Make the Transformers models in a live module ours, in place.
+    """Replace the classes of the Transformers models in a module by drop-in classes, in place.
 
-    Every module of a Transformers class that has a drop-in of the same name in ``fastplm.models``
-    becomes one, by its ``__class__``, and the attention implementation becomes "fastplm".
-    Parameters, buffers, hooks, names, modes and devices stay what and where they are, so an
-    optimizer that holds them goes on as before. A second call changes nothing.
+    Each module whose Transformers class has a drop-in class in ``fastplm.models`` gets that class
+    (``__class__`` is assigned), and the attention implementation becomes "fastplm". Parameters,
+    buffers, hooks, names, modes and devices do not change, so an existing optimizer stays valid. A
+    second call changes nothing.
 
-    A subclass of the user's keeps its own methods; the modules inside become ours. If a module
-    inside is of a class that is neither PyTorch's nor Transformers' nor ours, and does not stand
-    for a linear layer or a table (``weight``, or ``base_layer`` as in PEFT), what contains it stays
-    as it is: it might look at more than one row, and ours leave out padding. A warning says so.
-    Other models of Transformers get the attention implementation alone, if they honour one.
+    A subclass of the user keeps its class; its submodules are replaced. A model is left unchanged,
+    with a warning, if it contains a module that is not from PyTorch, Transformers or fastplm, and
+    is not a replacement of a linear layer or an embedding (``weight``, or ``base_layer`` as in
+    PEFT): that module might use several rows, and drop-in classes leave out padding. In other
+    models of Transformers only the attention implementation changes, if they support one.
 
     Args:
-        model: a model of Transformers, or any module with some inside.
+        model: a model of Transformers, or a module that contains models.
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedError: there is nothing in it that could be made ours.
+        UnsupportedError: ``model`` contains nothing that can be replaced.
 
     Examples:
         >>> from transformers import BertConfig, BertModel
@@ -63,25 +63,25 @@ def accelerate(model: _Model) -> _Model:
         anything,
         "accelerate",
         "model",
-        f"a {type(model).__name__} that stays as it is" + (f": {'; '.join(kept)}" if kept else ""),
+        f"a {type(model).__name__} that cannot change" + (f": {'; '.join(kept)}" if kept else ""),
         "a model of Transformers with drop-in classes in fastplm.models, or one whose attention "
         "implementation can be set",
-        "Call the ops of fastplm in its own modules; or call accelerate before fully_shard and "
-        "before modules of it are replaced.",
+        "Use the ops of fastplm in its modules; or call accelerate before fully_shard and before "
+        "you replace its modules.",
         UnsupportedError,
     )
     if kept:
         from transformers.utils import logging
 
-        logging.get_logger(__name__).warning(f"accelerate left alone: {'; '.join(kept)}")
+        logging.get_logger(__name__).warning(f"accelerate did not change: {'; '.join(kept)}")
     return model
 
 
 def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
-    """Switch what can be, and the attention implementation too unless told otherwise.
+    """Replace classes and, with ``attention``, the attention implementation.
 
     Returns:
-        (whether anything inside is ours now, what was left alone and why).
+        (whether anything is replaced now, what was left unchanged and why).
     """
     from transformers import PreTrainedModel
 
@@ -106,10 +106,10 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
             continue
         if drop_in is not None:
             switched.append((module, drop_in))
-        # A configuration may say this beside "eager" alone.
+        # Transformers allows output_attentions only with "eager".
         if attention and honours and not module.config.output_attentions:
             dispatching.append(module)
-    # All notes before any change: several modules may share a configuration.
+    # First store all previous values: several modules may share a configuration.
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):
             setattr(module, _BEFORE, module.config._attn_implementation)
@@ -119,7 +119,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
         module.config._attn_implementation_internal = NAME
     for module, drop_in in switched:
         module.__class__ = drop_in
-        for inner in module.modules():  # such as linear layers, of no family
+        for inner in module.modules():  # such as linear layers
             if by_class.get(type(inner)) is None and (drop_in := drop_in_for(inner)) is not None:
                 inner.__class__ = drop_in
     already = any(type(module) in ours for module in model.modules())
@@ -127,21 +127,21 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Make a model what it was before ``accelerate``, in place: same classes, same attention.
+    """Undo ``accelerate``, in place: the previous classes and attention implementation.
 
-    Its outputs are again those of Transformers bit for bit. A model that was made of classes of
-    ``fastplm.models`` becomes one of Transformers' classes, with their default attention. What
-    looks for ``nn.Linear`` by its exact class, as ``torch.ao.quantization`` does, finds it then.
+    The outputs are again those of Transformers bit for bit. A model that was built with classes of
+    ``fastplm.models`` gets Transformers' classes, with their default attention. After that, code
+    that tests for exactly ``nn.Linear``, such as ``torch.ao.quantization``, works.
 
     Args:
-        model: what ``accelerate`` was given, or a part of it. Others stay as they are.
+        model: a model that ``accelerate`` changed, or a part of it. Others are not changed.
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedError: the ``forward`` of one of our classes was wrapped on the module itself,
-            as Accelerate does for mixed precision: that wrapper cannot be turned back.
+        UnsupportedError: the ``forward`` of a drop-in module was replaced on the instance, as
+            Accelerate does for mixed precision: the wrapper would still call the drop-in class.
     """
     from transformers import PreTrainedModel
 
@@ -154,8 +154,8 @@ def restore(model: _Model) -> _Model:
             type(module) not in ours or "forward" not in vars(module),
             "restore",
             "model",
-            f"a {type(module).__name__} whose forward somebody has replaced on the module",
-            "one that runs the forward of its class",
+            f"a {type(module).__name__} whose forward was replaced on the instance",
+            "a module that uses the forward of its class",
             "Undo that first, with accelerate.utils.extract_model_from_parallel("
             "model, keep_fp32_wrapper=False) if Accelerate did it.",
             UnsupportedError,
@@ -163,7 +163,7 @@ def restore(model: _Model) -> _Model:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     own = [module for module in models if type(module) in ours]
     restore_modules(model)
-    # Those without a note first: they may share their configuration with one that has a note.
+    # First the models without a stored value: they may share their configuration with others.
     for module in own:
         if _BEFORE not in vars(module) and module.config._attn_implementation == NAME:
             module.config._attn_implementation_internal = module.get_correct_attn_implementation(
@@ -177,7 +177,7 @@ def restore(model: _Model) -> _Model:
 
 
 def drop_in_of(theirs: type) -> type | None:
-    """The class of ``fastplm.models`` that stands for one of Transformers, if there is one."""
+    """The drop-in class of ``fastplm.models`` for a class of Transformers, if there is one."""
     package, _, family = theirs.__module__.rpartition(".")[0].rpartition(".")
     if package != "transformers.models":
         return None
@@ -190,7 +190,7 @@ def drop_in_of(theirs: type) -> type | None:
 
 
 def _foreign(outer: nn.Module) -> str | None:
-    """A module inside that may look at more than one row, as far as anybody can tell."""
+    """Why a submodule may use more than one row; None if none does."""
     for path, module in outer.named_modules():
         package = type(module).__module__.partition(".")[0]
         if module is outer:

@@ -1,25 +1,24 @@
-"""``attn_implementation="fastplm"``: fused attention for any live Hugging Face model.
+"""``attn_implementation="fastplm"``: fused attention for Hugging Face models.
 
 Importing this module registers the name with Transformers::
 
     import fastplm.hf
     model = AutoModel.from_pretrained(path, attn_implementation="fastplm")
 
-Two functions are registered. Transformers calls ``fastplm_mask`` once a forward to turn the user's
-padding mask into what the attention understands, a boolean key mask [B, Tk]; without it,
-Transformers would pass no mask at all. It calls ``fastplm_attention_forward`` in every layer.
-Dropout is fused as well, and so is the position bias of T5 (from its table; see ``_relative_bias``)
-and a row of packed sequences that comes with ``cu_seq_lens_q`` and its kin. Whatever
-``ops.attention`` does not do runs on Transformers' own SDPA function with an equivalent mask:
-grouped heads, a position bias of unknown origin or in a cache, and masks that are neither causal
-nor bidirectional (sliding windows, a 4-D mask of the user). Such is the mask that Transformers
-makes of ``position_ids`` that start again where a causal model gets no ``attention_mask``: beside
-``cu_seq_lens_q`` give it one of ones. What neither of them does raises. On a CPU one query of few
-keys runs there, too: the next token of a generation, for which a call of ours costs more than it
-saves.
+Two functions are registered. Transformers calls ``fastplm_mask`` once per forward to convert the
+user's padding mask into a boolean key mask [B, Tk]; without it, Transformers would pass no mask. It
+calls ``fastplm_attention_forward`` in every layer.
 
-Neither function changes any Python state that outlives a forward, or a compiled model would be
-compiled again each call.
+Dropout, the position bias of T5 (from its table; see ``_relative_bias``) and packed sequences
+(``cu_seq_lens_q``, …) are fused as well. Transformers' SDPA function, with an equivalent mask, does
+what ``ops.attention`` does not support: grouped heads, a position bias of unknown origin or with a
+cache, and masks that are neither causal nor bidirectional (sliding windows, 4-D masks of the user).
+If a causal model gets ``position_ids`` that restart and no ``attention_mask``, Transformers makes
+such a mask; with ``cu_seq_lens_q``, pass an ``attention_mask`` of ones. What neither of the two
+supports is an error. On a CPU, one query with few keys (a generation step) uses SDPA too, because
+it is faster.
+
+No function changes Python state that outlives a forward: a compiled model would recompile.
 """
 
 from __future__ import annotations
@@ -45,20 +44,22 @@ from fastplm.ops.attention import is_faster
 
 logger = logging.get_logger(__name__)
 NAME = "fastplm"
-#: ``output_attentions`` under a name that a model which keeps that one to itself passes on (GPT-2).
+#: ``output_attentions`` for GPT-2, which passes only other names on to its attention.
 WITH_WEIGHTS = "with_attention_weights"
 _WHERE = "attn_implementation='fastplm'"
-# Arguments of some models' attention that change its result and that no path here honours.
+#: The argument with which the models of fastplm pass ``models._ragged.Rows`` to attention.
+ROWS = "rows"
+# Arguments of some models' attention that change its result and are not supported here.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
 # In the order of the arguments of ``ops.attention_varlen``.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# The layers whose ``position_bias`` is known. Others of the same look make theirs elsewhere (UDOP).
+# The layers with a known ``position_bias``. Similar classes (UDOP) compute it in another way.
 _T5_ATTENTION = (
     ("transformers.models.t5.modeling_t5", "T5Attention"),
     ("transformers.models.mt5.modeling_mt5", "MT5Attention"),
     ("fastplm.models.t5", "T5Attention"),
 )
-#: A ``position_bias`` of nothing but zeros: with None, T5 would make them.
+#: A ``position_bias`` of zeros. (With None, T5 would create a tensor.)
 NO_BIAS: Any = object()
 _NOTE = "_fastplm_relative_bias"
 
@@ -73,19 +74,18 @@ def fastplm_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask that ``fastplm_attention_forward`` gets, made without a host synchronisation.
+    """The mask for ``fastplm_attention_forward``, computed without a sync.
 
     Args:
-        batch_size, q_length, kv_length: sizes of the attention to come.
-        q_offset, kv_offset: position of its first query and key; a tensor with a static cache.
-        mask_function: what Transformers composed: plain causal, plain bidirectional, or more.
+        batch_size, q_length, kv_length: sizes of the attention.
+        q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
+        mask_function: of Transformers: causal, bidirectional or a composed one.
         attention_mask: bool [B, S], True = attend, or None.
-        kwargs: what else ``transformers.masking_utils.sdpa_mask`` takes.
+        kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None where there is nothing to mask but (maybe) the future, bool [B, Tk] for padding, which
-        leaves causality to the attention function, or bool [B, 1, Tq, Tk] for any other pattern,
-        complete in itself.
+        None if no key is padding, bool [B, Tk] for padding (both without causality, which the
+        attention function applies), or bool [B, 1, Tq, Tk], the full mask of any other pattern.
     """
     causal = mask_function is causal_mask_function
     bottom_right = (
@@ -99,10 +99,10 @@ def fastplm_mask(
     ):
         key_mask = _key_window(attention_mask, kv_length, kv_offset)
         if causal and not bottom_right:
-            # One query in a static cache: the keys past it are padding, as far as it can see.
+            # One query in a static cache: the keys after it are masked like padding.
             device = kwargs.get("device", "cpu")
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
-            # A mask in the last step too, which hides nothing: a graph serves all steps.
+            # Also in the last step, where all are True: one graph serves all steps.
             return seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
         return None if _hides_nothing(key_mask) else key_mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -119,7 +119,7 @@ def fastplm_mask(
 
 
 def _hides_nothing(key_mask: Tensor | None) -> bool:
-    """Whether a mask can be seen, without waiting for a device, to be of no effect."""
+    """Whether a mask is known, without a sync, to be True everywhere."""
     if key_mask is None:
         return True
     return key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
@@ -128,7 +128,7 @@ def _hides_nothing(key_mask: Tensor | None) -> bool:
 def _key_window(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor
 ) -> Tensor | None:
-    """Columns [kv_offset, kv_offset + kv_length) of the mask; those past its end are False."""
+    """Columns [kv_offset, kv_offset + kv_length) of the mask; False after its end."""
     if attention_mask is None:
         return None
     if isinstance(kv_offset, Tensor):
@@ -155,33 +155,32 @@ def fastplm_attention_forward(
     """The attention of one layer, in the calling convention of Transformers.
 
     Args:
-        module: the layer; its ``is_causal`` counts where the argument is None.
+        module: the layer; its ``is_causal`` is used if the argument is None.
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
-        attention_mask: None or bool [B, Tk] beside causality, else a complete 4-D mask, boolean
-            (True = attend) or additive.
+        attention_mask: None or bool [B, Tk], combined with ``is_causal``; or a full 4-D mask,
+            boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
             checkpointing restores.
         scaling: factor on the scores.
-        is_causal: query i sees the keys j <= i + (Tk - Tq); a 4-D mask replaces it.
-        kwargs: ``position_bias`` (dense, or a ``T5RelativeBias`` where the fused op does the work)
-            and ``output_attentions`` are honoured, and ``cu_seq_lens_q``,
-            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k`` for sequences packed into a batch
-            of one, but not beside a 4-D mask, which tells them apart itself.
+        is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored with a 4-D mask.
+        kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op),
+            ``output_attentions``, and for sequences packed into a batch of one ``cu_seq_lens_q``,
+            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``, which a 4-D mask replaces.
 
     Returns:
         The output [B, Tq, H, D], and the weights [B, H, Tq, Tk] if ``output_attentions``, else
         None.
 
     Raises:
-        UnsupportedError: an argument that changes the result and that no path honours.
+        UnsupportedError: an argument that changes the result and is not supported.
         ArgumentValueError, ArgumentTypeError: packed sequences or a mask that do not fit.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     complete = attention_mask is not None and attention_mask.dim() == 4
     _check_supported(attention_mask, kwargs)
-    packed = not complete and _is_packed(query, kwargs)
+    lengths = None if complete else _lengths(query, causal, kwargs)
     with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
@@ -197,27 +196,27 @@ def fastplm_attention_forward(
         fused or position_bias is None or isinstance(position_bias, Tensor),
         _WHERE,
         "position_bias",
-        "a T5RelativeBias beside grouped heads, output_attentions or a 4-D mask",
+        "a T5RelativeBias with grouped heads, output_attentions or a 4-D mask",
         "a dense tensor with these",
         "Look the table up: position_bias [1, H, Tq, Tk].",
         UnsupportedError,
     )
-    if packed:
+    if lengths is not None:
         check(
             fused,
             _WHERE,
             "cu_seq_lens_q",
-            "a value beside grouped heads, output_attentions or an unknown position_bias",
+            "a value with grouped heads, output_attentions or an unknown position_bias",
             "None with these",
             "Pad the batch instead of packing it.",
             UnsupportedError,
         )
         out = attention_varlen(
-            # Not query[0], whose gradient is copied into a tensor of zeros.
+            # Not query[0]: its backward copies the gradient into a tensor of zeros.
             query.squeeze(0).transpose(0, 1),
             key.squeeze(0).transpose(0, 1),
             value.squeeze(0).transpose(0, 1),
-            *(kwargs[name] for name in _PACKED),
+            *lengths,
             key_mask=None if attention_mask is None else attention_mask[0],
             is_causal=causal,
             dropout_p=dropout,
@@ -257,8 +256,8 @@ def fastplm_attention_forward(
     if with_weights:
         if not torch.compiler.is_compiling():
             logger.warning_once(
-                "output_attentions: fused attention never has the weights of all pairs, so "
-                "attn_implementation='fastplm' computes these layers the way of 'eager' instead."
+                "output_attentions: fused attention computes no attention weights, so "
+                "attn_implementation='fastplm' computes these layers like 'eager' instead."
             )
         out, weights = _attention_with_weights(
             query, key, value, mask, dropout, scaling, position_bias
@@ -291,21 +290,27 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
                 "attention_mask",
                 f"{mask.dim()} dimensions",
                 "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
-                "Give the model a mask [B, T], True or 1 where there is a token.",
+                "Pass the model a mask [B, T], True or 1 for tokens.",
             )
         )
 
 
-def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
+def _lengths(
+    query: Tensor, causal: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, int, int] | None:
+    """(cu_seqlens of queries and keys, max_seqlen of both); None if they are not packed."""
+    rows = kwargs.get(ROWS)
+    if rows is not None:
+        return rows.lengths(causal)
     if all(kwargs.get(name) is None for name in _PACKED):
-        return False
+        return None
     for name in _PACKED:
         check(
             kwargs.get(name) is not None,
             _WHERE,
             name,
             "None",
-            f"a value, as some of {', '.join(_PACKED)} have one",
+            f"a value, because others of {', '.join(_PACKED)} have one",
             "Packed sequences need all four.",
         )
     check(
@@ -314,21 +319,22 @@ def _is_packed(query: Tensor, kwargs: dict[str, Any]) -> bool:
         "cu_seq_lens_q",
         f"a value with a batch of {query.shape[0]}",
         "a batch of one row that holds all sequences",
-        "Lay them one after the other: input_ids [1, N] with their own position_ids.",
+        "Concatenate the sequences: input_ids [1, N], with position_ids that start at 0 in each.",
     )
-    return True
+    offsets_q, offsets_k, longest_q, longest_k = (kwargs[name] for name in _PACKED)
+    return offsets_q, offsets_k, longest_q, longest_k
 
 
 def _relative_bias(
     module: nn.Module, query: Tensor, key: Tensor, position_bias: Any
 ) -> tuple[T5RelativeBias | None, bool]:
-    """(what the fused op adds in place of ``position_bias``, whether that is certain).
+    """(the bias of the fused op that equals ``position_bias``, whether it is known).
 
-    Transformers' T5 hands a dense ``position_bias`` [1, H, Tq, Tk] to every layer. A layer with a
-    table has just made it; the others get that very tensor, on which the first one leaves a note
-    of its table. Cross-attention, which has no table, gets zeros. A bias without a note, as after
-    something copied the tensor, is added as it stands. (A ``position_bias`` that the caller of a
-    single first layer makes himself is not seen; no model of Transformers does that.)
+    Transformers' T5 passes a dense ``position_bias`` [1, H, Tq, Tk] to every layer. A layer with a
+    table has just computed it. The others get the same tensor; on it, the first layer stores its
+    table as an attribute. Cross-attention has no table and gets zeros. A tensor without that
+    attribute, for example a copy, is added as a dense bias. (A ``position_bias`` that a caller
+    passes to the first layer is ignored; no model of Transformers does that.)
     """
     if isinstance(position_bias, T5RelativeBias):
         return position_bias, True
@@ -340,23 +346,23 @@ def _relative_bias(
     if module.is_decoder and getattr(module, "is_causal", None) is False:
         return None, True
     if query.shape[2] != key.shape[2]:
-        # A cache: the lengths alone do not say where a static one puts the queries.
+        # A cache: in a static one, the lengths do not determine the positions of the queries.
         return None, False
     note = getattr(position_bias, _NOTE, None)
     if note is not None:
         return note, True
     table = getattr(module, "relative_attention_bias", None)
-    # A subclass (a parametrised or adapted table) may look up something other than its weight.
+    # A subclass (a parametrized or adapted table) may look up something other than its weight.
     if type(table) is not nn.Embedding or table.weight.device != query.device:
         return None, False
     bias = T5RelativeBias(
-        # A copy, as the later layers read it: FSDP frees the weight itself with this layer.
+        # A copy for the later layers: FSDP frees the weight itself after this layer.
         table.weight.clone(),
         bidirectional=not module.is_decoder,
         max_distance=module.relative_attention_max_distance,  # type: ignore[arg-type]
     )
     # Reentrant checkpointing runs forward without gradients, and again in backward on copies
-    # without the note. Both must take one path, or they would drop different probabilities.
+    # without the attribute. Both must use the same attention, or their dropout would differ.
     if torch.is_grad_enabled() or not module.training:
         setattr(position_bias, _NOTE, bias)
     return bias, True
@@ -365,10 +371,10 @@ def _relative_bias(
 def _complete_mask(
     query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, always: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(bool [B|1, 1, Tq|1, Tk] or None, rows [B|1, 1, Tq|1, 1] that may attend to nothing or None).
+    """(mask bool [B|1, 1, Tq|1, Tk] or None, rows [B|1, 1, Tq|1, 1] without any key or None).
 
-    None stands for no mask but what ``is_causal`` of Transformers' SDPA function does, which is
-    right for square attention alone: it aligns top-left.
+    None = ``is_causal`` of Transformers' SDPA function is enough. It aligns the mask at the top
+    left, which is only right if Tq = Tk.
     """
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = None if key_mask is None else key_mask[:, None, None, :]
@@ -379,7 +385,7 @@ def _complete_mask(
     if mask is None:
         return None, None
     dead = ~mask.any(-1, keepdim=True)
-    # Some SDPA kernels give NaN for a row of nothing; it attends to all and is set to 0 afterwards.
+    # Some SDPA kernels return NaN for a row without keys: it attends to all, and is set to 0 later.
     return mask | dead, dead
 
 

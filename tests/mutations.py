@@ -166,7 +166,7 @@ MUTATIONS = (
         ROWS,
         "labels.new_full((1,), IGNORE_INDEX)",
         "labels.new_full((1,), 0)",
-        "tests/models/test_bert.py -k masked_lm_equals",
+        f"{CONTRACT} given_positions",
     ),
     Mutation(
         ROWS,
@@ -195,7 +195,7 @@ MUTATIONS = (
     # --- models
     Mutation(
         RAGGED,
-        "key_mask = take(mask.flatten(), positions) & (positions >= 0) if hides else None",
+        "key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None",
         "key_mask = None",
         f"{CONTRACT} 'equals and (DoubleHeads or Multiple)'",
     ),
@@ -233,7 +233,7 @@ MUTATIONS = (
         "fastplm/models/_heads.py",
         "num_sequences_in_batch = (label != IGNORE_INDEX).sum()",
         "num_sequences_in_batch = label.numel()",
-        "tests/models/test_albert.py -k either_loss",
+        f"{CONTRACT} either_loss",
     ),
     Mutation(
         "fastplm/models/_heads.py",

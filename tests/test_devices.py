@@ -19,8 +19,8 @@ from fastplm._registry import OPS
 from fastplm.ops._attention_call import _bucket_table, _filled_from_cpu
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.attention import t5_buckets
-from fastplm.triton_kernels import _launch, _sass
-from fastplm.triton_kernels._launch import table_arch
+from fastplm.triton_kernels import _launch
+from fastplm.triton_kernels._launch import shared_limit, table_arch
 
 GPU = torch.device("cuda", 0)
 
@@ -176,17 +176,17 @@ def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
     (
         (80, None, 80),
         (86, None, 86),
-        (87, _sass.shared_limit(80), 80),  # of sm_86's kind, with the memory of sm_80
+        (87, shared_limit(80), 80),  # of sm_86's kind, with the memory of sm_80
         (89, None, 86),
         (90, None, 90),
         (100, None, 100),
-        (103, _sass.shared_limit(100), 100),
+        (103, shared_limit(100), 100),
         (120, None, 86),  # newer than sm_100, with neither its instructions nor its memory
-        (121, _sass.shared_limit(120), 86),
+        (121, shared_limit(120), 86),
     ),
 )
 def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
-    assert table_arch(arch, shared or _sass.shared_limit(arch)) == expected
+    assert table_arch(arch, shared or shared_limit(arch)) == expected
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
     ),
 )
 def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warned):
-    memory = _sass.shared_limit(10 * major)
+    memory = shared_limit(10 * major)
     there = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: there)
     monkeypatch.setattr(_launch.triton, "__version__", version)
@@ -219,9 +219,9 @@ def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warn
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
     """Where a table has no entry for 90, it takes the one before: that must not be 86's."""
     attention, loss = (
-        importlib.import_module(f"fastplm.triton_kernels.{op}")
+        importlib.import_module(f"fastplm.triton_kernels.{op}.configs")
         for op in ("attention", "linear_cross_entropy")
     )
-    small = [(table, key) for table in (*attention._TABLE.values(), loss._CONFIGS) for key in table]
-    small = [(table, key) for table, key in small if key[0] == 86]
+    tables = (*attention._TABLE.values(), loss._TABLE, loss._ROWS_TABLE)
+    small = [(table, key) for table in tables for key in table if key[0] == 86]
     assert small and all((90, *key[1:]) in table for table, key in small)

@@ -1,4 +1,4 @@
-"""attn_implementation="fastplm" in live Hugging Face models, against their own eager attention."""
+"""attn_implementation="fastplm" in Hugging Face models, compared with their eager attention."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-# Without the peaked probabilities of factor 3, which make rounding errors a matter of luck.
+# Factor 3 gives peaked probabilities, with which rounding errors vary too much.
 CALM_T5 = T5 | {"initializer_factor": 1.0}
 ENCODERS = {
     "bert": (BertModel, BertConfig(**BASE)),
@@ -189,7 +189,7 @@ def random_ids(*shape):
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, *SEQ2SEQ])
-def test_from_pretrained_takes_the_name_and_saves_it_nowhere(tmp_path, family):
+def test_from_pretrained_takes_the_name_and_does_not_save_it(tmp_path, family):
     cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
     build(cls, config, "eager").save_pretrained(tmp_path / "theirs")
     model = cls.from_pretrained(tmp_path / "theirs", attn_implementation="fastplm")
@@ -222,7 +222,7 @@ def test_padding_is_applied_and_equals_eager(family, padding):
     assert torch.equal(kept, changed)
     assert torch.equal(kept, boolean)
     assert len(decisions) == 3 * 2, "every layer of every run is fused"
-    # What the test is able to see: right padding is invisible to a causal model anyway.
+    # In a causal model, no token attends to padding at the right, even without a mask.
     assert torch.equal(kept, unmasked) == (family == "gpt2" and padding == "right")
 
 
@@ -286,7 +286,7 @@ def test_a_fully_padded_row_has_finite_outputs_and_gradients(family):
 
 
 def test_without_the_mask_interface_padding_would_be_ignored(monkeypatch):
-    """Transformers passes no mask to a name that registered an attention function alone."""
+    """Without a registered mask function, Transformers passes no mask."""
     model = build(*ENCODERS["bert"], "fastplm")
     mask = PADDINGS["right"]
     ids = random_ids(*mask.shape)
@@ -309,7 +309,7 @@ def test_loss_and_every_gradient_equal_eager(family, padding):
         inputs["decoder_input_ids"] = random_ids(*labelled.shape)
         inputs["decoder_attention_mask"] = labelled
     if family == "gpt2":
-        # What padding at the left predicts, having seen nothing, each implementation says itself.
+        # Padding at the left attends to no token: what it predicts is not defined.
         labelled = labelled & labelled.roll(1, 1)
     labels = random_ids(*labelled.shape).masked_fill(labelled == 0, -100)
 
@@ -357,7 +357,7 @@ def self_attentions(model):
     return [block.layer[0].SelfAttention for block in model.encoder.block]
 
 
-def test_a_t5_bias_of_unknown_origin_is_added_as_it_stands():
+def test_a_t5_bias_of_unknown_origin_is_added_as_a_dense_bias():
     """Whatever the other layers' tables say: a copy, or one that the caller made."""
     ours, theirs = pair(*SEQ2SEQ["t5"])
     hidden, bias = torch.randn(2, 7, 32), torch.randn(1, 2, 7, 7)
@@ -371,7 +371,7 @@ def test_a_t5_bias_of_unknown_origin_is_added_as_it_stands():
     assert not decisions
 
 
-def test_a_table_that_is_more_than_its_weight_is_added_as_it_stands():
+def test_a_subclass_of_the_table_is_added_as_a_dense_bias():
     class Doubled(torch.nn.Embedding):
         def forward(self, input):
             return 2 * super().forward(input)
@@ -387,7 +387,7 @@ def test_a_table_that_is_more_than_its_weight_is_added_as_it_stands():
     assert not decisions
 
 
-def test_a_bias_in_a_layer_that_only_looks_like_t5s_is_added_as_it_stands():
+def test_a_bias_in_a_layer_similar_to_t5s_is_added_as_a_dense_bias():
     module = torch.nn.Identity()
     module.relative_attention_bias = torch.nn.Embedding(8, 2)
     module.is_decoder = module.is_causal = False
@@ -439,13 +439,13 @@ def test_greedy_generation_equals_sdpa(family, cache):
         "cache_implementation": cache,
         "disable_compile": True,
     }
-    for _ in range(20):  # some random weights say one word alone
+    for _ in range(20):  # some random weights repeat one token
         ours, theirs = pair(cls, config, reference="sdpa")
         expected = theirs.generate(ids, **arguments)
         if expected[:, -8:].unique().numel() > 2:
             break
     else:
-        pytest.fail("no model says something")
+        pytest.fail("no model generates different tokens")
     assert torch.equal(ours.generate(ids, **arguments), expected)
 
 
@@ -481,7 +481,7 @@ def test_prefill_into_a_static_cache():
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_a_4d_mask_of_the_user_is_honoured(family, kind):
+def test_a_4d_mask_of_the_user_is_used(family, kind):
     cls, config = ENCODERS.get(family) or SEQ2SEQ[family]
     ours, theirs = pair(cls, config)
     ids = random_ids(2, 7)
@@ -556,7 +556,7 @@ def test_packed_rows_equal_the_padded_batch(family):
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_rows_drop_what_the_padded_batch_drops(family):
+def test_packed_rows_have_the_dropout_of_the_padded_batch(family):
     model = with_dropout(family)
     packed, padded, run = packed_and_padded(family, PADDINGS["right"])
 
@@ -570,7 +570,7 @@ def test_packed_rows_drop_what_the_padded_batch_drops(family):
     hold_gradients(seeded(packed), model, seeded(padded), model)
 
 
-def test_a_4d_mask_tells_packed_sequences_apart_by_itself():
+def test_a_4d_mask_replaces_the_lengths_of_packed_sequences():
     """Transformers makes one of ``position_ids``; it may hold more than the lengths say."""
     ours, theirs = pair(GPT2Model, GPT2Config(**GPT2))
     packed, _, _ = packed_and_padded("gpt2", PADDINGS["right"])
@@ -622,7 +622,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("padded", [None, 4, 9, 12])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", MASKS)
-def test_the_mask_means_what_sdpas_means(name, function, padded):
+def test_the_mask_equals_that_of_sdpa(name, function, padded):
     q_length, kv_length, q_offset, kv_offset = MASKS[name]
     attention_mask = None if padded is None else torch.rand(2, padded) > 0.3
     arguments = {
@@ -720,7 +720,7 @@ def test_the_expectation_of_dropout_is_no_dropout():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", FUSED)
-def test_activation_checkpointing_replays_the_dropout(monkeypatch, family, reentrant):
+def test_activation_checkpointing_repeats_the_dropout(monkeypatch, family, reentrant):
     """Backward computes every layer again, and drops the same probabilities."""
     model, run = with_dropout(family), seeded_run(family)
     plain = value_and_gradients(run, model)
@@ -793,7 +793,7 @@ def test_is_causal_false_makes_gpt2_bidirectional():
 
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask"])
-def test_what_no_path_honours_raises(argument):
+def test_unsupported_arguments_raise(argument):
     model = build(*ENCODERS["bert"], "fastplm")
     with pytest.raises(UnsupportedError, match=argument):
         model(random_ids(1, 4), **{argument: torch.ones(2)})
@@ -901,8 +901,8 @@ def one_query(seqlen_k=40, dtype=torch.float32, heads_k=4, **kwargs):
 
 
 @pytest.mark.parametrize("seqlen_k", (0, 1, 40))
-def test_one_query_of_few_keys_is_sdpas(seqlen_k):
-    """Where its call costs less; the answer is that of the op."""
+def test_one_query_with_few_keys_uses_sdpa(seqlen_k):
+    """Because that is faster; the output is that of the op."""
     call = one_query(seqlen_k)
     assert ops_called(call) == []
     with fastplm.use_backend("torch"):
@@ -912,7 +912,7 @@ def test_one_query_of_few_keys_is_sdpas(seqlen_k):
 
 
 @pytest.mark.parametrize("is_causal", (False, True))
-def test_what_is_sdpas_hides_the_future_all_the_same(measured, is_causal):
+def test_sdpa_is_causal_too(measured, is_causal):
     measured.ours = lambda *call: False
     query, key = torch.randn(2, 4, 7, 16), torch.randn(2, 4, 9, 16)
     out, _ = hf.fastplm_attention_forward(
@@ -931,11 +931,11 @@ def test_what_is_sdpas_hides_the_future_all_the_same(measured, is_causal):
     ),
     ids=("many keys", "a mask", "dropout"),
 )
-def test_any_other_is_the_ops(arguments):
+def test_other_single_queries_use_the_op(arguments):
     assert ops_called(one_query(**arguments)) == ["attention"]
 
 
-def test_a_trace_is_good_for_other_masks():
+def test_a_trace_works_with_other_masks():
     class Masks(torch.nn.Module):
         def forward(self, mask):
             made = hf.fastplm_mask(2, 1, 5, 4, attention_mask=mask)
@@ -946,13 +946,13 @@ def test_a_trace_is_good_for_other_masks():
     assert torch.equal(traced(~ones), ~ones)
 
 
-def test_a_mask_that_hides_nothing_is_none():
+def test_a_mask_of_ones_becomes_none():
     arguments = dict(batch_size=2, q_length=1, kv_length=5, q_offset=4)
     ones = torch.ones(2, 5, dtype=torch.bool)
     assert hf.fastplm_mask(**arguments, attention_mask=ones) is None
     ones[1, 0] = False
     assert torch.equal(hf.fastplm_mask(**arguments, attention_mask=ones), ones)
-    # Nobody waits for a device, or looks into a trace, to find out.
+    # On other devices, the values are not read.
     assert hf.fastplm_mask(**arguments, attention_mask=ones.to("meta")) is not None
 
 

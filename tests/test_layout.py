@@ -40,8 +40,8 @@ def modules(folder: str, pattern: str = "*.py") -> set[str]:
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_op_has_its_stem_in_every_place(op):
-    kernels = [ROOT / f"triton_kernels/{op}.py", ROOT / f"csrc/{op}.h"]
-    assert any(path.exists() for path in kernels), f"no kernel file named {op}"
+    kernels = (f"triton_kernels/{op}.py", f"triton_kernels/{op}/__init__.py", f"csrc/{op}.h")
+    assert any((ROOT / path).exists() for path in kernels), f"no kernels named {op}"
     for place in (
         f"fastplm/reference/{op}.py",
         f"fastplm/ops/{op}.py",
@@ -57,7 +57,8 @@ def test_every_op_has_its_stem_in_every_place(op):
 def test_nothing_stands_there_that_is_not_an_op():
     stems = set(OPS)
     assert modules("fastplm/ops") == stems
-    assert modules("triton_kernels") <= stems
+    folders = {path.parent.name for path in ROOT.glob("triton_kernels/*/__init__.py")}
+    assert modules("triton_kernels") | folders <= stems
     assert {stem.removeprefix("test_") for stem in modules("tests/ops", "test_*.py")} == stems
 
 

@@ -1,11 +1,11 @@
-"""How kernels are launched: one function, so that a launch can be recorded instead of run.
+"""``launch``, the one function that launches kernels. It can record launches instead.
 
-The compile lane records the launches that a launcher makes on meta tensors and compiles exactly
-those signatures for each architecture; nothing about a kernel's arguments is written down twice.
+The compile tests record the launches that a launcher makes on meta tensors, and compile exactly
+those signatures for each architecture. So a kernel's arguments are written once.
 
-On a GPU Triton's JIT compiles what is launched, and finds it again at each launch: that takes the
-host as long as a small kernel takes the device. ``_Found`` finds it in half the time, by
-Triton's own function for what a kernel is specialised on.
+On a GPU, Triton's JIT compiles a kernel at its first launch and looks it up at each later one. The
+look-up takes the host as long as a small kernel takes the device. ``_CompiledKernels`` needs half
+of that time. It uses Triton's own function to tell which arguments a kernel is specialised on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from triton import knobs
 from triton._C import libtriton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-
-from fastplm.triton_kernels import _sass
 
 #: Whether the kernels of this process are interpreted: fixed when they are decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,15 +60,15 @@ def record_launches(arch: int) -> Iterator[list[Launch]]:
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded: by tools, which may change launch tables in between."""
+    """Whether launches are recorded. Tools that record may change launch tables in between."""
     return _Recorder.launches is not None
 
 
 class Fixed(dict[str, Any]):
-    """Arguments that launches of one kernel share, all but pointers; not changed once it is made.
+    """The arguments, without pointers, of repeated launches of one kernel. Do not change it.
 
-    A launcher that is called with the same sizes again keeps them in one of these: what was found
-    for it need not be looked up by every value.
+    A launcher that is called again with the same sizes passes the same object, so that the compiled
+    kernel is looked up by the other arguments alone.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -111,32 +109,32 @@ def _launch_here(
     fixed: Fixed | None,
     arguments: dict[str, Any],
 ) -> None:
-    """Launch on the current device, the one of this index."""
+    """Launch on the current device, whose index is ``index``."""
     every = _all(fixed, arguments)
-    found = None if _is_watched(kernel) else _found(kernel, index, tuple(arguments))
-    if found is None:
+    kernels = None if _needs_jit(kernel) else _compiled_kernels(kernel, index, tuple(arguments))
+    if kernels is None:
         kernel[grid](**every)
         return
-    known = found.compiled if fixed is None else fixed.compiled
-    key = found.key(arguments)
+    known = kernels.compiled if fixed is None else fixed.compiled
+    key = kernels.key(arguments)
     compiled = known.get(key)
     if compiled is None:
         compiled = kernel[grid](**every)
-        if isinstance(compiled, CompiledKernel) and found.agrees(key, every):
+        if isinstance(compiled, CompiledKernel) and kernels.agrees(key, every):
             known[key] = compiled
         return
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(index)
     place = (x, y, z, stream, compiled.function, compiled.packed_metadata)
-    compiled.run(*place, *_NO_HOOKS, *found.parameters(every))
+    compiled.run(*place, *_NO_HOOKS, *kernels.parameters(every))
 
 
-#: What is told before and after a launch, and by whom.
+#: No launch metadata, and no hooks before and after a launch.
 _NO_HOOKS = (None, None, None)
 
 
-def _is_watched(kernel: Any) -> bool:
-    """Whether Triton is to do more at a launch, or to compile otherwise, than it does by itself."""
+def _needs_jit(kernel: Any) -> bool:
+    """Whether hooks, debugging or instrumentation ask for a launch by Triton's JIT."""
     runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
@@ -149,17 +147,17 @@ def _is_watched(kernel: Any) -> bool:
     )
 
 
-class _Found:
-    """How to find what the JIT compiled for launches of one kernel on one device.
+class _CompiledKernels:
+    """What the JIT compiled for launches of one kernel on one device.
 
     Args:
-        names: the keywords that change, parameters of the kernel and compile options, in order.
+        names: the keywords that change (parameters of the kernel and compile options), in order.
 
-    A key holds of those what the JIT's own key does: the constants, and the type and specialisation
-    of all others (a pointer or integer divisible by 16, an integer of 1, None), as Triton's own
-    ``native_specialize_impl`` says. The first launch of a key is the JIT's, and ``agrees`` asks
-    whether it tells arguments apart as the key does. Where nobody watches, a launch by the JIT
-    looks at nothing else, but that no global constant of the kernel was changed since.
+    A key holds the same as the JIT's own key: the constants, and for every other argument its type
+    and specialisation (a pointer or integer divisible by 16, the integer 1, None), as Triton's
+    ``native_specialize_impl`` gives them. The first launch of a key is made by the JIT, and
+    ``agrees`` checks that the JIT's specialisation is the key's. The JIT also checks that no global
+    constant of the kernel has changed; this class does not.
     """
 
     def __init__(self, kernel: Any, index: int, names: tuple[str, ...]) -> None:
@@ -191,70 +189,85 @@ class _Found:
         )
 
     def agrees(self, key: tuple[Any, ...], arguments: dict[str, Any]) -> bool:
-        """Whether the JIT tells all the arguments of a launch apart as the key does."""
+        """Whether the JIT specialises the arguments of a launch as the key does."""
         _, specialization, _ = self.binder(**arguments)
         return key[2:] == tuple(specialization[self.places[name]] for name in self.names)
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """``itemgetter`` that gives a tuple for one name, and for none, too."""
+    """Like ``itemgetter``, but always returns a tuple, also for one name or none."""
     if len(names) > 1:
         return itemgetter(*names)
     return lambda arguments: tuple(arguments[name] for name in names)
 
 
 @cache
-def _found(kernel: Any, index: int, names: tuple[str, ...]) -> _Found | None:
-    """None where launches are left to the JIT: the kernel is of no kind that we know."""
+def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _CompiledKernels | None:
+    """None if the JIT must launch this kernel: it is of a kind that this file does not know."""
     if type(kernel) is not triton.JITFunction or not hasattr(libtriton, "native_specialize_impl"):
         return None
     try:
-        return _Found(kernel, index, names)
-    except (AttributeError, TypeError, ValueError):  # another Triton than those we know
+        return _CompiledKernels(kernel, index, names)
+    except (AttributeError, TypeError, ValueError):  # a version of Triton that is not known
         return None
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b`` rounded up; Triton's own takes the host microseconds."""
+    """``a / b`` rounded up. Triton's own function costs the host microseconds."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not less than ``n``, of 1 on."""
+    """The smallest power of 2 that is not less than ``n``, for ``n`` of 1 or more."""
     return 1 << (n - 1).bit_length()
+
+
+#: Bytes of shared memory that an SM has, by architecture.
+SHARED_PER_SM = {
+    arch: 1024 * size
+    for arch, size in {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}.items()
+}
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that a block may ask for: 1 KB of an SM's is reserved."""
+    return SHARED_PER_SM[arch] - 1024
 
 
 def arch_of(device: torch.device) -> int:
     """The architecture that launch configurations are looked up for (see ``table_arch``)."""
     if _Recorder.arch is not None:
-        return table_arch(_Recorder.arch, _sass.shared_limit(_Recorder.arch))
+        return table_arch(_Recorder.arch, shared_limit(_Recorder.arch))
     return _table_arch(device.index or 0) if device.type == "cuda" else 80
 
 
 def table_arch(arch: int, shared: int) -> int:
-    """Whose launch configurations sm_<arch> takes, where a block may have that much shared memory.
+    """The architecture whose launch configurations sm_<arch> uses.
 
-    86 stands for sm_80's instructions with 99 KB. That is what sm_120 has, too: neither wgmma nor
-    the tensor memory of sm_100, whose numbers its own is above.
+    Args:
+        shared: bytes of shared memory that a block may ask for.
+
+    86 means the instructions of sm_80 with 99 KB of shared memory. sm_120 uses it too: it has
+    neither wgmma (sm_90) nor tensor memory (sm_100).
     """
     usable = [86]
     usable += [
         known
         for known in (80, 90, 100)
-        if known <= (arch if arch < 120 else 80) and _sass.shared_limit(known) <= shared
+        if known <= (arch if arch < 120 else 80) and shared_limit(known) <= shared
     ]
     return usable[-1]
 
 
 def sm_count(device: torch.device) -> int:
-    """How many programs run side by side if an SM has room for one."""
+    """The number of SMs."""
     if device.type != "cuda":
-        return 4  # the interpreter: few, so that a program takes several turns
+        return 4  # the interpreter: few, so that a program handles several tiles
     return _multiprocessors(device.index or 0)
 
 
-#: By launch table the first Triton that puts a proxy fence between copies and the wgmma or tcgen05
-#: that reads them; of sm_100 the first in which it was found where 3.7.1 leaves it out.
+#: For each launch table, the first version of Triton that puts a proxy fence between copies to
+#: shared memory and the wgmma or tcgen05 that reads them. Triton 3.7.1 leaves some out on sm_100.
 _FENCED = {90: (3, 7, 1), 100: (3, 9)}
 
 
@@ -284,7 +297,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def nearest_arch(arch: int, known: tuple[int, ...]) -> int:
-    """The newest architecture of a table that is not newer than ``arch`` (else the oldest)."""
+    """The newest architecture in ``known`` that is not newer than ``arch``, else the oldest."""
     return max((entry for entry in known if entry <= arch), default=min(known))
 
 

@@ -3,18 +3,17 @@
     out[p] = input[positions[p]]                   0 where the position is not in [0, N)
     grad_input[n] = sum of grad_out[p] over the slots p with positions[p] = n
 
-The backward turns the scatter into a gather, with neither a sort nor a zero fill of the gradient.
-A first kernel counts the slots of each row and notes the first eight that come. They come in any
-order, but few enough to be put in order by who reads them: one program owns each tile of rows, adds
-up the slots of each in ascending order, and writes every row once. That is all, where no row is
-named more than eight times.
+The backward is a gather, not a scatter, and needs neither a sort nor a gradient filled with zeros.
+A first kernel counts the slots of each row and stores up to eight of them, in any order. Then each
+program handles a tile of rows: it adds the slots of each row in ascending order and writes every
+row once. If no position occurs more than eight times, that is all.
 
-A longer row is left to programs at the end of the grid, which find its slots again: they look at
-chunks of 512 slots, at many slots at once, and only where the row was seen (a bit a chunk). So a
-row costs at most 512 comparisons for each of its slots, wherever they lie. One program adds up the
-row, or, if it has more than a sixteenth of all slots, each chunk is a program's and the last one to
-be done adds up their partial sums. The order of all sums is fixed by the positions, so that the
-bits repeat. The atomics are of integers, and who comes first decides only who does the work.
+A row with more slots is called long. Programs at the end of the grid search for its slots again, in
+chunks of 512 slots, and only in chunks where a bit says that the row occurs. So a row costs at most
+512 comparisons for each of its slots. One program adds up a long row. If the row has more than a
+sixteenth of all slots, each chunk gets a program, and the one that finishes last adds the partial
+sums. The positions alone fix the order of all sums, so results repeat bit for bit. Atomics are used
+on integers only; their order decides which program does the work, not the result.
 
 Legend: N rows · P slots · E row width · K chunks of slots
 """
@@ -29,14 +28,14 @@ import triton.language as tl
 
 from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2, sm_count
 
-# Elements of a program's tile: at 4 warps, two to eight 16-byte loads in flight per thread.
+# Elements of a program's tile: with 4 warps, two to eight 16-byte loads in flight for each thread.
 # Not measured on a device yet.
 _TILE = 4096
 _MAX_BLOCK_E = 256
-# Slots of a chunk, how many of them are looked at as one vector, and how many of those that a row
-# owns are added up side by side.
+# Slots of a chunk, how many of them are compared as one vector, and how many slots of a row are
+# added side by side.
 _CHUNK, _BLOCK_P, _BLOCK_S = 512, 256, 16
-# A row of more slots than this is long. One sector of memory notes that many.
+# A row of more slots than this is long. One sector of memory (32 bytes) stores that many.
 _SHORT = 8
 # A row is split if it has more slots than this, and than this part of all.
 _SPLIT, _PART = 128, 16
@@ -64,7 +63,7 @@ def _gather_rows_fwd_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    # The column tiles of a row are neighbours, so that its memory is read in one go.
+    # The column tiles of a row are neighbours, so that they read its memory together.
     num_tiles_e: tl.constexpr = (WIDTH + BLOCK_E - 1) // BLOCK_E
     tile_p, tile_e = tl.program_id(0) // num_tiles_e, tl.program_id(0) % num_tiles_e
     offs_p = tile_p.to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)

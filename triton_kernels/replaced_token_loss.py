@@ -30,14 +30,14 @@ import triton.language as tl
 
 from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 
-# As few warps as can hold a row, one up to 2 KB: what is done once a row (its logit's last sums,
-# sigmoid, loss) is done by every warp along it. A row is up to four parts that need not be a power
-# of two together (768 = 3 x 256), each of 16 bytes a thread.
+# As few warps as can hold a row, one up to 2 KB, because every warp of a row computes its logit's
+# last sums, sigmoid and loss. A row has up to four parts, each of 16 bytes for each thread, so its
+# width need not be a power of two (768 = 3 x 256).
 _BYTES_PER_WARP = 32 * 16
 _MAX_PARTS = 4
 _MAX_WARPS = 8
-# Rows of a group are a multiple of this. The partials of 32,768 rows are then those of 1024 groups,
-# 7 to 8 warps for each SM of an H200, with 6 KB (768 columns of bf16) on their way to each.
+# The rows of a group are a multiple of this. 32,768 rows are then 1024 groups: 7 to 8 warps for
+# each SM of an H200, with 6 KB (768 columns of bf16) in flight for each.
 _ROWS = 16
 # One program adds up all partials of some columns, in one tile.
 _MAX_GROUPS = 1024
@@ -211,7 +211,7 @@ def _replaced_token_loss_fwd_kernel(
     counted = _counted_rows(mask_ptr, offs_n, exists, HAS_MASK)
     h = _load_rows(h_ptr, offs_n, counted, 0, stride_hn, WIDTH, PART, PARTS)
     for start in range(BLOCK_N, rows + BLOCK_N, BLOCK_N):
-        # The next tile is on its way while this one is worked on.
+        # The next tile is loaded while this one is computed.
         next_offs_n = offs_n + BLOCK_N
         # A vector is compared: Triton 3.9's interpreter takes no scalar comparison in a mask.
         next_exists = (next_offs_n < num_rows) & (start + tl.zeros([BLOCK_N], tl.int32) < rows)

@@ -1,4 +1,4 @@
-"""What every collator does: from a list of samples to tensors, cheaply."""
+"""The base of the collators: from a list of samples to tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastplm.data.packing import sequence_index
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Fields of a sample that are one number, and go into the batch as they are.
+# Fields of a sample that are one number, which the batch has for each sample.
 _LABELS_OF_A_SAMPLE = ("next_sentence_label", "sentence_order_label")
-# What says where a sample stands, and what it is made of.
+# The place of a sample in the stream, and the lengths of its sequences.
 _OF_THE_STREAM = ("sample_index", "sequence_lengths")
 _MOST_SAMPLES = 1 << 43  # that ``sequence_index`` has room for
 
@@ -38,10 +38,10 @@ class Collator:
     is in all samples of a batch or in none. Other keys, ``labels`` among them, are left out.
 
     Without a ``sample_index`` one is drawn from torch's global generator, as the collators of
-    Transformers draw their masks. Where a choice was asked for, by a seed or an epoch that is not
-    0, a warning says so. The Trainer of Transformers takes the keys away that no model has: give it
-    ``remove_unused_columns=False``, or ``sample_index``, ``special_tokens_mask`` and
-    ``sequence_lengths`` never arrive.
+    Transformers draw their masks; if the seed or the epoch is not 0, a warning says so. The Trainer
+    of Transformers removes the keys that a model has no argument for: give it
+    ``remove_unused_columns=False``, or the collator gets no ``sample_index``,
+    ``special_tokens_mask`` and ``sequence_lengths``.
 
     Args:
         tokenizer: gives the ids of special tokens and the vocabulary's size.
@@ -52,8 +52,8 @@ class Collator:
             them; see ``pad``. The model needs an attention that reads ``cu_seq_lens_q``, such as
             ``attn_implementation="fastplm"`` or FlashAttention; with any other the sequences attend
             to each other.
-        position_offset: the first of the ``position_ids`` of a packed sequence. RoBERTa and its kin
-            begin at ``pad_token_id + 1``.
+        position_offset: the first of the ``position_ids`` of a packed sequence. RoBERTa and models
+            like it begin at ``pad_token_id + 1``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -310,7 +310,7 @@ class Collator:
         places = torch.cat([torch.arange(count) for count in counts])
         return sequence_index(index.repeat_interleave(torch.tensor(counts)), places)  # type: ignore[return-value]
 
-    # --- checks: a few looks at a sample, none at a token -----------------------------------------
+    # --- checks of samples, not of tokens -----------------------------------------
 
     def _check_each(
         self,
@@ -321,7 +321,7 @@ class Collator:
         fix: str,
         error: type[FastplmError] = DataError,
     ) -> None:
-        """Raise for the first sample that is not fine."""
+        """Raise for the first sample that does not pass."""
         if not all(fine):
             number = fine.index(False)
             found = f"{got(number)} in sample {number}"
@@ -368,7 +368,7 @@ class Collator:
         )
 
     def _field(self, key: str, samples: Sequence[dict[str, Any]], lengths: list[int]) -> Tensor:
-        """What a sample has beside each of its tokens: the values of all, one after the other."""
+        """A value for each token of each sample, one sample after the other."""
         rows = [sample[key] for sample in samples]
         self._check_rows(key, rows)
         self._check_each(
@@ -414,7 +414,7 @@ def text_of(
         expected = f"{end}, as many as input_ids"
         check(count == end, where, "attention_mask", got, expected, fix)
         begin, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-        expected, fix = "one run of ones", "Cut out what is no text."
+        expected, fix = "one run of ones", "Remove what is not text."
         check(end - begin == len(seen), where, "attention_mask", "gaps", expected, fix, DataError)
     else:
         while end > 0 and tokens[end - 1] == pad:
@@ -427,14 +427,14 @@ def text_of(
 
 
 def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-    """Labels in the shape of ``input_ids``, -100 where none is; unused positions are -1."""
+    """Labels in the shape of ``input_ids``, -100 where there is none; unused positions are -1."""
     flat = positions.new_full((input_ids.numel() + 1,), -100)
     flat[positions] = labels  # an unused one is the extra element at the end
     return flat[:-1].view(input_ids.shape)
 
 
 def _hide(batch: dict[str, Any], attention_mask: Tensor) -> None:
-    """Mark what the mask leaves out as tokens that are not to be chosen."""
+    """Mark the tokens that the mask leaves out, so that none of them is chosen."""
     hidden = (attention_mask == 0).long()
     batch["special_tokens_mask"] = batch.get("special_tokens_mask", 0) | hidden
 
@@ -446,7 +446,7 @@ def _on_cpu(row: Any) -> Any:
 def _dimensions(row: Any) -> int:
     if not isinstance(row, (list, tuple)):
         return getattr(row, "ndim", 0)
-    # Asking NumPy about an int takes longer than all other checks of a sample.
+    # NumPy takes longer for one int than all other checks of a sample.
     return 1 if not row or isinstance(row[0], int) else 1 + np.ndim(row[0])
 
 
@@ -461,7 +461,7 @@ def _whole_numbers(row: Any) -> Any:
         whole = row.dtype.kind in "biu"
         return row.astype(np.int64, copy=False) if whole or len(row) == 0 else None
     try:
-        return np.asarray(array("q", row))  # as fast as NumPy reads a list, and cuts no fractions
+        return np.asarray(array("q", row))  # as fast as NumPy, and refuses fractions
     except (TypeError, OverflowError):
         return None
 

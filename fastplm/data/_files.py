@@ -1,4 +1,4 @@
-"""Text files as they are found: compressed or not, in UTF-8, UTF-16 or UTF-32; read as a stream."""
+"""Text files, compressed or not, in UTF-8, UTF-16 or UTF-32, read as a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastplm._checks import DataError, message
 _WHERE, _ARGUMENT = "read_documents", "paths"
 _EXPECTED = "text files in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or folders of them"
 _AT_ONCE = 1 << 16
-_PACKED_AT_ONCE = 1 << 13  # which may hold a thousand times as much text
+_PACKED_AT_ONCE = 1 << 13  # bytes, which may expand to a thousand times as many
 _HEAD = 1 << 12
 
 #: What the names of text files in a folder end with.
@@ -55,7 +55,7 @@ def lines_of(path: Path) -> Iterator[str]:
     """The lines of a text file, with their line ends as ``"\\n"``.
 
     Raises:
-        DataError: the path is no file that can be read more than once, or holds no text.
+        DataError: the path is not a file that can be read more than once, or not a text.
     """
     check_regular(path)
     encoding = "utf-8"
@@ -71,15 +71,16 @@ def lines_of(path: Path) -> Iterator[str]:
     except UnicodeDecodeError:
         _refuse_contents(path, encoding)
     except _DamagedError as error:
-        refuse(path, f"a compressed file that {error}", "Get it again, e.g. download it anew.")
+        refuse(path, f"a compressed file that {error}", "Copy or download it again.")
     except OSError as error:
         refuse(path, f"a file that cannot be read ({error.strerror or error})")
 
 
-def check_regular(path: Path) -> None:
-    """The path is a file that can be opened, and read several times."""
+def check_regular(path: Path) -> os.stat_result:
+    """What the system says of a path, which must be a file that can be read several times."""
     try:
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
+        mode = found.st_mode
         null = os.path.samefile(path, os.devnull)
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
@@ -99,6 +100,7 @@ def check_regular(path: Path) -> None:
         }
         fix = f"A corpus is read several times: write it to a file first (cat {path} > corpus.txt)."
         refuse(path, kinds[stat.S_IFMT(mode)], fix)
+    return found
 
 
 def refuse(path: Path, got: str, fix: str = "Check the path.") -> NoReturn:

@@ -16,9 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm._checks import TooLittleTextError, UnsupportedError, check
-from fastplm.data._cache import MANIFEST, build_once, damage
+from fastplm.data._cache import build_once
+from fastplm.data._folder import MANIFEST, damage
+from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file
 from fastplm.data.corpus import check_documents, fingerprint
-from fastplm.data.index import first_descent, first_outside, map_file, refuse_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,7 +128,7 @@ class TokenStore:
 
     def _read_all(self) -> None:
         # A store that other means wrote has no manifest.
-        if (self.directory / MANIFEST).exists() and (damaged := damage(self.directory)):
+        if (self.directory / MANIFEST).exists() and (damaged := damage(self.directory, cache=True)):
             got = f"beside which {damaged}"
             refuse_file(self.directory / MANIFEST, got, "the files that were written")
         for name, boundaries in ("sentences", self.sentences), ("documents", self.documents):

@@ -111,7 +111,7 @@ class DataCollatorForMaskedTokens(Collator):
         return inside if maskable is None else maskable & inside
 
     def _check_settings(self, special_count: int) -> None:
-        """What the op would refuse in the first batch, in the name of the collator."""
+        """Raise the errors of the op now, and with the name of the collator."""
         try:
             check_settings(
                 1,
@@ -145,9 +145,9 @@ class DataCollatorForCausalTokens(Collator):
     Returns:
         What ``Collator.pad`` returns, without ``special_tokens_mask``, and ``labels`` (int64, the
         shape of ``input_ids``): -100 for padding and, in a packed row, for the first token of each
-        sequence, which the one before it shall not predict. The models of Transformers shift them.
-        Of packed ``position_ids`` a model with ``use_cache=False`` makes a mask [N, N], which is
-        slow; an ``attention_mask`` of ones beside them forestalls it.
+        sequence, which the token before it must not predict. The models of Transformers shift them.
+        From packed ``position_ids`` a model with ``use_cache=False`` makes a mask [N, N], which is
+        slow; it makes none if the batch has an ``attention_mask`` of ones.
 
     Raises:
         ArgumentValueError: a sample is longer than ``block_size``.

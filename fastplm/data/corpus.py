@@ -1,18 +1,22 @@
-"""Text to documents: files and folders of the user, or the English that every CPython carries."""
+"""The documents of text files, or of the English text inside every CPython."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
+import mmap
 import os
 import re
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from fastplm._checks import ArgumentTypeError, DataError, check, message
-from fastplm.data._files import SUFFIXES, lines_of, refuse
+from fastplm.data._cache import build_once
+from fastplm.data._files import SUFFIXES, check_regular, lines_of, refuse
 
 #: How a file marks where a document begins.
 Boundary = Literal["title", "blank", "line"]
@@ -36,10 +40,97 @@ class TextFiles(Iterable[str]):
 
     def __iter__(self) -> Iterator[str]:
         for path, boundary in self.files:
-            yield from _documents_of(path, boundary)
+            yield from _documents_of(lines_of(path), boundary)
+
+    def release(self) -> None:
+        """Give back the disk space of a copy of the text, see ``read_documents``."""
 
 
-def read_documents(paths: Iterable[str | Path]) -> TextFiles:
+class _CachedFiles(TextFiles):
+    """``TextFiles`` that are read once by this process, or not at all.
+
+    The cache keeps their boundaries and their fingerprint under the names, sizes and times of the
+    files. Documents come from a copy of the text, which is made when they are first asked for, in a
+    file without a name: it ends with ``release``, or with the process.
+
+    Args:
+        paths: text files; those without text have no documents.
+        cache: a folder.
+
+    Attributes:
+        boundaries: of each path; None for a file without text.
+        fingerprint: see the function of this name.
+    """
+
+    def __init__(self, paths: Sequence[Path], cache: str | Path) -> None:
+        self._paths, self._cache = list(paths), Path(cache)
+        self._parts: list[tuple[int, int]] = []
+        self._text: mmap.mmap | bytes = b""
+        self._state = self._state_of_files()
+        key = hashlib.sha256(self._state.encode()).hexdigest()
+        folder = build_once(cache, f"corpus-{key[:32]}", self._build)
+        known = json.loads((folder / "corpus.json").read_text())
+        self.boundaries: list[Boundary | None] = known["boundaries"]
+        self.fingerprint: str = known["fingerprint"]
+        found = zip(self._paths, self.boundaries, strict=True)
+        super().__init__([(path, boundary) for path, boundary in found if boundary is not None])
+
+    def __iter__(self) -> Iterator[str]:
+        if not self._parts:
+            self._read()
+        yield from self._copied_documents()
+
+    def release(self) -> None:
+        self._parts, self._text = [], b""  # the space is free when nothing maps the copy
+
+    def _state_of_files(self) -> str:
+        stats = [(os.path.abspath(path), check_regular(path)) for path in self._paths]
+        return repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+
+    def _build(self, folder: Path) -> None:
+        self._read()
+        known = {
+            "boundaries": self.boundaries,
+            "fingerprint": _fingerprint(self._copied_documents()),
+        }
+        (folder / "corpus.json").write_text(json.dumps(known))
+
+    def _read(self) -> None:
+        """Read all files, check them, and copy their text."""
+        self._parts, self.boundaries, end = [], [], 0
+        with tempfile.TemporaryFile(prefix=".corpus-", dir=self._cache) as copy:
+            for path in self._paths:
+                begin = end
+
+                def lines(path: Path = path) -> Iterator[str]:
+                    nonlocal end
+                    for line in lines_of(path):
+                        end += copy.write(line.encode())
+                        yield line
+
+                self.boundaries.append(_boundary_of(lines()))
+                self._parts.append((begin, end))
+            copy.flush()
+            self._text = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if end else b""
+        if self._state != self._state_of_files():
+            fix = "Start again when nothing writes to it."
+            refuse(self._paths[0], "a corpus that changed while it was read", fix)
+
+    def _copied_documents(self) -> Iterator[str]:
+        text = self._text
+        for (begin, end), boundary in zip(self._parts, self.boundaries, strict=True):
+            if boundary is not None:
+                yield from _documents_of(_lines_within(text, begin, end), boundary)
+
+
+def _lines_within(text: mmap.mmap | bytes, begin: int, end: int) -> Iterator[str]:
+    while begin < end:
+        line_end = text.find(b"\n", begin, end) + 1 or end
+        yield text[begin:line_end].decode()
+        begin = line_end
+
+
+def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = None) -> TextFiles:
     """The documents of the files named and of every ``*.txt`` file below the folders named.
 
     Files are UTF-8, or UTF-16 or UTF-32 with a byte-order mark, and may be compressed by gzip,
@@ -48,6 +139,10 @@ def read_documents(paths: Iterable[str | Path]) -> TextFiles:
 
     Args:
         paths: files or folders; files of a folder come in sorted order.
+        cache: a folder that keeps what is to be known of the files while their sizes and times
+            stay. A process then reads them once, or not at all if ``train_tokenizer`` and
+            ``tokenize`` find their results there; until ``TextFiles.release`` the folder needs room
+            for a copy of the text. By default files are read now and at every iteration.
 
     Returns:
         An iterable that may be iterated many times and gives one ``str`` a document.
@@ -60,26 +155,27 @@ def read_documents(paths: Iterable[str | Path]) -> TextFiles:
     if isinstance(paths, (str, Path)):
         got, fix = f"{type(paths).__name__} {str(paths)!r}", f"Pass [{str(paths)!r}]."
         raise ArgumentTypeError(message("read_documents", "paths", got, "a list of paths", fix))
-    files: list[tuple[Path, Boundary]] = []
+    named: list[tuple[Path, list[Path]]] = []
     for name in paths:
         path = Path(name)
         if str(name) == "":
             refuse(path, "which an empty name stands for", "Name a file or a folder.")
-        if os.path.isdir(path):
-            inside = [(file, _boundary_of(file)) for file in _texts_in(path)]
-            found = [(file, boundary) for file, boundary in inside if boundary is not None]
-            if not found:
-                refuse(path, f"a folder with {len(inside)} .txt files and no text in them")
-            files += found
-        else:
-            boundary = _boundary_of(path)
-            if boundary is None:
-                refuse(path, "an empty file")
-            files.append((path, boundary))
+        named.append((path, _texts_in(path) if os.path.isdir(path) else [path]))
     check(
-        bool(files), "read_documents", "paths", "no path", "one at least", "Name a file.", DataError
+        bool(named), "read_documents", "paths", "no path", "one at least", "Name a file.", DataError
     )
-    return TextFiles(files)
+    files = [file for _, inside in named for file in inside]
+    if cache is None:
+        marks = ((file, _boundary_of(lines_of(file))) for file in files)
+        documents = TextFiles([(file, mark) for file, mark in marks if mark is not None])
+    else:
+        documents = _CachedFiles(files, cache)
+    found = {file for file, _ in documents.files}
+    for path, inside in named:
+        if found.isdisjoint(inside):
+            folder = f"a folder with {len(inside)} .txt files and no text in them"
+            refuse(path, folder if os.path.isdir(path) else "an empty file")
+    return documents
 
 
 def embedded_corpus() -> list[str]:
@@ -111,7 +207,7 @@ def embedded_corpus() -> list[str]:
 
 
 def check_documents(where: str, documents: object) -> None:
-    """Texts that can be read several times, which neither one text nor a generator is."""
+    """Refuse what is not texts that can be read several times: one text, or a generator."""
     one = isinstance(documents, (str, bytes))
     if one or not isinstance(documents, Iterable) or iter(documents) is documents:
         got = f"a {type(documents).__name__}{', which is read only once' if not one else ''}"
@@ -121,6 +217,12 @@ def check_documents(where: str, documents: object) -> None:
 
 def fingerprint(documents: Iterable[str]) -> str:
     """A hex digest of the documents and their boundaries; the key of caches."""
+    if isinstance(documents, _CachedFiles):
+        return documents.fingerprint
+    return _fingerprint(documents)
+
+
+def _fingerprint(documents: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for number, document in enumerate(documents):
         try:
@@ -153,11 +255,11 @@ def _texts_in(folder: Path) -> list[Path]:
     return texts
 
 
-def _boundary_of(path: Path) -> Boundary | None:
-    """What marks the documents of a file; None for a file without text. Reads the whole file, so
-    that a file that is not text fails before any work is done."""
+def _boundary_of(lines: Iterable[str]) -> Boundary | None:
+    """What marks the documents of a file; None for a file without text. Takes all lines, so that
+    a file that is not text fails before any work is done."""
     text = blank = blank_inside = title = False
-    for line in lines_of(path):
+    for line in lines:
         if line.isspace():
             blank = text
         else:
@@ -169,9 +271,9 @@ def _boundary_of(path: Path) -> Boundary | None:
     return "title" if title else "blank" if blank_inside else "line"
 
 
-def _documents_of(path: Path, boundary: Boundary) -> Iterator[str]:
+def _documents_of(lines: Iterable[str], boundary: Boundary) -> Iterator[str]:
     document: list[str] = []
-    for line in lines_of(path):
+    for line in lines:
         blank = line.isspace()
         begins = {
             "title": _TITLE.fullmatch(line) is not None,

@@ -1,4 +1,4 @@
-"""What a corpus on disk is indexed by, and the checks that make its files safe to read.
+"""The indices of a corpus on disk: runs of sentences, and sequences packed into blocks.
 
 ``sentence_chunks`` and ``pack_sequences`` run the operators of these names of ``csrc/index.cpp``
 and, where those were not built, the references ``<name>_ref``, which give the same numbers. Arrays
@@ -8,12 +8,9 @@ may be memory maps.
 from __future__ import annotations
 
 import bisect
-import math
-import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -22,65 +19,7 @@ from fastplm import _extension
 from fastplm._checks import DataError, check, message
 
 _COMPILED = _extension.lacks("pack_sequences", "CPU") is None
-_AT_ONCE = 1 << 20  # numbers that are looked at in one step, so that memory is bounded
 _MOST_CAPACITY = 1 << 24
-
-
-def map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    """The numbers in a file of a token store, memory-mapped for reading ``[n]``, n > 0.
-
-    Raises:
-        DataError: the file cannot be read, is empty or ends within a number.
-    """
-    expected = f"a file of {np.dtype(dtype).name} numbers"
-    try:
-        size = path.stat().st_size
-        if size == 0 or size % np.dtype(dtype).itemsize:
-            refuse_file(path, f"a file of {size} bytes", expected)
-        # A plain array over the same memory: indexing a memmap costs several times more.
-        return np.memmap(path, dtype, "r").view(np.ndarray)
-    except OSError as error:
-        refuse_file(path, f"which cannot be read ({error.strerror})", expected)
-
-
-def new_file(path: Path) -> Callable[..., np.ndarray]:
-    """The ``empty`` of a function of this module that has it put its result into a file."""
-
-    def empty(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
-        with path.open("wb") as file:
-            # On a full disk this raises; writing to a map that has no room kills the process.
-            if hasattr(os, "posix_fallocate") and (size := math.prod(shape)):
-                os.posix_fallocate(file.fileno(), 0, size * np.dtype(dtype).itemsize)
-        mode: Literal["r+", "w+"] = "r+" if path.stat().st_size else "w+"
-        return np.memmap(path, dtype, mode, shape=shape).view(np.ndarray)
-
-    return empty
-
-
-def refuse_file(path: Path, got: str, expected: str) -> NoReturn:
-    """Raise the error of a file of a token store that is not what it should be."""
-    fix = f"Delete the folder {path.parent}: it is made anew when it is missing."
-    raise DataError(message("TokenStore", "directory", f"{path}, {got}", expected, fix))
-
-
-def first_descent(boundaries: np.ndarray) -> int:
-    """The first i with ``boundaries[i + 1] <= boundaries[i]``, or -1; int64 ``[n]``."""
-    for begin in range(0, len(boundaries) - 1, _AT_ONCE):
-        part = boundaries[begin : begin + _AT_ONCE + 1]
-        wrong = part[1:] <= part[:-1]
-        if wrong.any():
-            return begin + int(wrong.argmax())
-    return -1
-
-
-def first_outside(ids: np.ndarray, vocab_size: int) -> int:
-    """The first i with ``ids[i]`` below 0 or not below ``vocab_size``, or -1; integers ``[n]``."""
-    ids = ids.view(f"u{ids.itemsize}")  # in which a negative id is a very large one
-    for begin in range(0, len(ids), _AT_ONCE):
-        part = ids[begin : begin + _AT_ONCE]
-        if part.max() >= vocab_size:
-            return begin + int((part >= vocab_size).argmax())
-    return -1
 
 
 def sentence_chunks(

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastplm._checks import check
+from fastplm.data._numbers import map_file, refuse_file
 from fastplm.data.blocks import TokenStore, check_enough_tokens
-from fastplm.data.index import map_file, pack_sequences, refuse_file
+from fastplm.data.index import pack_sequences
 
 _PLACES = 20
 

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm._checks import TooLittleTextError, check
+from fastplm.data._numbers import map_file, new_file, refuse_file
 from fastplm.data.blocks import TokenStore, check_enough_tokens
-from fastplm.data.index import map_file, new_file, refuse_file, sentence_chunks
+from fastplm.data.index import sentence_chunks
 from fastplm.data.stream import PretrainingStream
 from fastplm.reference.philox import Stream, draw, fixed_point
 
@@ -93,7 +94,7 @@ def _are_runs(chunks: np.ndarray, store: TokenStore) -> bool:
 
 
 class _SegmentPairs(Dataset):
-    """What both objectives share: all of it but what becomes of the pairs whose label is 1."""
+    """Pairs of segments; a subclass says what a pair with label 1 is."""
 
     label: str
 

@@ -142,10 +142,10 @@ class DataCollatorForSpanCorruption(Collator):
             size = self.raw_size
         scales = fixed_point_scales(self.noise_density, self.mean_span_length)
         sentinels = self._sentinels
-        _, spans, asked = span_counts(longest, *scales, sentinels)
-        if asked > spans:
+        _, spans, wanted = span_counts(longest, *scales, sentinels)
+        if wanted > spans:
             warnings.warn(
-                f"{type(self).__name__}: a sample of {longest} tokens has {asked} spans, and the "
+                f"{type(self).__name__}: a sample of {longest} tokens has {wanted} spans, and the "
                 f"tokenizer has {sentinels} sentinels; it gets {spans}, longer ones. Add "
                 "<extra_id_…> tokens, or shorten the samples.",
                 stacklevel=3,

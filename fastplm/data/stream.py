@@ -1,4 +1,4 @@
-"""The endless training stream: every sample has one place in it, whoever asks for it."""
+"""The endless training stream, in which every sample has one place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from fastplm._checks import TooLittleTextError, check
 from fastplm.reference.philox import Stream, draw
 
-# Each turn changes one half by a function of the other; four are pseudo-random, six have room.
+# Each turn changes one half by a function of the other. Four turns give a pseudo-random order.
 _TURNS = 6
 _WINDOW = 1024
 
@@ -58,7 +58,7 @@ class PretrainingStream(Dataset):
         return {**self.dataset[element], "sample_index": index}
 
 
-# Drawing a thousand at once takes hardly longer than drawing one, and reading is in sequence.
+# A thousand places are drawn in about the time of one, and samples are read in sequence.
 @functools.lru_cache(maxsize=8)
 def _elements(window: int, size: int, seed: int) -> list[int]:
     samples = torch.arange(window * _WINDOW, (window + 1) * _WINDOW)

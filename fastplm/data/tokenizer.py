@@ -1,4 +1,4 @@
-"""The tokenizer of a run: one that is given, or one trained on the corpus."""
+"""The tokenizer of a run: a saved one, or one trained on the corpus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
-from fastplm.data._cache import build_once, say
+from fastplm.data._cache import build_once
+from fastplm.data._folder import say
 from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ T5_SENTINELS = tuple(f"<extra_id_{i}>" for i in reversed(range(100)))
 
 KINDS = ("wordpiece", "bytelevel", "unigram")
 _ALPHABET = 1000
-_MOST_TOKENS = 10**7  # the trainers have room for as many as are asked for, from the beginning
-#: Longer words are cut into pieces of so many letters before a vocabulary is trained on them.
+_MOST_TOKENS = 10**7  # the trainers allocate memory for all of them at once
+#: Letters at which longer words are cut before a vocabulary is trained.
 LONGEST_WORD = 1000
 _SPACE = "▁"
 _WORDS_AT_ONCE = 1 << 14
@@ -60,13 +61,13 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # files of other contents raise whatever they lead to
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fix = "Check the path; if it is right, the files are damaged: save the tokenizer anew."
+        fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
         raise DataError(message(where, "directory", f"{path} ({reason})", expected, fix)) from error
     # Without such a file Transformers makes a tokenizer that knows no word.
     files = sorted(tokenizer.vocab_files_names.values())
     got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"
     found = not files or any((path / file).is_file() for file in files)
-    check(found, where, "directory", got, expected, "Save the tokenizer anew.", DataError)
+    check(found, where, "directory", got, expected, "Save the tokenizer again.", DataError)
     vocabulary = tokenizer.get_vocab()
     for need in needs:
         role = f"{need}_token"
@@ -109,7 +110,7 @@ def train_tokenizer(
         kind: as above.
 
     Raises:
-        ArgumentValueError: an unknown kind, or a size that is none.
+        ArgumentValueError: an unknown kind, or a size outside its range.
         ArgumentTypeError: one text, or documents that can be read only once.
         DataError: the alphabet of the documents alone is larger.
     """
@@ -141,8 +142,8 @@ def train_tokenizer(
     return AutoTokenizer.from_pretrained(build_once(cache, key, build), local_files_only=True)
 
 
-class _WatchedWords(Iterable[str]):
-    """Documents; once all were read, it is said if there is a word that will be cut."""
+class _ReportedWords(Iterable[str]):
+    """Documents. When all were read, a line on stderr says if a word will be cut."""
 
     def __init__(self, documents: Iterable[str], words_of: Callable[[str], Iterable[str]]) -> None:
         self.documents, self.words_of, self.longest = documents, words_of, 0
@@ -151,14 +152,14 @@ class _WatchedWords(Iterable[str]):
         known = self.longest
         for document in self.documents:
             for text in document.split():
-                # What stands between spaces may be several words, as it is in Chinese.
+                # Text without spaces may be several words, as in Chinese.
                 if len(text) > max(LONGEST_WORD // 4, self.longest):
                     self.longest = max(self.longest, *map(len, self.words_of(text)))
             yield document
         if self.longest > max(LONGEST_WORD, known):
             say(
-                f"the longest word of the corpus has {self.longest:,} letters: for the vocabulary, "
-                f"words are cut every {LONGEST_WORD:,}"
+                f"fastplm: the longest word of the corpus has {self.longest:,} letters: for the "
+                f"vocabulary, words are cut every {LONGEST_WORD:,}"
             )
 
 
@@ -222,7 +223,7 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    documents = _WatchedWords(documents, _words_by(pre_tokenizer, normalizer))
+    documents = _ReportedWords(documents, _words_by(pre_tokenizer, normalizer))
     frequency: Counter[str] = Counter()
     for document in documents:
         frequency.update(normalizer.normalize_str(document))
@@ -262,7 +263,7 @@ def _bytelevel(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _check_size(vocab_size, len(ROBERTA_TOKENS) + len(alphabet) + 1)
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    documents = _WatchedWords(documents, _words_by(pre_tokenizer))
+    documents = _ReportedWords(documents, _words_by(pre_tokenizer))
     bpe = _bpe(documents, pre_tokenizer, alphabet, vocab_size - 1, ROBERTA_TOKENS)
     model = json.loads(bpe.to_str())["model"]
     vocabulary = {**model["vocab"], ROBERTA_MASK: len(model["vocab"])}
@@ -283,7 +284,7 @@ def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words: Counter[str] = Counter()
-    for document in _WatchedWords(documents, str.split):
+    for document in _ReportedWords(documents, str.split):
         for word in document.split():
             spaced = _SPACE + word
             words.update(spaced[i : i + LONGEST_WORD] for i in range(0, len(spaced), LONGEST_WORD))
@@ -343,10 +344,10 @@ def _count_pieces(tokenizer: Any, words: Counter[str], pieces: list[str]) -> dic
     counts = dict.fromkeys(pieces, 0)
     pending = list(words.items())
     for begin in range(0, len(pending), _WORDS_AT_ONCE):
-        some = pending[begin : begin + _WORDS_AT_ONCE]
-        encodings = tokenizer.encode_batch([word for word, _ in some])
-        for (_, frequency), encoding in zip(some, encodings, strict=True):
+        batch = pending[begin : begin + _WORDS_AT_ONCE]
+        encodings = tokenizer.encode_batch([word for word, _ in batch])
+        for (_, frequency), encoding in zip(batch, encodings, strict=True):
             for token in encoding.tokens:
-                if token in counts:  # it is not where a word has letters beyond the alphabet
+                if token in counts:  # not for letters beyond the alphabet
                     counts[token] += frequency
     return counts

@@ -1,7 +1,7 @@
 """Which tokens of a row belong to one word, from a small table over the tokenizer's vocabulary.
 
-A word is what the tokenizer cuts a text into before it cuts that into tokens. One byte a token is
-enough to find the words again, on any device, in a few elementwise operations.
+A word is what a tokenizer splits a text into before it splits words into tokens. One byte for each
+token of the vocabulary is enough to find the words of a row in a few elementwise operations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     - Added tokens, special ones among them, are words of their own.
 
     These are the words of ``tokenizer(text).word_ids()``. Byte-level BPE differs at fewer than one
-    of a thousand tokens of English, in three places that no table can see: contractions (``'ll`` is
+    of a thousand tokens of English, in three cases that no table can tell: contractions (``'ll`` is
     two words if it is two tokens, and one with the letters after it), runs of white space (each
     token is a word), and where a character in parts meets one of another kind.
 

@@ -167,7 +167,7 @@ __all__ = [
     "layer_similarity",
 ]
 
-# The module of a family, by what the names of its classes begin with; the longest beginning counts.
+# The module of each family, by the prefix of its class names. The longest matching prefix wins.
 _FAMILIES = {
     "Albert": "albert",
     "Auto": "auto",
@@ -187,7 +187,7 @@ _FAMILIES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Transformers takes seconds to import, so a family is imported when it is first asked for.
+    # Importing Transformers takes seconds, so each family is imported on first use.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     family = _FAMILIES[max(filter(name.startswith, _FAMILIES), key=len)]

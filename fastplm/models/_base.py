@@ -1,9 +1,11 @@
-"""What all drop-in models share: how they take the place of their parents, and input checks."""
+"""Shared by all drop-in models: replacing the parent class, and checks of inputs."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from fastplm.nn.gelu import gelu
 
 _Class = TypeVar("_Class", bound=type)
 
-#: Ours by the class of Transformers that each one stands in for, of the families imported so far.
+#: {parent class: its drop-in class}, of the families imported so far.
 DROP_INS: dict[type, type] = {
     nn.Linear: Linear,
     nn.Dropout: Dropout,
@@ -26,34 +28,64 @@ DROP_INS: dict[type, type] = {
     nn.RMSNorm: RMSNorm,
 }
 
-# Modules that Transformers made once for all models; what they are is nobody's to change.
+# Module instances that Transformers shares between all models. Their class must not change.
 _SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
 
 
 def drop_in(ours: _Class) -> _Class:
-    """Class decorator: a module of the parent class of the same name may become one of ours.
+    """Class decorator: registers the drop-in class of the parent class of the same name.
 
-    The two have the same parameters, buffers and attributes, and differ in methods alone, so that
-    assigning ``__class__`` is the whole switch.
+    Both have the same parameters, buffers and attributes; only their methods differ. So assigning
+    ``__class__`` is enough to replace one by the other. A keyword-only ``forward`` may also be
+    called with positional arguments, in the order of the parent's.
     """
-    parent = next(
+    parent: Any = next(
         base
         for base in ours.__mro__[1:]
         if base.__name__ == ours.__name__ and base.__module__.startswith("transformers.")
     )
     DROP_INS[parent] = ours
+    forward: Any = ours.forward  # type: ignore[attr-defined]
+    _, *own = inspect.signature(forward).parameters.values()
+    if all(parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) for parameter in own):
+        ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
-        # Transformers looks up by class what output_hidden_states records, and enters a class when
-        # a model of it is made; one that is switched, either way, never is.
+        # Transformers looks up by class what output_hidden_states records, and registers a class
+        # when it constructs a model. Assigning ``__class__`` constructs none, so register both.
         for either in (ours, parent):
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(either), recorded)
     return ours
 
 
+def _by_position(forward: Callable, parent: Callable) -> Callable:
+    """``forward(self, **arguments)`` with the signature of the parent's, plus its own arguments."""
+    signature = inspect.signature(parent)
+    theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [parameter.name for parameter in theirs[1:]]
+    own = inspect.signature(forward).parameters.values()
+    options = [p for p in own if p.kind is p.KEYWORD_ONLY and p.name not in names]
+    others = [p for p in own if p.kind is p.VAR_KEYWORD]
+
+    @functools.wraps(forward)
+    def by_position(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in zip(names, args):  # noqa: B905
+            if name in kwargs:
+                raise TypeError(f"forward() got multiple values for argument {name!r}")
+            kwargs[name] = value
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes {len(names)} positional arguments, got {len(args)}")
+        return forward(self, **kwargs)
+
+    by_position.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*theirs, *options, *others], return_annotation=signature.return_annotation
+    )
+    return by_position
+
+
 @drop_in
 class NewGELUActivation(activations.NewGELUActivation):
-    """GPT-2's, ALBERT's and T5 1.1's: "gelu_new", eight operations there, in one."""
+    """One op for "gelu_new" of GPT-2, ALBERT and T5 1.1; the parent runs eight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return gelu(input, "tanh")
@@ -61,7 +93,7 @@ class NewGELUActivation(activations.NewGELUActivation):
 
 @drop_in
 class GELUTanh(activations.GELUTanh):
-    """The same function: "gelu_pytorch_tanh"."""
+    """One op for "gelu_pytorch_tanh", the same function."""
 
     def forward(self, input: Tensor) -> Tensor:
         fused = isinstance(self.act, functools.partial)
@@ -69,13 +101,12 @@ class GELUTanh(activations.GELUTanh):
 
 
 def drop_in_for(module: nn.Module) -> type | None:
-    """Ours for a module, None if there is none or other models have the module, too."""
+    """The drop-in class for a module. None if it has none, or if other models share the module."""
     return None if id(module) in _SHARED else DROP_INS.get(type(module))
 
 
 def switch_modules(model: nn.Module) -> None:
-    """Make each module inside that has a drop-in class one of that class; none is left out or
-    changed twice. A subclass of the user's stays as it is."""
+    """Replace the class of each submodule that has a drop-in class. User subclasses stay."""
     for module in model.modules():
         ours = drop_in_for(module)
         if ours is not None:
@@ -83,7 +114,7 @@ def switch_modules(model: nn.Module) -> None:
 
 
 def restore_modules(model: nn.Module) -> None:
-    """The opposite of ``switch_modules``."""
+    """Undo ``switch_modules``."""
     parents = {ours: parent for parent, ours in DROP_INS.items()}
     for module in model.modules():
         parent = parents.get(type(module))
@@ -92,10 +123,10 @@ def restore_modules(model: nn.Module) -> None:
 
 
 def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Let the modules inside a model hear of its attention implementation.
+    """Make ``config`` the configuration of all submodules, which read the attention implementation.
 
-    Transformers' ``EncoderDecoderModel`` gives its parts new configurations, and the modules of a
-    part that was made before go on looking into the old one.
+    Transformers' ``EncoderDecoderModel`` gives its parts new configurations, but the submodules of
+    an existing part keep the old one.
     """
     for child in module.children():
         if isinstance(child, PreTrainedModel):
@@ -106,15 +137,15 @@ def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
 
 
 class FastplmModel:
-    """Mixin in front of a Transformers model: fused attention, and drop-in classes inside.
+    """Mixin in front of a Transformers model: fused attention and drop-in submodules.
 
-    ``attn_implementation`` is "fastplm" by default. An implementation that the user chose stays,
-    whether by argument or in the configuration. (A configuration that already built a model of
-    Transformers holds that model's choice.) The caller's own configuration is not changed, and
-    nothing of this is saved with a checkpoint.
+    ``attn_implementation`` is "fastplm" by default. An implementation that the user chose, by
+    argument or in the configuration, is kept. (After Transformers has built a model with a
+    configuration, the configuration holds that model's choice.) The caller's configuration is not
+    changed, and checkpoints do not store the choice.
     """
 
-    #: ``forward`` divides its loss by ``num_items_in_batch``; Trainer asks for this name.
+    #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute.
     accepts_loss_kwargs = True
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -126,15 +157,15 @@ class FastplmModel:
 
 
 class TiedLookup:
-    """The lookup of a model whose vocabulary head may be tied to it.
+    """The embedding lookup of a model whose vocabulary head may be tied to the embedding.
 
-    Where lookup and head share their table, their gradients are made in one buffer. The loss is the
-    one reader of ``weight``: logits, if asked for, use the decoder's own.
+    If they share their weight, both gradients are accumulated in one buffer. Only the loss may use
+    ``weight``; logits use the weight of the decoder itself.
 
     Args:
-        model: has the embedding.
+        model: the model with the embedding.
         decoder: the head's projection to the vocabulary.
-        labels: None if there will be no loss.
+        labels: None if no loss is computed.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, labels: Tensor | None) -> None:
@@ -144,7 +175,7 @@ class TiedLookup:
             and isinstance(self.embedding, nn.Embedding)
             and shares_table(self.embedding, decoder)
         )
-        self.weight: Any = getattr(decoder, "weight", None)  # an adapter's may be further inside
+        self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., E]."""
@@ -154,14 +185,14 @@ class TiedLookup:
         return rows
 
 
-def asked_for(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether an output such as "output_hidden_states" is wanted, by argument or configuration."""
+def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument or the configuration requests an output ("output_hidden_states", …)."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:
-    """A padding mask [B, T], or a complete one of more dimensions."""
+    """Check a padding mask [B, T], or a full mask with more dimensions."""
     if mask is None:
         return
     check_tensor(where, name, mask)
@@ -171,22 +202,22 @@ def check_mask(where: str, name: str, mask: Any) -> None:
 
 
 def check_positions(where: str, table: nn.Module | None, length: int, cache: Any = None) -> None:
-    """No more tokens than a table of positions has rows, without a look at any value.
+    """Check that a sequence is not longer than the position embeddings. Reads no tensor value.
 
     Args:
-        table: of learned positions; None = they are computed, and any will do.
-        length: tokens of a row.
-        cache: of the tokens before them.
+        table: the position embeddings; None = the model has none, so any length is valid.
+        length: the number of tokens of a sequence.
+        cache: the key-value cache of the tokens before them.
     """
     rows = getattr(table, "num_embeddings", None)
     if rows is None:
         return
-    # BART's and RoBERTa's first rows stand for no position.
+    # The first rows of BART's and RoBERTa's embeddings belong to no position.
     padding = getattr(table, "padding_idx", None)
     most = rows - getattr(table, "offset", 0 if padding is None else padding + 1)
     before = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-    if not isinstance(before, int) or before + length <= most:  # else the words would cost a graph
-        return
+    if not isinstance(before, int) or before + length <= most:
+        return  # without building the message, which would break a compiled graph
     got = f"{length} tokens" + (f" after {before} in the cache" if before else "")
     fix = f"Cut the text: tokenizer(..., truncation=True, max_length={most})."
     expected = f"at most {most}, the positions of this model (max_position_embeddings)"
@@ -194,7 +225,7 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
 
 
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:
-    """Every id of an eager CPU tensor lies in the vocabulary; elsewhere that would be a sync."""
+    """Check ids against the vocabulary, on eager CPU tensors only: elsewhere it would be a sync."""
     if input_ids is None:
         return
     check_tensor(where, "input_ids", input_ids, ndim=2)

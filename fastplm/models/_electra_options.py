@@ -1,4 +1,4 @@
-"""The choices of ``ElectraJointConfig``, for those who need no model (and no Transformers)."""
+"""The choices of ``ElectraJointConfig``, importable without Transformers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What BERT, RoBERTa, ALBERT and ELECTRA share: padding left out, and the rows of the last layer.
+"""Shared by BERT, RoBERTa, ALBERT and ELECTRA: packed rows, and few rows in the last layer.
 
-    pad mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows that
-    the head reads -> head and loss; padded back only where the caller gets to see the rows
+    padding mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows
+    that the head reads -> head and loss; hidden states are padded again only if they are returned
 
-Mixins in front of Transformers' classes: the parent's own forward does the work, on packed rows.
+Mixins in front of Transformers' classes. The parent's forward runs on packed rows.
 """
 
 from __future__ import annotations
@@ -13,37 +13,47 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
-from fastplm import ops
 from fastplm._backends import is_written_down
 from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
-from fastplm.models._ragged import LastRows, RaggedBatch, flags, take, values_can_be_read
+from fastplm.models._ragged import (
+    LastRows,
+    RaggedBatch,
+    Rows,
+    Unpad,
+    for_caller,
+    mask_at,
+    rows_at,
+    unpadded,
+    values_can_be_read,
+)
 
-# Above this share of the rows, cutting the last layer down to some of them saves too little.
+# If the head reads more than this share of the rows, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 
 
 class EncoderModel(FastplmModel):
-    """Mixin of a backbone: [B, T] in, [B, T, E] out, and only the tokens in between.
+    """Mixin of a backbone: [B, T] in, [B, T, E] out; in between, only tokens are computed.
 
-    A padded batch is unpadded once, before the embeddings, if its values can be read, which on CUDA
-    waits for the device; under ``torch.compile`` and in a captured graph it stays padded unless
-    ``unpad`` gives a capacity. Hidden states of padding are 0. Transformers computes some there,
-    out of the tokens; nothing should read them.
+    A padded batch is unpadded once, before the embeddings, if the values of its mask can be read
+    (on CUDA this is a sync). Under ``torch.compile`` and in a CUDA graph it stays padded, unless
+    ``unpad`` gives a capacity. The hidden states of padding are 0. Transformers returns other
+    values there, which have no meaning.
 
-    The padded path of the parent stays for: an attention implementation other than "fastplm",
-    masks of 4 dimensions, caches, ``output_attentions``, ``chunk_size_feed_forward``, layers or
-    attention of the user's own. A hook on the pooler runs twice where rows are left out; the second
-    run counts.
+    The parent's padded computation is used with an attention implementation other than "fastplm",
+    4-D masks, caches, ``output_attentions``, ``chunk_size_feed_forward``, and layers or attention
+    modules of the user. If rows are left out, a hook on the pooler runs twice, and the result of
+    the second run is used.
     """
 
     config: Any
@@ -54,6 +64,7 @@ class EncoderModel(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -63,35 +74,35 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        *,
-        unpad: bool | int | RaggedBatch | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
         lookup: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the parent, with these arguments more.
+        """Like the parent, with these additional arguments.
 
         Args:
-            unpad: None = leave padding out where that is possible; False = do not; an int = the
-                number of rows to make room for, which fixes all shapes; a batch = these rows.
-            output_rows: int64 [P], flat positions ``b * T + t`` of the rows that are wanted, -1 in
-                unused slots: the last layer computes no other. "first" = each sequence's first.
-            extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were unpadded.
-            lookup: takes the place of the word embeddings.
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the rows to return, -1 in
+                unused slots; the last layer computes only these. "first" = the first of each
+                sequence.
+            extra_rows: bool [B, T], rows to compute although they are masked as keys.
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
+            lookup: replaces the word embeddings.
 
         Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
-            batch given as ``unpad`` it is [1, N, E], and a pooler sees 0 where the first row of a
-            sequence is not among these.
+            Like the parent. With ``output_rows``, the last hidden state is [P, 1, E]. With a
+            ``RaggedBatch`` as ``unpad`` it is [1, N, E], and the pooler gets 0 for a sequence whose
+            first row is not in that batch.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
-        # The user's table may be larger than the configuration knows.
+        # The user may have replaced the embeddings by larger ones.
         vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
         check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
@@ -112,22 +123,21 @@ class EncoderModel(FastplmModel):
         rows = first if isinstance(output_rows, str) else output_rows
         needed = None
         if rows is not None:
-            needed = flags(rows, batch * seqlen).view(batch, seqlen)
+            needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
             extra_rows = needed if extra_rows is None else extra_rows | needed
         if self._pools():
-            pooled_rows = flags(first, batch * seqlen).view(batch, seqlen)
+            pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
             needed = None if needed is None else needed | pooled_rows
             extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
-        ragged = self._unpadded(attention_mask, extra_rows, unpad) if fused else None
+        ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
         if ragged is None and fused and encoder_rows is not None:
             ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
         last = None
-        if needed is not None and fused and not asked_for(self, "output_hidden_states", kwargs):
+        if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
             assert rows is not None
             last = self._last_rows(needed, rows, ragged, attention_mask)
-            kwargs["last_rows"] = last
 
-        # --- the parent, on those ---
+        # --- the parent's forward on these rows ---
         if ragged is not None:
             input_ids = None if input_ids is None else ragged.pack(input_ids)
             inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
@@ -136,11 +146,14 @@ class EncoderModel(FastplmModel):
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
             attention_mask = ragged.key_mask_row(always=self._is_causal())
-            kwargs.update(ragged.attention_arguments())
+        cross = None
         if encoder_hidden_states is not None:
-            kwargs.update(
-                cross_inputs(encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged)
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged
             )
+            kwargs.update(states)
+        if ragged is not None or last is not None:
+            kwargs["rows"] = Rows(ragged, cross, last)
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         if use_cache is not None:
@@ -148,7 +161,7 @@ class EncoderModel(FastplmModel):
         if lookup is not None and inputs_embeds is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         outputs = super().forward(  # type: ignore[misc]
-            input_ids,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -157,26 +170,12 @@ class EncoderModel(FastplmModel):
             **kwargs,
         )
 
-        # --- back ---
-        hidden, slots = outputs.last_hidden_state, None
-        if last is not None:
-            slots = last.rank
-        elif ragged is not None:
-            slots = ragged.slots()
-        changed: dict[str, Any] = {}
-        if ragged is not None and outputs.get("hidden_states") is not None:
-            changed["hidden_states"] = tuple(
-                None if state is None else ragged.pad(state) for state in outputs.hidden_states
-            )
-        if rows is not None:
-            changed["last_hidden_state"] = _rows_at(hidden, rows, slots)
-        elif isinstance(unpad, RaggedBatch):
-            changed["last_hidden_state"] = hidden if ragged is unpad else unpad.pack_rows(hidden)
-        elif ragged is not None:
-            changed["last_hidden_state"] = ragged.pad(hidden)
+        # --- what the caller gets ---
+        changed, slots = for_caller(outputs, ragged, last, rows, unpad)
         if slots is not None and self._pools():
-            # The parent pooled the first row of all; what it made of that is not used.
-            changed["pooler_output"] = self._pooled(_rows_at(hidden, first, slots))
+            # The parent pooled the first packed row. That output is replaced.
+            first_rows = rows_at(outputs.last_hidden_state, first, slots)
+            changed["pooler_output"] = self._pooled(first_rows)
         return type(outputs)(**{**outputs, **changed})
 
     def _position_table(self) -> nn.Module | None:
@@ -186,19 +185,18 @@ class EncoderModel(FastplmModel):
         return given.shape[1]
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
-        """The positions that the parent would give: int64 [1 or B, T]."""
+        """The position ids that the parent would use: int64 [1 or B, T]."""
         return torch.arange(given.shape[1], device=given.device)[None]
 
     def _pools(self) -> bool:
         return getattr(self, "pooler", None) is not None
 
     def _pooled(self, first: Tensor) -> Tensor:
-        """The pooler's output for the first token of each sequence: [B, 1, E] -> [B, E]."""
+        """The pooler applied to the first token of each sequence: [B, 1, E] -> [B, E]."""
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether all attention is of our classes, which know of packed rows; the user's own may
-        not."""
+        """Whether all attention modules are drop-in classes, which support packed rows."""
         blocks = [getattr(layer, "attention", None) for layer in self.encoder.layer]
         return all(
             isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
@@ -206,13 +204,13 @@ class EncoderModel(FastplmModel):
         )
 
     def _is_causal(self) -> bool:
-        """Whether a row sees those before it alone, which may lie in a cache."""
+        """Whether attention is causal."""
         return bool(self.config.is_decoder)
 
     def _last_layer(self) -> int | None:
-        """The index of the last layer, None if it cannot compute some rows alone.
+        """The index of the last layer; None if that layer must compute all rows.
 
-        Only asked where the layers are ours.
+        Only called if ``_layers_are_ours``.
         """
         if self._is_causal():
             return None
@@ -230,7 +228,7 @@ class EncoderModel(FastplmModel):
         use_cache: bool | None,
         kwargs: dict[str, Any],
     ) -> bool:
-        """Whether rows can be left out: the parent's padded path does the rest."""
+        """Whether rows can be left out. If not, the parent computes the padded batch."""
         if use_cache is None:
             use_cache = getattr(self.config, "use_cache", False)
         return (
@@ -239,27 +237,16 @@ class EncoderModel(FastplmModel):
             and cache is None
             and not (self._is_causal() and use_cache)
             and kwargs.get("cu_seq_lens_q") is None
-            and not asked_for(self, "output_attentions", kwargs)
-            # Its chunks have to divide the number of rows evenly.
+            and not wants_output(self, "output_attentions", kwargs)
+            # The number of rows must be a multiple of the chunk size.
             and not self.config.chunk_size_feed_forward
             and self._layers_are_ours()
         )
 
-    def _unpadded(
-        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: bool | int | RaggedBatch | None
-    ) -> RaggedBatch | None:
-        if isinstance(unpad, RaggedBatch):
-            return unpad
-        if mask is None or unpad is False:
-            return None
-        if unpad is not None and unpad is not True:
-            return RaggedBatch.of(mask, extra_rows, unpad)
-        return RaggedBatch.of(mask, extra_rows) if values_can_be_read(mask) else None
-
     def _last_rows(
         self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
     ) -> LastRows | None:
-        """The last layer's rows, or None where all of them may as well be computed."""
+        """The rows of the last layer; None = all of them."""
         index = self._last_layer()
         if index is None or is_written_down():  # ONNX has no stable sort
             return None
@@ -273,7 +260,7 @@ class EncoderModel(FastplmModel):
 
 
 def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
-    """The padding mask [B, T]; one of more dimensions is left to the parent."""
+    """A padding mask expanded to [B, T]. A mask with more dimensions is returned unchanged."""
     if mask is None or mask.dim() != 2:
         return mask
     if mask.shape[0] == 1:
@@ -282,26 +269,19 @@ def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor
     return mask
 
 
-def _rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
-    """[..., E] -> [P, 1, E]; ``slots`` says in which row a position lies, None = in its own."""
-    if slots is not None:
-        positions = take(slots, positions).masked_fill(positions < 0, -1)
-    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
-
-
 def cross_inputs(
     states: Tensor,
     mask: Tensor | None,
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
-) -> dict[str, Any]:
-    """What a decoder's layers get of its encoder's states, packed if the decoder is.
+) -> tuple[dict[str, Any], RaggedBatch | None]:
+    """(a decoder's arguments for the encoder states, how the states are packed or None).
 
     Args:
         states: [B, S, E], or [1, N, E] with ``encoder_rows``.
-        mask: [B, S] of any dtype, 0 = padding; None = none, or as ``encoder_rows`` says.
-        encoder_rows: how the states were unpadded.
-        ragged: how the decoder's own rows were.
+        mask: [B, S] of any dtype, 0 = padding; None = no padding, or that of ``encoder_rows``.
+        encoder_rows: how the states were packed.
+        ragged: how the decoder's rows are packed; None = padded.
     """
     if ragged is None:
         if encoder_rows is not None:
@@ -309,7 +289,7 @@ def cross_inputs(
         given: dict[str, Any] = {"encoder_hidden_states": states}
         if mask is not None:
             given["encoder_attention_mask"] = mask
-        return given
+        return given, None
     key_mask = None
     if encoder_rows is None:
         if mask is not None and values_can_be_read(mask):
@@ -323,72 +303,34 @@ def cross_inputs(
             states = encoder_rows.pack_rows(states)
     else:
         key_mask = encoder_rows.key_mask_row()
-    given = {
-        "encoder_hidden_states": states,
-        "cross_lengths": (encoder_rows.cu_seqlens, encoder_rows.max_seqlen),
-    }
+    given = {"encoder_hidden_states": states}
     if key_mask is not None:
         given["encoder_attention_mask"] = key_mask
-    return given
+    return given, encoder_rows
 
 
 class EncoderAttention:
-    """Mixin of a layer's attention block: in the last layer, for the rows that are wanted."""
+    """Mixin of a layer's attention block. In the last layer it may compute only some rows."""
 
     self: Any
-    output: Any
     is_cross_attention: bool
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        last_rows: LastRows | None = None,
-        cross_lengths: tuple[Tensor, int] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.is_cross_attention and cross_lengths is not None:
-            kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = cross_lengths
-        if last_rows is None or last_rows.layer != self.self.layer_idx:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        rows = last_rows.take(hidden_states)
-        context, _ = self.self(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.output(context, rows), None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        last = None if rows is None else rows.in_layer(self.self.layer_idx)
+        if last is not None and not self.is_cross_attention:
+            hidden_states, kwargs = last.attention_inputs(hidden_states)
+            args = ()
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
 class EncoderSelfAttention:
-    """Mixin of self-attention, whose queries may be some of the rows alone."""
+    """Mixin of self-attention whose queries may be only some of the rows.
 
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    dropout: nn.Dropout
-    attention_head_size: int
-    scaling: float
-    training: bool
+    Then it runs as cross-attention: BERT's cross-attention module has the same submodules.
+    """
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        all_rows: Tensor | None = None,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None or all_rows is None:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        heads = (-1, self.attention_head_size)
-        keys = all_rows.flatten(0, -2)
-        out = ops.attention_varlen(
-            self.query(hidden_states).squeeze(0).unflatten(-1, heads),
-            self.key(keys).unflatten(-1, heads),
-            self.value(keys).unflatten(-1, heads),
-            last_rows.cu_seqlens_q,
-            last_rows.cu_seqlens_k,
-            last_rows.max_seqlen_q,
-            last_rows.max_seqlen_k,
-            key_mask=last_rows.key_mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-            scale=self.scaling,
-        )
-        return out.flatten(1)[None], None
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("rows"), LastRows):
+            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

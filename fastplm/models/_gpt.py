@@ -1,4 +1,4 @@
-"""What GPT and GPT-2 share: a causal backbone on the tokens alone, and the heads that read rows."""
+"""Shared by GPT and GPT-2: a causal backbone on packed rows, and heads that read few rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastplm._checks import (
     check_tensor,
     values_are_known,
 )
-from fastplm.models._base import FastplmModel, TiedLookup, asked_for, drop_in
+from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import shifted, wanted_rows
-from fastplm.models._ragged import flags
+from fastplm.models._heads import requested_rows, shifted
+from fastplm.models._ragged import mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import if_faster
 
@@ -33,7 +33,7 @@ _logger = logging.get_logger(__name__)
 
 @drop_in
 class Conv1D(transformers.pytorch_utils.Conv1D):
-    """A linear layer whose weight [K, M] lies the other way round; see ``nn.Linear`` of fastplm."""
+    """A linear layer with a transposed weight [K, M]; see ``fastplm.nn.Linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = if_faster(x, self.weight.t(), self.bias)
@@ -41,31 +41,30 @@ class Conv1D(transformers.pytorch_utils.Conv1D):
 
 
 class CausalModel(EncoderModel):
-    """Mixin of a causal backbone: [..., T] in, [..., T, E] out, and only the tokens in between.
+    """Mixin of a causal backbone: [..., T] in, [..., T, E] out; only tokens are computed.
 
-    As ``EncoderModel``, which has the arguments. A row that sees no token, such as padding at the
-    left, gets a different answer from each attention implementation of the parent; attention gives
-    0 there. Nobody should read it.
+    The arguments are those of ``EncoderModel``. A row that may attend to no token, such as padding
+    at the left, has no defined output: each attention implementation of the parent returns another
+    one. Here the attention output is 0.
     """
 
-    #: The class of our attention in each block.
+    #: The drop-in attention class of each block.
     _attention: type
     h: Any
 
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        if self._has_our_attention() and asked_for(self, "output_attentions", kwargs):
+        if self._has_our_attention() and wants_output(self, "output_attentions", inputs):
             _logger.warning_once(
-                "output_attentions: fused attention has no weights to return, so this runs on "
-                "unfused attention, at its cost in time and memory."
+                "output_attentions: fused attention computes no attention weights, so this call "
+                "uses unfused attention, which needs more time and memory."
             )
         for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
             if given is not None:
@@ -76,17 +75,17 @@ class CausalModel(EncoderModel):
         elif inputs_embeds is not None and inputs_embeds.dim() > 3:
             lead = inputs_embeds.shape[:-2]
             inputs_embeds = inputs_embeds.flatten(0, -3)
+        for name in ("token_type_ids", "position_ids"):
+            inputs[name] = _two_dimensional(inputs.get(name))
         outputs = super().forward(
-            _two_dimensional(input_ids),
-            # One of 4 dimensions is a pattern of the user's.
+            input_ids=_two_dimensional(input_ids),
+            # A 4-D mask is passed on unchanged.
             attention_mask=_two_dimensional(attention_mask, most=3),
-            token_type_ids=_two_dimensional(token_type_ids),
-            position_ids=_two_dimensional(position_ids),
             inputs_embeds=inputs_embeds,
             return_dict=True,
-            **kwargs,
+            **inputs,
         )
-        if lead is None or kwargs.get("output_rows") is not None:
+        if lead is None or inputs.get("output_rows") is not None:
             return outputs
         changed = {"last_hidden_state": outputs.last_hidden_state.unflatten(0, lead)}
         if outputs.get("hidden_states") is not None:
@@ -113,9 +112,9 @@ def _two_dimensional(tensor: Tensor | None, most: int | None = None) -> Tensor |
 
 
 class DoubleHeads(FastplmModel):
-    """Mixin of ``…DoubleHeadsModel``: the loss of a language model, and a choice among sequences.
+    """Mixin of ``…DoubleHeadsModel``: a language-model loss and a multiple-choice loss.
 
-    Both heads see the rows alone that they need.
+    Both heads compute only the rows they need.
     """
 
     base_model: Any
@@ -126,34 +125,31 @@ class DoubleHeads(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         mc_token_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mc_labels: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
-            mc_token_ids: int64 [B, C], the token of each choice that is classified; by default the
-                last of its T, be it padding.
+            mc_token_ids: int64 [B, C], the position in each choice that is classified; default the
+                last of its T, even if that is padding.
             labels: int64 [B, C, T], -100 = none; the token at t is predicted from those before it.
-            mc_labels: int64 [B], the right choice, -100 = none. With either kind of labels,
-                ``logits`` are None, and so is a cache unless ``use_cache`` is True.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the language model's losses is divided by; the
-                ``mc_loss`` is then weighted by this batch's share of those labels.
-            kwargs: of the backbone, such as ``unpad``.
+            mc_labels: int64 [B], the correct choice, -100 = none. With either kind of labels,
+                ``logits`` are None, and the cache is None unless ``use_cache`` is True.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the language-model loss; ``mc_loss`` is then
+                multiplied by this batch's share of these labels.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            As the parent; ``loss`` is the language model's alone, fp32, and 0 if nothing has a
-            label.
+            Like the parent; ``loss`` is the language-model loss only, fp32, 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) values that do not
@@ -167,14 +163,14 @@ class DoubleHeads(FastplmModel):
         else:
             return self.base_model()
         trains = labels is not None or mc_labels is not None
-        if trains and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False
+        if trains and inputs.get("use_cache") is None:
+            inputs["use_cache"] = False
         reads_one = head.summary_type == "cls_index"
         if not reads_one:
-            # The other summaries may read padding.
-            kwargs["unpad"] = False
+            # The other summary types may read padding.
+            inputs["unpad"] = False
 
-        # --- the rows that somebody reads ---
+        # --- the rows that the heads read ---
         lookup = None if inputs_embeds is not None else TiedLookup(self, self.lm_head, labels)
         positions = torch.arange(0, device=self.lm_head.weight.device)
         targets = loss = logits = mc_loss = None
@@ -187,26 +183,18 @@ class DoubleHeads(FastplmModel):
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
         all_rows = output_logits or not trains or not reads_one
         if all_rows:
-            kwargs["extra_rows"] = flags(rows, prod(lead) * seqlen).view(-1, seqlen)
+            inputs["extra_rows"] = mask_at(rows, prod(lead) * seqlen).view(-1, seqlen)
         else:
-            kwargs["output_rows"] = rows
-        outputs = self.base_model(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            lookup=lookup,
-            return_dict=True,
-            **kwargs,
-        )
+            inputs["output_rows"] = rows
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, lookup=lookup)
+        outputs = self.base_model(return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
         if all_rows:
             read = ops.gather_rows(hidden.flatten(0, -2), rows)
         else:
-            read = wanted_rows(self, hidden, rows)
+            read = requested_rows(self, hidden, rows)
 
-        # --- the two heads on them ---
+        # --- the two heads on these rows ---
         count = positions.shape[0]
         if targets is not None:
             loss = vocabulary_loss(
@@ -251,7 +239,7 @@ def _choice_rows(
             "mc_token_ids",
             "a position outside the sequence",
             f"0 to {seqlen - 1}",
-            "It is the index of a token among the T of its choice.",
+            "It is the position of a token in its choice, which has T of them.",
         )
     else:
         torch._assert_async(inside, "mc_token_ids: a position outside the sequence")
@@ -259,7 +247,7 @@ def _choice_rows(
 
 
 class LastTokenClassification(FastplmModel):
-    """Mixin of ``…ForSequenceClassification``, which reads each sequence's last token alone."""
+    """Mixin of ``…ForSequenceClassification``, which reads only the last token of a sequence."""
 
     base_model: Any
     score: nn.Linear
@@ -268,54 +256,45 @@ class LastTokenClassification(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
-            num_items_in_batch: what the sum of the losses is divided by. Default: their number.
-            kwargs: of the backbone, such as ``unpad``. There is no cache unless ``use_cache`` is
-                True.
+            num_items_in_batch: the denominator of the loss; default the number of labels.
+            use_cache: return a cache; default False.
+            inputs: of the model without head, such as ``unpad``.
 
         Raises:
-            ArgumentValueError: more than one sequence, and no ``config.pad_token_id`` by which to
-                tell where they end.
+            ArgumentValueError: more than one sequence without ``config.pad_token_id``, which is
+                needed to find their ends.
         """
         rows = None
         if input_ids is not None or inputs_embeds is not None:
             rows = self._last_tokens(input_ids, inputs_embeds)
-        outputs = self.base_model(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            output_rows=rows,
-            return_dict=True,
-            **{**kwargs, "use_cache": bool(kwargs.get("use_cache"))},
-        )
-        assert rows is not None, "the backbone has said what is missing"
-        logits = self.score(wanted_rows(self, outputs.last_hidden_state, rows))
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, output_rows=rows)
+        outputs = self.base_model(use_cache=bool(use_cache), return_dict=True, **inputs)
+        assert rows is not None, "without inputs the backbone raises"
+        logits = self.score(requested_rows(self, outputs.last_hidden_state, rows))
         loss = None
         if labels is not None:
             config: Any = self.config  # type: ignore[attr-defined]
             items = as_normalizer(num_items_in_batch, logits.device)
             loss = ForSequenceClassificationLoss(labels, logits, config, num_items_in_batch=items)
             if config.problem_type != "single_label_classification":
-                # The other losses are means, whatever is asked for.
+                # The other losses ignore num_items_in_batch and are means.
                 loss = loss * batch_share(labels, items)
         given = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
         return self._output(loss=loss, logits=logits, **given)
 
     def _last_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Flat positions int64 [B] of the last tokens, told by their ids, not by the mask."""
+        """Flat positions int64 [B] of the last tokens, found by their ids, not by the mask."""
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         pad = self.config.pad_token_id  # type: ignore[attr-defined]
         batch, seqlen = given.shape[:2]
@@ -331,8 +310,8 @@ class LastTokenClassification(FastplmModel):
         if pad is None or input_ids is None:
             if pad is not None:
                 _logger.warning_once(
-                    f"{type(self).__name__} sees no padding in `inputs_embeds`: it classifies the "
-                    "last row of each sequence."
+                    f"{type(self).__name__} cannot detect padding in `inputs_embeds`: it "
+                    "classifies the last row of each sequence."
                 )
             return starts + (seqlen - 1)
         places = torch.arange(seqlen, device=given.device)

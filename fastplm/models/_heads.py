@@ -1,4 +1,4 @@
-"""The heads that BERT, RoBERTa, ALBERT and ELECTRA share, as mixins in front of Transformers'."""
+"""Heads shared by several families, as mixins in front of Transformers' classes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,22 @@ from fastplm.nn._rows import (
     vocabulary_loss,
 )
 
-#: (what comes before the projection to the vocabulary or None, that projection). A head that the
-#: user changed is called whole: it is the projection then, and makes logits.
+#: Arguments of a decoder's forward. All others are passed on to the user's loss function.
+_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "past_key_values",
+    "use_cache",
+    "extra_rows",
+)
+
+#: (the layers before the projection to the vocabulary or None, the projection). A head that the
+#: user changed is (None, the head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
@@ -32,16 +46,22 @@ def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, ro
     return decoder(rows if transform is None else transform(rows))
 
 
-def wanted_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
-    """The last hidden state of a backbone that was told ``output_rows``: [P, 1, E] -> [P, E]."""
+def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
+    """The shape [B, T] of a model's input; None without input."""
+    given = inputs.get(f"{prefix}inputs_embeds")
+    given = inputs.get(f"{prefix}input_ids") if given is None else given
+    return given.shape[:2] if isinstance(given, Tensor) else None
+
+
+def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     check(
         hidden.shape[:2] == (positions.shape[0], 1),
         type(model).__name__,
         "base_model",
         f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
         f"{positions.shape[0]} rows, those that the head reads",
-        "Use the backbone of fastplm.models of that name; transformers' own does not leave out "
-        "rows.",
+        "Use the class of fastplm.models: the backbone of transformers returns all rows.",
     )
     return hidden[:, 0]
 
@@ -58,26 +78,25 @@ def labelled_loss(
     *,
     dense: bool,
 ) -> tuple[Any, Tensor]:
-    """The backbone's outputs, and the vocabulary's cross-entropy at the labelled tokens alone.
+    """(the outputs of the backbone, the cross-entropy at the labelled tokens).
 
     Args:
-        model: has a ``base_model`` with the mixin ``EncoderModel``, or one of its ways.
-        transform: comes before the projection; None = nothing does.
+        model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
+        transform: the layers before the projection; None = there are none.
         decoder: the projection to the vocabulary.
         labels: int64 [B, T], -100 = none.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
-        normalizer: what the sum of the losses is divided by; None = the number of labels.
-        all_rows: whether the caller looks at other rows of the last hidden state, [B, T, E] then.
-        inputs: the backbone's.
+        normalizer: the denominator of the loss; None = the number of labels.
+        all_rows: whether the caller needs the whole last hidden state [B, T, E].
+        inputs: of the backbone.
         dense: as in ``vocabulary_loss``.
     """
     where = type(model).__name__
-    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    shape = labels.shape if given is None else given.shape[:2]
+    shape = shape_of(inputs) or labels.shape
     labels = as_tokens(where, labels, shape)
     positions, targets = labels_at(where, labels, shape, positions)
     lookup = None
-    if inputs["inputs_embeds"] is None:
+    if inputs.get("inputs_embeds") is None:
         lookup = TiedLookup(model, decoder, labels)
     if all_rows:
         inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -88,7 +107,7 @@ def labelled_loss(
     if all_rows:
         rows = ops.gather_rows(hidden.flatten(0, 1), positions)
     else:
-        rows = wanted_rows(model, hidden, positions)
+        rows = requested_rows(model, hidden, positions)
     loss = vocabulary_loss(
         rows if transform is None else transform(rows),
         decoder,
@@ -101,7 +120,7 @@ def labelled_loss(
 
 
 class MaskedLM(FastplmModel):
-    """Mixin of ``…ForMaskedLM`` whose last layer, head and loss see the labelled tokens only."""
+    """Mixin of ``…ForMaskedLM``: the last layer, head and loss compute only labelled tokens."""
 
     base_model: Any
 
@@ -111,44 +130,32 @@ class MaskedLM(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> MaskedLMOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T] or flat, -100 = none. With labels, ``logits`` are None.
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
-                shapes of the head, for compiled models and CUDA. Without it they are found.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-            kwargs: of the backbone, such as ``unpad``.
+                shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            ``MaskedLMOutput``; the loss is fp32, and 0 if nothing has a label.
+            ``MaskedLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
         transform, decoder = self._head()
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
         loss = logits = None
         if labels is None:
             outputs = self.base_model(**inputs, return_dict=True)
@@ -175,34 +182,57 @@ class MaskedLM(FastplmModel):
 
 
 class SequencePairPreTraining(FastplmModel):
-    """Mixin of a masked-LM head beside a classifier of sequence pairs, by the pooled output."""
+    """Mixin of a masked-LM head and a classifier of sequence pairs, which reads the pooled output.
+
+    ``loss = MLM loss + pair loss``, or only the loss whose labels are given.
+    """
 
     base_model: Any
+    _output: Any
+    #: The parent's names of the labels and logits of the pairs.
+    _pair_label: str
+    _pair_logits: str
 
     def _head(self) -> Head:
         raise NotImplementedError
 
-    def _pretrain(
+    def _pair_head(self) -> nn.Module:
+        """The classifier of the pooled output: [B, E] -> [B, 2]."""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
         self,
-        classifier: nn.Module,
-        labels: Tensor | None,
-        pair_name: str,
-        pair_label: Tensor | None,
-        masked_positions: Tensor | None,
-        output_logits: bool,
-        num_items_in_batch: int | Tensor | None,
-        num_sequences_in_batch: int | Tensor | None,
-        inputs: dict[str, Any],
-    ) -> tuple[Any, Tensor | None, Tensor | None, Tensor]:
-        """(the backbone's outputs, the sum of the losses, logits of the tokens, of the pairs).
+        *,
+        labels: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        output_logits: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+        num_sequences_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Like the parent, with these differences.
 
         Args:
-            classifier: the pooled output [B, E] -> [B, 2].
-            pair_name: what the caller calls ``pair_label``.
-            pair_label: int64 [B], -100 = none.
-            inputs: the backbone's.
+            labels, masked_positions, output_logits, num_items_in_batch: as in ``…ForMaskedLM``, for
+                the MLM loss and ``prediction_logits``.
+            num_sequences_in_batch: the denominator of the pair loss. If only
+                ``num_items_in_batch`` is given, the mean pair loss is multiplied by this batch's
+                share of the labels. These shares sum to 1 over the accumulated batches, but then
+                sequences in batches with more labels have slightly more weight.
+            inputs: of the model without head, and the labels of the pairs, int64 [B], -100 = none:
+                ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
+                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B.
+
+        Returns:
+            Like the parent; the loss is fp32.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
+                fit.
         """
         transform, decoder = self._head()
+        pair_label = inputs.pop(self._pair_label, None)
         loss = logits = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
@@ -220,17 +250,27 @@ class SequencePairPreTraining(FastplmModel):
         else:
             rows = None if all_rows else "first"
             outputs = self.base_model(**inputs, output_rows=rows, return_dict=True)
-        pair_logits = classifier(outputs.pooler_output)
+        pair_logits = self._pair_head()(outputs.pooler_output)
         if pair_label is not None:
             pair_loss = _pair_loss(
-                type(self).__name__, pair_logits, pair_name, pair_label, num_sequences_in_batch
+                type(self).__name__,
+                pair_logits,
+                self._pair_label,
+                pair_label,
+                num_sequences_in_batch,
             )
             if labels is not None and num_sequences_in_batch is None:
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
         if all_rows:
             logits = _logits(transform, decoder, outputs.last_hidden_state)
-        return outputs, loss, logits, pair_logits
+        return self._output(
+            loss=loss,
+            prediction_logits=logits,
+            **{self._pair_logits: pair_logits},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 def _pair_loss(
@@ -252,7 +292,7 @@ def _pair_loss(
 
 
 class CausalLM(FastplmModel):
-    """Mixin of a decoder with a language-model head, whose loss never makes all logits."""
+    """Mixin of a decoder with a language-model head. The loss computes no full logits."""
 
     base_model: Any
 
@@ -262,36 +302,29 @@ class CausalLM(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
-                With labels, ``logits`` are None, and so is the cache unless ``use_cache`` is True.
-                A ``loss_function`` that the user set gets logits, as in the parent.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-            shift_labels: int64 [B, T], labels shifted already: that of t is predicted at t.
-            kwargs: of the backbone, such as ``unpad``.
+                With labels, ``logits`` are None, and the cache is None unless ``use_cache`` is
+                True. A ``loss_function`` set by the user gets logits, as in the parent.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
+            shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
+            inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 if nothing has a label.
+            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -301,30 +334,15 @@ class CausalLM(FastplmModel):
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
         targets = shifted(labels) if shift_labels is None else shift_labels
-        ignored = kwargs.pop("ignore_index", IGNORE_INDEX)
+        ignored = inputs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
         own_loss = targets is not None and hasattr(self, "_loss_function")
-        if targets is not None and use_cache is None:
-            use_cache = False
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if encoder_hidden_states is not None:
-            inputs["encoder_hidden_states"] = encoder_hidden_states
-            inputs["encoder_attention_mask"] = encoder_attention_mask
+        inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
         loss = logits = None
         if targets is None or own_loss:
             if targets is not None:
-                given = input_ids if inputs_embeds is None else inputs_embeds
-                shape = targets.shape if given is None else given.shape[:2]
+                shape = shape_of(inputs) or targets.shape
                 targets = as_tokens(type(self).__name__, targets, shape)
                 inputs["extra_rows"] = targets != IGNORE_INDEX
             outputs = self.base_model(**inputs, return_dict=True)
@@ -348,13 +366,14 @@ class CausalLM(FastplmModel):
                 hidden = hidden[:, logits_to_keep]
             logits = _logits(transform, decoder, hidden)
         if own_loss:
+            options = {name: value for name, value in inputs.items() if name not in _INPUTS}
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits,
                 labels=labels,
                 vocab_size=self.config.vocab_size,  # type: ignore[attr-defined]
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
-                **kwargs,
+                **options,
             )
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
@@ -367,9 +386,9 @@ class CausalLM(FastplmModel):
 
 
 def shifted(labels: Tensor | None) -> Tensor | None:
-    """[B, T] -> [B, T]: at t the label of t + 1, and none at the end.
+    """[B, T] -> [B, T]: at t the label of t + 1, and -100 at the end.
 
-    Flat labels have one end alone, as in Transformers.
+    Flat labels are shifted as one sequence, as in Transformers.
     """
     if labels is None:
         return None
@@ -377,147 +396,109 @@ def shifted(labels: Tensor | None) -> Tensor | None:
 
 
 class ScaledLoss(FastplmModel):
-    """Mixin of a head whose loss is a mean over labels, as its parent computes it.
+    """Mixin of a head with the parent's loss, a mean over labels.
 
-    With ``num_items_in_batch``, the number of labels of all batches that gradients are accumulated
-    over, the loss is the sum of this batch's over that number.
+    With ``num_items_in_batch``, the number of labels of all batches over which gradients are
+    accumulated, the loss is the sum over this batch divided by that number.
     """
 
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
         if labels is None or num_items is None:
             return outputs
         share = batch_share(labels, num_items)
-        # A mean over no label is not a number.
+        # A mean over no labels is NaN.
         loss = outputs.loss.masked_fill(share == 0, 0.0) * share
         return type(outputs)(**{**outputs, "loss": loss})
 
 
 class SequenceClassification(ScaledLoss):
-    """Mixin of ``…ForSequenceClassification``: the last layer computes the first tokens alone."""
+    """Mixin of ``…ForSequenceClassification``: the last layer computes only the first tokens."""
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        outputs = super().forward(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            return_dict=True,
-            **{"output_rows": "first", **kwargs},
-        )
+        inputs = {"output_rows": "first", **inputs, "labels": labels, "return_dict": True}
+        outputs = super().forward(**inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 
 class MultipleChoice(SequenceClassification):
-    """Mixin of ``…ForMultipleChoice``: [B, choices, T]; the rest as in sequence classification."""
+    """Mixin of ``…ForMultipleChoice``: [B, choices, T], otherwise as sequence classification."""
 
 
 def labelled_rows(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """bool [B, T]: the tokens of a classifier that have a label, of any shape of as many."""
+    """bool [B, T]: which tokens have a label; ``labels`` has any shape with B * T elements."""
     check_tensor(where, "labels", labels)
     check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
     return (labels != IGNORE_INDEX).reshape(shape)
 
 
 class TokenClassification(ScaledLoss):
-    """Mixin of ``…ForTokenClassification``. Tokens with a label count, whatever the mask says."""
+    """Mixin of ``…ForTokenClassification``. Labels of masked tokens count, as in the parent."""
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and isinstance(given, Tensor):
-            labelled = labelled_rows(type(self).__name__, labels, given.shape[:2])
-            if attention_mask is not None:
-                kwargs["extra_rows"] = labelled
-        outputs = super().forward(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            return_dict=True,
-            **kwargs,
-        )
+        shape = shape_of(inputs)
+        if labels is not None and shape is not None:
+            labelled = labelled_rows(type(self).__name__, labels, shape)
+            if inputs.get("attention_mask") is not None:
+                inputs["extra_rows"] = labelled
+        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 
 class QuestionAnswering(FastplmModel):
     """Mixin of ``…ForQuestionAnswering``.
 
-    The parent's softmax runs over padding too. Its loss is kept to the letter: all rows are
-    computed. With ``exclude_padding`` an answer cannot begin or end in padding, whose logits are
-    the lowest finite number, and padding costs nothing.
+    The parent's softmax includes padding. To give the same loss, all rows are computed. With
+    ``exclude_padding``, padding is left out: its logits are the lowest finite number, so that no
+    answer begins or ends there.
     """
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         exclude_padding: bool = False,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        """As the parent, with one argument more.
+        """Like the parent, with one additional argument.
 
         Args:
             exclude_padding: leave padding out of the batch and of the softmax.
         """
-        given = {
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            "return_dict": True,
-        }
+        inputs.update(attention_mask=attention_mask, return_dict=True)
         if not exclude_padding or attention_mask is None:
-            kwargs["unpad"] = False
-            return super().forward(  # type: ignore[misc]
-                input_ids,
-                start_positions=start_positions,
-                end_positions=end_positions,
-                **given,
-                **kwargs,
-            )
-        outputs = super().forward(input_ids, **given, **kwargs)  # type: ignore[misc]
-        hidden = ~attention_mask.bool()
+            inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
+            return super().forward(**inputs)  # type: ignore[misc]
+        outputs = super().forward(**inputs)  # type: ignore[misc]
+        padding = ~attention_mask.bool()
         changed: dict[str, Any] = {}
         for name in ("start_logits", "end_logits"):
             logits = outputs[name]
-            changed[name] = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+            changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
         if start_positions is not None and end_positions is not None:
-            # As in the parent, a place outside the text is no label.
-            end = hidden.shape[1]
+            # As in the parent, a position outside the sequence is ignored.
+            end = padding.shape[1]
             losses = [
-                nn.functional.cross_entropy(logits, place.view(-1).clamp(0, end), ignore_index=end)
-                for logits, place in zip(
+                nn.functional.cross_entropy(
+                    logits, position.view(-1).clamp(0, end), ignore_index=end
+                )
+                for logits, position in zip(
                     changed.values(), (start_positions, end_positions), strict=True
                 )
             ]

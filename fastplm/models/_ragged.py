@@ -1,14 +1,14 @@
-"""A padded batch without its padding: which rows are computed, and the way there and back.
+"""Packed batches: which rows are computed, packing and padding.
 
-B sequences of T tokens become one row of N tokens, sequence after sequence, as
-``attn_implementation="fastplm"`` takes them (``cu_seq_lens_q`` and its kin). Positions are flat,
-``b * T + t``; -1 is a slot without a token.
+A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after another, as
+``attn_implementation="fastplm"`` takes it (``cu_seq_lens_q``, …). Positions are flat,
+``b * T + t``; -1 marks an unused slot.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from fastplm import ops
 from fastplm._checks import check, values_are_known, values_exist
 
 _WHERE = "unpad"
+#: What ``unpad`` of a model may be; see ``unpadded``.
+Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
 
 def values_can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be looked at, be it after waiting for its device."""
+    """Whether the values of a tensor can be read, if necessary with a device sync."""
     if not values_exist(tensor):
         return False
     if tensor.device.type == "cuda":
@@ -28,14 +30,26 @@ def values_can_be_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class _Movable:
+    """A dataclass of tensors. Accelerate moves to a layer's device what has a method ``to``."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)  # type: ignore[arg-type]
+            if hasattr(getattr(self, field.name), "to")
+        }
+        return replace(self, **moved)  # type: ignore[type-var]
+
+
 @dataclass
-class RaggedBatch:
+class RaggedBatch(_Movable):
     """The rows of a padded batch [B, T] that are computed.
 
     Args:
-        positions: int64 [N], flat and ascending; -1 in spare slots, which are the last.
+        positions: int64 [N], flat and ascending; -1 in unused slots, which come last.
         cu_seqlens: int32 [B + 1], sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-        max_seqlen: a bound of the lengths.
+        max_seqlen: an upper bound of the lengths.
         key_mask: bool [N], the rows that may be attended to; None = all.
         batch, seqlen: B and T.
     """
@@ -51,19 +65,19 @@ class RaggedBatch:
     def of(
         cls, mask: Tensor, kept: Tensor | None = None, capacity: int | None = None
     ) -> RaggedBatch | None:
-        """The rows of a batch that are tokens.
+        """Pack the tokens of a batch.
 
         Args:
             mask: [B, T] of any dtype, 0 = padding.
-            kept: bool [B, T], rows to be computed although the mask hides them from the others.
-            capacity: N, which fixes all shapes and waits for nothing; None counts the rows, for
-                which the values have to be read (on CUDA that waits for the device).
+            kept: bool [B, T], rows to compute although they are masked as keys.
+            capacity: N, which fixes all shapes and needs no sync; None = count the rows, which
+                reads values (on CUDA a sync).
 
         Returns:
-            None if nothing would be left out.
+            None if there is no padding to leave out.
 
         Raises:
-            ArgumentValueError: more rows than the capacity, where the values are known. (Elsewhere
+            ArgumentValueError: more rows than the capacity, if the values are known. (Otherwise
                 an assertion on the device fails.)
         """
         mask = mask.bool()
@@ -82,7 +96,7 @@ class RaggedBatch:
         else:
             count, fits = capacity, lengths.sum() <= capacity
             if not values_are_known(keep):
-                torch._assert_async(fits, "unpad: a batch has more tokens than that")
+                torch._assert_async(fits, "unpad: a batch has more tokens than the capacity")
             else:
                 check(
                     bool(fits),
@@ -90,19 +104,19 @@ class RaggedBatch:
                     "unpad",
                     f"{capacity} for a batch of {int(lengths.sum())} tokens",
                     "at least the number of tokens",
-                    "Raise it, or leave it out to have them counted.",
+                    "Raise it, or leave it out: then the tokens are counted.",
                 )
         positions = _compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
-        key_mask = take(mask.flatten(), positions) & (positions >= 0) if hides else None
+        key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
     def whole(
         cls, batch: int, seqlen: int, device: torch.device, mask: Tensor | None = None
     ) -> RaggedBatch:
-        """All rows, for a model whose other batch is packed; ``mask`` [B, T] may hide some."""
+        """All rows of a batch, packed; ``mask`` [B, T] becomes the key mask."""
         return cls(
             torch.arange(batch * seqlen, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen,
@@ -113,11 +127,11 @@ class RaggedBatch:
         )
 
     def pack(self, values: Tensor) -> Tensor:
-        """[B, T] integers -> [1, N]; those of spare slots are some token's."""
-        return take(values.flatten(), self.positions)[None]
+        """[B, T] integers -> [1, N]; unused slots get an arbitrary value."""
+        return values_at(values.flatten(), self.positions)[None]
 
     def pack_rows(self, rows: Tensor) -> Tensor:
-        """[B, T, E] -> [1, N, E], zeros in spare slots."""
+        """[B, T, E] -> [1, N, E], zeros in unused slots."""
         return ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -126,43 +140,72 @@ class RaggedBatch:
 
     def slots(self) -> Tensor:
         """int64 [B * T], the packed row of each position, -1 where it was left out."""
-        return inverse(self.positions, self.batch * self.seqlen)
+        return slots_of(self.positions, self.batch * self.seqlen)
 
     def token_mask(self) -> Tensor:
         """bool [B, T], the rows that may be attended to."""
         seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
-        return flags(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
+        return mask_at(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
 
     def key_mask_row(self, always: bool = False) -> Tensor | None:
-        """bool [1, N] for a model's ``attention_mask``; None if it hides nothing, or ones."""
+        """bool [1, N], the ``attention_mask``; if no row is masked, None, or ones (``always``)."""
         if self.key_mask is None and always:
-            # Without one, Transformers takes position ids for a sign of packing and adds a mask.
+            # Without a mask, Transformers infers packing from position ids and adds its own mask.
             return torch.ones_like(self.positions, dtype=torch.bool)[None]
         return None if self.key_mask is None else self.key_mask[None]
 
-    def attention_arguments(self) -> dict[str, Any]:
-        """What the attention of a model has to be told."""
-        return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+
+@dataclass
+class Rows(_Movable):
+    """Which rows the layers of a model compute.
+
+    Transformers' layers pass it on to the attention as the keyword ``rows``.
+
+    Args:
+        own: the packed batch of the model; None = the batch is padded.
+        cross: the packed encoder batch, if a decoder attends to one.
+        last: the rows of the last layer; None = all.
+    """
+
+    own: RaggedBatch | None = None
+    cross: RaggedBatch | None = None
+    last: LastRows | None = None
+
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+        """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
+
+        In a decoder with an encoder, the attention that is not causal is the cross-attention.
+        """
+        if self.own is None:
+            return None
+        queries = self.own
+        keys = queries if causal or self.cross is None else self.cross
+        return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
+
+    def in_layer(self, index: int) -> LastRows | None:
+        """The rows of layer ``index`` if it is the last one and computes only some; else None."""
+        return self.last if self.last is not None and self.last.layer == index else None
+
+    def of_others(self) -> Rows:
+        """The rows of the layers before the last one."""
+        return Rows(self.own, self.cross)
 
 
 @dataclass
-class LastRows:
-    """The rows of a last layer that anybody reads; its keys and values are of all rows.
+class LastRows(_Movable):
+    """The rows that the last layer computes. Its keys and values come from all rows.
+
+    Replaces ``Rows`` in the attention of that layer.
 
     Args:
         layer: the ``layer_idx`` of that layer.
-        source: int64 [P], rows of the layer's input, flattened; -1 in spare slots.
+        source: int64 [P], rows of the layer's input, flattened; -1 in unused slots.
         cu_seqlens_q: int32 [B + 1], the rows of each sequence among ``source``.
-        max_seqlen_q: a bound of their number.
+        max_seqlen_q: an upper bound of their number.
         cu_seqlens_k: int32 [B + 1], the rows of each sequence in the input.
-        max_seqlen_k: a bound of their number.
+        max_seqlen_k: an upper bound of their number.
         key_mask: bool [N], None = all.
-        rank: int64 [B * T], the place of a flat position in ``source``, -1 if it has none.
+        rank: int64 [B * T], the index of a flat position in ``source``, -1 if it is not there.
     """
 
     layer: int
@@ -188,9 +231,9 @@ class LastRows:
         Args:
             layer: the ``layer_idx`` of the layer.
             needed: bool [B, T].
-            capacity: a bound of their number, where that cannot be had without waiting.
-            ragged: how the batch was unpadded; every needed row is among its own.
-            mask: bool [B, T], the tokens, if the batch was not unpadded; None = all.
+            capacity: an upper bound of their number, used if counting them needs a sync.
+            ragged: the packed batch, which contains every needed row; None = padded.
+            mask: bool [B, T], the tokens of a padded batch; None = all.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
@@ -198,53 +241,66 @@ class LastRows:
         if values_are_known(needed):
             capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
         positions = _compact(needed, capacity)
-        rank = inverse(positions, batch * seqlen)
+        rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
             ends = torch.full_like(lengths, seqlen)
             key_mask = None if mask is None else mask.flatten()
             source, keys = positions, (_offsets(ends), seqlen, key_mask)
         else:
-            source = take(ragged.slots(), positions).masked_fill(positions < 0, -1)
+            source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
         return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
 
-    def take(self, rows: Tensor) -> Tensor:
-        """[..., E], the layer's input -> [1, P, E]."""
-        return ops.gather_rows(rows.flatten(0, -2), self.source)[None]
+    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+    def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The arguments of the attention, which is called like cross-attention.
+
+        Args:
+            hidden_states: [..., E], the input of the layer.
+
+        Returns:
+            (the query rows [1, P, E], the other arguments).
+        """
+        states = hidden_states.flatten(0, -2)
+        mask = None if self.key_mask is None else self.key_mask[None]
+        others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
+        return ops.gather_rows(states, self.source)[None], others
 
 
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
-    """How many rows are kept, and how many of those the mask hides.
+    """(how many rows are kept, how many of these are masked).
 
-    The one thing that a CUDA device is waited for, once a forward; a capacity spares it that.
+    The only sync of a forward on CUDA; with a capacity there is none.
     """
     kept, hidden = torch.stack((keep.sum(), (keep & ~mask).sum())).tolist()
     return kept, hidden
 
 
 def _compact(mask: Tensor, size: int) -> Tensor:
-    """int64 [size], ascending: the flat positions of what is True, -1 in spare slots."""
+    """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
     mask = mask.flatten()
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
 
 
-def take(values: Tensor, positions: Tensor) -> Tensor:
+def values_at(values: Tensor, positions: Tensor) -> Tensor:
     """``values[positions]`` [P]; the first value where a position is -1."""
     return values[positions.clamp(min=0)]
 
 
-def inverse(positions: Tensor, total: int) -> Tensor:
-    """int64 [total]: where in ``positions`` a number stands, -1 where nowhere."""
+def slots_of(positions: Tensor, total: int) -> Tensor:
+    """int64 [total]: the index in ``positions`` of each number, -1 if it is not there."""
     slots = positions.new_full((total + 1,), -1)
-    # The numbers -1 all write the last place, which is nobody's.
+    # Position -1 writes to the additional last element, which is cut off.
     slots[positions] = torch.arange(positions.shape[0], device=positions.device)
     return slots[:total]
 
 
-def flags(positions: Tensor, total: int) -> Tensor:
-    """bool [total]: True at ``positions``, of which -1 counts for nothing."""
+def mask_at(positions: Tensor, total: int) -> Tensor:
+    """bool [total]: True at ``positions``; -1 is ignored."""
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
     where[positions] = True
     return where[:total]
@@ -253,3 +309,76 @@ def flags(positions: Tensor, total: int) -> Tensor:
 def _offsets(lengths: Tensor) -> Tensor:
     """[B] -> int32 [B + 1] from 0."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def until_last(chosen: Tensor) -> Tensor:
+    """bool [B, T]: True up to the last True of each row."""
+    return chosen.flip(1).cumsum(1).flip(1) > 0
+
+
+def unpadded(
+    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, contiguous: bool = False
+) -> RaggedBatch | None:
+    """The rows of a batch that are computed; None = all of them, padded.
+
+    Args:
+        mask: [B, T], 0 = padding.
+        extra_rows: bool [B, T], rows to compute although they are masked as keys.
+        unpad: None = leave padding out where possible; False = keep it; an int = a capacity, the
+            number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+        contiguous: compute all rows between the first and the last of these as well.
+    """
+    if isinstance(unpad, RaggedBatch):
+        return unpad
+    counted = unpad is None or unpad is True
+    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
+        return None
+    if contiguous:
+        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
+        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
+    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
+
+
+def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+    """[..., E] -> [P, 1, E]: the rows at ``slots[positions]``, or at ``positions`` if None."""
+    if slots is not None:
+        positions = values_at(slots, positions).masked_fill(positions < 0, -1)
+    return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
+
+
+def for_caller(
+    outputs: Any,
+    own: RaggedBatch | None,
+    last: LastRows | None,
+    output_rows: Tensor | None,
+    unpad: Unpad,
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The hidden states that the caller gets, from those that were computed.
+
+    Args:
+        outputs: of the parent, on the rows that were computed.
+        own, last: these rows.
+        output_rows: int64 [P], flat positions of the rows to return; None = all.
+        unpad: the argument of the caller.
+
+    Returns:
+        (the fields that change, the row of each flat position in ``outputs.last_hidden_state``:
+        int64 [B * T], or None if nothing moved).
+    """
+    hidden, slots = outputs.last_hidden_state, None
+    if last is not None:
+        slots = last.rank
+    elif own is not None:
+        slots = own.slots()
+    changed: dict[str, Any] = {}
+    if output_rows is not None:
+        changed["last_hidden_state"] = rows_at(hidden, output_rows, slots)
+    elif isinstance(unpad, RaggedBatch):
+        changed["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
+    elif own is not None:
+        changed["last_hidden_state"] = own.pad(hidden)
+    if own is not None and outputs.get("hidden_states") is not None:
+        changed["hidden_states"] = tuple(
+            None if state is None else own.pad(state) for state in outputs.hidden_states
+        )
+    return changed, slots

@@ -1,10 +1,10 @@
-"""What BART and T5 share: two paddings, that of the encoder's batch and that of the decoder's.
+"""Shared by BART and T5: the batches of encoder and decoder, each with its own padding.
 
-    encoder's mask -> unpad once -> encoder on packed rows
-    decoder's mask, or the rows that are read -> unpad once -> decoder on packed rows, with
+    encoder mask -> unpad once -> encoder on packed rows
+    decoder mask, or the rows that are read -> unpad once -> decoder on packed rows, with
     cross-attention packed on both sides -> head and loss at the labelled rows
 
-Each side is padded back only where the caller gets to see its rows.
+Hidden states are padded again only if they are returned.
 """
 
 from __future__ import annotations
@@ -21,54 +21,37 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
-    asked_for,
     check_input_ids,
     check_mask,
     check_positions,
+    wants_output,
 )
-from fastplm.models._encoder import _rows_at, cross_inputs
-from fastplm.models._ragged import RaggedBatch, flags, values_can_be_read
+from fastplm.models._encoder import cross_inputs
+from fastplm.models._heads import ScaledLoss, shape_of
+from fastplm.models._ragged import (
+    RaggedBatch,
+    Rows,
+    Unpad,
+    for_caller,
+    mask_at,
+    rows_at,
+    unpadded,
+    until_last,
+    values_can_be_read,
+)
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
-Unpad = bool | int | RaggedBatch | None
+_CACHING = ("past_key_values", "use_cache")
 
 
 def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
-    """Whether the attention is ours and gets none of what it does the parent's way."""
+    """Whether fused attention supports these masks and outputs."""
     return (
         model.config._attn_implementation == NAME
         and all(mask is None or mask.dim() == 2 for mask in masks)
-        and not asked_for(model, "output_attentions", kwargs)
+        and not wants_output(model, "output_attentions", kwargs)
     )
-
-
-def until_last(chosen: Tensor) -> Tensor:
-    """bool [B, T]: True up to the last True of each row."""
-    return chosen.flip(1).cumsum(1).flip(1) > 0
-
-
-def unpadded(
-    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, gapless: bool = False
-) -> RaggedBatch | None:
-    """The rows of a batch that are computed; None = all of them, padded.
-
-    Args:
-        mask: [B, T], 0 = padding.
-        extra_rows: bool [B, T], rows to compute although the mask hides them from the others.
-        unpad: None = leave padding out where that is possible; False = do not; an int = the number
-            of rows to make room for, which fixes all shapes; a batch = these rows.
-        gapless: compute what lies between the first and the last of these rows as well.
-    """
-    if isinstance(unpad, RaggedBatch):
-        return unpad
-    counted = unpad is None or unpad is True
-    if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
-        return None
-    if gapless:
-        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
-        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
-    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
 
 
 def decoder_rows(
@@ -76,14 +59,14 @@ def decoder_rows(
     read_rows: Tensor | None,
     extra_rows: Tensor | None,
     unpad: Unpad,
-    gapless: bool = False,
+    contiguous: bool = False,
 ) -> RaggedBatch | None:
-    """The rows that a causal decoder computes.
+    """The packed rows of a causal decoder; None = all, padded.
 
     Args:
-        mask, extra_rows, unpad, gapless: as in ``unpadded``.
-        read_rows: bool [B, T], the rows whose last hidden state anybody looks at: those after the
-            last one of a sequence influence none of them. None = all.
+        mask, extra_rows, unpad, contiguous: as in ``unpadded``.
+        read_rows: bool [B, T], the rows whose last hidden state is read. Rows after the last of
+            them cannot influence it and are left out. None = all.
     """
     if read_rows is not None:
         reached = until_last(read_rows)
@@ -92,46 +75,83 @@ def decoder_rows(
         else:
             mask = mask.bool() & reached
             extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
-    return unpadded(mask, None if mask is None else extra_rows, unpad, gapless)
+    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous)
 
 
-def source_rows(mask: Tensor | None, unpad: Unpad, gapless: bool = False) -> RaggedBatch | None:
-    """The rows of an encoder, found once for all that reads them; None = all of them, padded."""
-    rows = unpadded(mask, None, unpad, gapless)
-    asked = unpad is not None and unpad is not True
+def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> RaggedBatch | None:
+    """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
+    rows = unpadded(mask, None, unpad, contiguous)
+    has_capacity = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
-    if asked or values_can_be_read(mask):
-        # Nothing to leave out. Who gets no rows would count again, and wait for the device.
+    if has_capacity or values_can_be_read(mask):
+        # No padding. With None, the decoder would count the rows again, which is a second sync.
         return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
     return None
 
 
-class Stack(FastplmModel):
-    """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out, and only the tokens in between.
+def encoded(
+    encoder: Any, outputs: Any, rows: RaggedBatch | None, *, show: bool = True, **inputs: Any
+) -> tuple[Any, Tensor]:
+    """(the encoder outputs for the caller, the encoder states for the decoder).
 
-    Hidden states of padding are 0; Transformers computes some there, which nothing should read. The
-    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
-    4 dimensions, caches, ``output_attentions``.
+    Args:
+        outputs: ``encoder_outputs`` of the caller; None = run the encoder.
+        rows: the packed rows; None = the batch is padded.
+        show: whether to return the last hidden state, padded again.
+        inputs: of the encoder.
+    """
+    if outputs is None:
+        outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
+        states = outputs.last_hidden_state
+        shown = states if rows is None or not show else rows.pad(states)
+        return type(outputs)(**{**outputs, "last_hidden_state": shown if show else None}), states
+    if isinstance(outputs, tuple | list):
+        outputs = BaseModelOutput(*outputs[:3])
+    states = outputs.last_hidden_state
+    return outputs, states if rows is None else rows.pack_rows(states)
+
+
+def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
+    """The fields of an encoder-decoder's output, except last hidden state, loss and logits."""
+    return {
+        "past_key_values": outputs.get("past_key_values"),
+        "decoder_hidden_states": outputs.hidden_states,
+        "decoder_attentions": outputs.attentions,
+        "cross_attentions": outputs.get("cross_attentions"),
+        "encoder_last_hidden_state": encoder_outputs.last_hidden_state,
+        "encoder_hidden_states": encoder_outputs.hidden_states,
+        "encoder_attentions": encoder_outputs.attentions,
+    }
+
+
+class Stack(FastplmModel):
+    """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed.
+
+    The hidden states of padding are 0. Transformers returns other values there, which have no
+    meaning. The parent's padded computation is used with an attention implementation other than
+    "fastplm", 4-D masks, caches and ``output_attentions``.
     """
 
     config: Any
     embed_tokens: Any
     gradient_checkpointing: bool
     training: bool
-    #: Whether the distance of two rows counts, so that none between them may be left out.
-    gapless = False
+    #: Whether the parent has an argument ``use_cache``.
+    _takes_cache = True
+    #: Whether attention depends on distances, so that rows between tokens must be computed.
+    contiguous = False
 
     def _packs(
         self,
         masks: Sequence[Tensor | None],
         kwargs: dict[str, Any],
         past_key_values: Any = None,
-        use_cache: bool | None = False,
+        use_cache: bool | None = None,
     ) -> bool:
-        """Whether rows can be left out: the parent's padded path does the rest."""
+        """Whether rows can be left out. If not, the parent computes the padded batch."""
         if use_cache is None:
-            use_cache = self.config.use_cache
+            use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
         return (
@@ -141,45 +161,41 @@ class Stack(FastplmModel):
             and is_fused(self, masks, kwargs)
         )
 
-    def _on_rows(self, embeds: Tensor, rows: RaggedBatch, **kwargs: Any) -> Any:
+    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
+        assert rows.own is not None
+        mask = rows.own.key_mask_row()
         return super().forward(  # type: ignore[misc]
-            inputs_embeds=embeds,
-            attention_mask=rows.key_mask_row(),
-            **rows.attention_arguments(),
-            **kwargs,
+            inputs_embeds=embeds, attention_mask=mask, rows=rows, **kwargs
         )
 
-    def _run(
+    @can_return_tuple
+    def forward(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None,
-        kwargs: dict[str, Any],
-        unpad: Unpad,
-        lookup: Callable[[Tensor], Tensor] | None,
         *,
-        caching: dict[str, Any] | None = None,
-        states: Tensor | None = None,
-        states_mask: Tensor | None = None,
-        encoder_rows: RaggedBatch | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        unpad: Unpad = None,
         output_rows: Tensor | None = None,
         read_rows: Tensor | None = None,
         extra_rows: Tensor | None = None,
+        encoder_rows: RaggedBatch | None = None,
+        lookup: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """The forward of all stacks.
+        """Like the parent, with these additional arguments.
 
         Args:
-            kwargs: of the parent's forward.
-            unpad: as in ``unpadded``.
-            lookup: takes the place of the word embeddings.
-            caching: past_key_values and use_cache of a stack that takes them.
-            states, states_mask, encoder_rows: as in ``cross_inputs``.
-            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``.
-
-        Returns:
-            As the parent; with ``output_rows`` the last hidden state is [P, 1, E]; else with a
-            batch given as ``unpad`` it is [1, N, E].
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows,
+                and a last hidden state [1, N, E].
+            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``; with ``output_rows`` the
+                last hidden state is [P, 1, E].
+            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
+            lookup: replaces the word embeddings.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -187,9 +203,9 @@ class Stack(FastplmModel):
         where = type(self).__name__
         check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
-        caching = caching or {}
+        caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
         check_mask(where, "attention_mask", attention_mask)
-        check_mask(where, "encoder_attention_mask", states_mask)
+        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
         table = getattr(self, "embed_positions", None)
         check_positions(where, table, seqlen, caching.get("past_key_values"))
         if (
@@ -198,59 +214,54 @@ class Stack(FastplmModel):
             and not caching.get("past_key_values")
         ):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
-        kwargs = dict(kwargs, return_dict=True)
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        kwargs["return_dict"] = True
 
         # --- which rows are computed ---
         if output_rows is not None:
-            read_rows = flags(output_rows, batch * seqlen).view(batch, seqlen)
+            read_rows = mask_at(output_rows, batch * seqlen).view(batch, seqlen)
         rows = None
-        if self._packs((attention_mask, states_mask), kwargs, **caching):
-            if read_rows is not None and asked_for(self, "output_hidden_states", kwargs):
+        if self._packs((attention_mask, encoder_attention_mask), kwargs, **caching):
+            if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
                 read_rows = None
-            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.gapless)
+            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
             if rows is None and encoder_rows is not None:
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
 
-        # --- the parent, on those ---
+        # --- the parent's forward on these rows ---
         if inputs_embeds is None:
             ids = given if rows is None else rows.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
         elif rows is not None:
             inputs_embeds = rows.pack_rows(inputs_embeds)
         assert inputs_embeds is not None
-        if states is not None:
-            kwargs.update(cross_inputs(states, states_mask, encoder_rows, rows))
+        cross = None
+        if encoder_hidden_states is not None:
+            states, cross = cross_inputs(
+                encoder_hidden_states, encoder_attention_mask, encoder_rows, rows
+            )
+            kwargs.update(states)
         if rows is None:
             outputs = super().forward(  # type: ignore[misc]
                 inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
             )
         else:
-            if caching:
+            if self._takes_cache:
                 kwargs["use_cache"] = False
-            outputs = self._on_rows(inputs_embeds, rows, **kwargs)
+            outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
 
-        # --- back ---
-        hidden = outputs.last_hidden_state
-        if output_rows is not None:
-            slots = None if rows is None else rows.slots()
-            outputs["last_hidden_state"] = _rows_at(hidden.flatten(0, 1), output_rows, slots)
-        elif rows is not None and rows is not unpad:
-            outputs["last_hidden_state"] = rows.pad(hidden)
-        if rows is not None and outputs.get("hidden_states") is not None:
-            outputs["hidden_states"] = tuple(
-                None if state is None else rows.pad(state) for state in outputs.hidden_states
-            )
-        return outputs
+        changed, _ = for_caller(outputs, rows, None, output_rows, unpad)
+        return type(outputs)(**{**outputs, **changed})
 
 
 class EncoderDecoder(FastplmModel):
     """Mixin of an encoder and a decoder with fused attention, each unpadded once.
 
-    Hidden states of padding are 0. Transformers computes some there; nothing should read them. The
-    padded path of the parent stays for: an attention implementation other than "fastplm", masks of
-    4 dimensions, ``output_attentions`` and, on the decoder's side, caches, which are the default
-    where ``use_cache`` is not given.
+    The hidden states of padding are 0. Transformers returns other values there, which have no
+    meaning. The parent's padded computation is used with an attention implementation other than
+    "fastplm", 4-D masks, ``output_attentions`` and, in the decoder, a cache, which is the default
+    of ``use_cache``.
     """
 
     encoder: Any
@@ -262,6 +273,7 @@ class EncoderDecoder(FastplmModel):
     @can_return_tuple
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
@@ -271,7 +283,6 @@ class EncoderDecoder(FastplmModel):
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        *,
         unpad: Unpad = None,
         decoder_unpad: Unpad = None,
         output_rows: Tensor | None = None,
@@ -280,18 +291,18 @@ class EncoderDecoder(FastplmModel):
         lookup: SharedLookup | None = None,
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
-        """As the parent, with these arguments more.
+        """Like the parent, with these additional arguments.
 
         Args:
-            unpad: of the encoder's batch. None = leave padding out where that is possible; False =
-                do not; an int = the number of rows to make room for, which fixes all shapes.
+            unpad: of the encoder's batch. None = leave padding out where possible; False = keep
+                it; an int = a capacity, the number of packed rows, which fixes all shapes.
             decoder_unpad: the same of the decoder's batch; False if ``unpad`` is False.
-            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows that are
-                wanted, -1 in unused slots; the last hidden state is then [P, 1, E].
-            read_rows: bool [B, T], the decoder's rows that are wanted, in a last hidden state
-                [B, T, E] that may be 0 elsewhere.
-            extra_rows: bool [B, T], rows of the decoder to compute although its mask hides them.
-            lookup: takes the place of both word embeddings.
+            output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
+                -1 in unused slots; the last hidden state is then [P, 1, E].
+            read_rows: bool [B, T], the decoder's rows to return, in a last hidden state [B, T, E]
+                that may be 0 elsewhere.
+            extra_rows: bool [B, T], rows of the decoder to compute although they are masked.
+            lookup: replaces both word embeddings.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._default_decoder_ids(input_ids)
@@ -299,28 +310,22 @@ class EncoderDecoder(FastplmModel):
         check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
         kwargs["return_dict"] = True
         rows = None
-        # Beside a cache the decoder reads padded states, if any.
+        # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         if not generates and self.encoder._packs((attention_mask,), kwargs):
-            gapless = self.encoder.gapless and encoder_outputs is None
-            rows = source_rows(attention_mask, unpad, gapless)
-        if encoder_outputs is None:
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                unpad=False if rows is None else rows,
-                lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
-                **kwargs,
-            )
-            states = encoder_outputs.last_hidden_state
-            if rows is not None:
-                encoder_outputs["last_hidden_state"] = rows.pad(states)
-        else:
-            if not isinstance(encoder_outputs, BaseModelOutput):
-                encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
-            states = encoder_outputs.last_hidden_state
-            states = states if rows is None else rows.pack_rows(states)
+            contiguous = self.encoder.contiguous and encoder_outputs is None
+            rows = source_rows(attention_mask, unpad, contiguous)
+        encoder_outputs, states = encoded(
+            self.encoder,
+            encoder_outputs,
+            rows,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            unpad=False,
+            lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
+            **kwargs,
+        )
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -338,28 +343,21 @@ class EncoderDecoder(FastplmModel):
             **kwargs,
         )
         return Seq2SeqModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.get("past_key_values"),
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.get("cross_attentions"),
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            last_hidden_state=outputs.last_hidden_state, **both_sides(encoder_outputs, outputs)
         )
 
 
 class ConditionalGeneration(FastplmModel):
-    """Mixin of an encoder-decoder with a language-model head, whose loss never makes all logits.
+    """Mixin of an encoder-decoder with a language-model head. The loss computes no full logits.
 
-    With labels and the loss alone asked for, what the decoder computes after the last label of a
-    sequence is left out: it cannot influence the loss.
+    If only the loss is requested, the decoder leaves out the rows after the last label of a
+    sequence, which cannot influence the loss.
     """
 
     lm_head: nn.Linear
     prepare_decoder_input_ids_from_labels: Callable[[Tensor], Tensor]
     _embedding_kind: type[nn.Embedding] = nn.Embedding
-    #: Whether the parent makes a cache beside a loss if asked to.
+    #: Whether the parent can return a cache together with a loss.
     _caches_beside_loss = True
 
     def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
@@ -374,32 +372,25 @@ class ConditionalGeneration(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Seq2SeqLMOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
-            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and so is the cache
-                unless ``use_cache`` is True and the parent makes one too.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-            kwargs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
+            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and the cache is
+                None unless ``use_cache`` is True and the parent returns one too.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
+            inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
-            ``Seq2SeqLMOutput``; the loss is fp32, and 0 if nothing has a label.
+            ``Seq2SeqLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -410,35 +401,23 @@ class ConditionalGeneration(FastplmModel):
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            assert given is not None
-            labels = as_tokens(type(self).__name__, labels, given.shape[:2])
-            positions, targets = labels_at(type(self).__name__, labels, given.shape[:2], None)
-            kwargs["lookup"] = lookup
+            if shape_of(inputs, "decoder_") is None:
+                inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
+            shape = shape_of(inputs, "decoder_")
+            assert shape is not None
+            labels = as_tokens(type(self).__name__, labels, shape)
+            positions, targets = labels_at(type(self).__name__, labels, shape, None)
+            inputs["lookup"] = lookup
             if output_logits:
-                kwargs["extra_rows"] = labels != IGNORE_INDEX
+                inputs["extra_rows"] = labels != IGNORE_INDEX
             else:
-                kwargs["output_rows"] = positions
-        outputs = self._backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+                inputs["output_rows"] = positions
+        outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
         hidden = self._scaled_rows(outputs.last_hidden_state)
         bias = self._logits_bias()
         loss = logits = None
         if positions is not None and targets is not None:
-            rows = _rows_at(hidden.flatten(0, 1), positions, None) if output_logits else hidden
+            rows = rows_at(hidden, positions) if output_logits else hidden
             loss = vocabulary_loss(
                 rows[:, 0],
                 self.lm_head,
@@ -455,24 +434,52 @@ class ConditionalGeneration(FastplmModel):
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
 
-class SharedLookup:
-    """Lookups of several embeddings that share their table with a vocabulary head.
+class LastEosClassification(ScaledLoss):
+    """Mixin of a classifier of the last end-of-sequence token, the decoder's last row computed."""
 
-    The gradients of all uses are made in one buffer. The loss is the one reader of ``weight``.
+    config: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
+        if input_ids is not None and (shape is None or shape == input_ids.shape):
+            inputs["read_rows"] = input_ids == self.config.eos_token_id
+        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
+        return self._scaled(outputs, labels, num_items_in_batch)
+
+
+class DecoderQuestionAnswering(FastplmModel):
+    """Mixin of ``…ForQuestionAnswering``. The softmax includes all rows of the decoder, so only the
+    encoder's padding is left out."""
+
+    def forward(self, **inputs: Any) -> Any:
+        return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]
+
+
+class SharedLookup:
+    """Lookups in several embeddings that share their weight with a vocabulary head.
+
+    All gradients are accumulated in one buffer. Only the loss may use ``weight``.
 
     Args:
         decoder: the head's projection to the vocabulary.
-        kind: the class of the embeddings; another one is called as it is.
+        kind: the class of the embeddings; an embedding of another class is called normally.
     """
 
     def __init__(self, decoder: nn.Linear, kind: type[nn.Embedding] = nn.Embedding) -> None:
         self.decoder, self.kind = decoder, kind
-        self.weight: Any = getattr(decoder, "weight", None)  # an adapter's may be further inside
+        self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
 
     def __call__(self, embedding: Any, input_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., E]."""
         if not shares_table(embedding, self.decoder, self.kind):
             return embedding(input_ids)
-        # The table that one lookup returns is the next one's: their gradients pile up on the way.
+        # Each lookup gets the table that the previous one returned, so that gradients add up.
         rows, self.weight = tied_lookup(embedding, input_ids, self.weight)
         return rows

@@ -1,11 +1,11 @@
-"""ALBERT: drop-in for the classes of the same names in Transformers, and what its layers share.
+"""ALBERT: drop-in for the classes of the same names in Transformers, and parameter sharing.
 
 ALBERT's layers share their parameters: layer i is a call of group ``i * groups // layers``. So the
-last layer is no module of its own but a call, and that call alone is told which rows are wanted.
+last layer is not a module of its own, but the last call of a group.
 
 Sharing
 -------
-``AlbertConfig(parameter_sharing=…)`` chooses among the four ways of the paper's table 4:
+``AlbertConfig(parameter_sharing=…)`` is one of the four choices of the paper's table 4:
 
 ============== ============================ ====================
 mode           shared by all layers         ``num_hidden_groups``
@@ -16,16 +16,16 @@ mode           shared by all layers         ``num_hidden_groups``
 "none"         nothing                      one for each layer
 ============== ============================ ====================
 
-The attention part are query, key, value, the projection behind them, and the LayerNorm after it
-(``attention.LayerNorm``). The feed-forward part are its two projections and the LayerNorm after
+The attention part consists of query, key, value, output projection and the LayerNorm after it
+(``attention.LayerNorm``); the feed-forward part of its two projections and the LayerNorm after
 them (``full_layer_layer_norm``).
 
-A shared part is one set of parameters under the names of each group, whose gradients add up. A
-checkpoint has it once for each group, so that ``transformers.AlbertModel`` loads it and computes
-the same; there the copies are no longer shared. One whose copies differ does not load here.
+A shared part is one set of parameters under the names of all groups. A checkpoint stores one copy
+for each group, so that ``transformers.AlbertModel`` loads it and computes the same; there the
+copies are no longer shared. A checkpoint with different copies raises an error here.
 
-The embedding is factorised whatever its size: ``embedding_size`` may be 1, or that of the layers
-or beyond. The projection between them exists even where the two sizes are equal.
+The embedding is always factorised: ``embedding_size`` may also be 1, ``hidden_size`` or larger.
+The projection to ``hidden_size`` exists even if the two sizes are equal.
 
 Source: Lan et al. 2019 (arXiv 1909.11942).
 """
@@ -41,8 +41,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
-from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutput
-from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check, check_choice
 from fastplm.models._base import FastplmModel, drop_in
@@ -56,7 +54,7 @@ from fastplm.models._heads import (
     SequencePairPreTraining,
     TokenClassification,
 )
-from fastplm.models._ragged import LastRows
+from fastplm.models._ragged import Rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -80,12 +78,12 @@ def _check_sharing(where: str, config: Any) -> None:
         "config.num_hidden_groups",
         groups,
         f"{layers}, the number of layers, with parameter_sharing={mode!r}",
-        f"Set num_hidden_groups={layers}: a group has parameters that others do not have.",
+        f"Set num_hidden_groups={layers}: each group has parameters of its own.",
     )
 
 
 def _ties_of_layers(model: Any) -> dict[str, str]:
-    """{parameter of a layer: the first layer's that it is} in a backbone of this configuration."""
+    """{shared parameter of a layer: the first layer's parameter} in a backbone."""
     if not _shares_a_part(model.config):
         return {}
     first, *others = [
@@ -103,9 +101,9 @@ def _ties_of_layers(model: Any) -> dict[str, str]:
 
 
 class _Sharing(FastplmModel):
-    """Mixin of every class: parts of the layers are shared, and saved for those who share none."""
+    """Mixin of every class: shares parts of the layers, and saves a copy for each layer."""
 
-    # Transformers' ALBERT has none; our layers do.
+    # Transformers' ALBERT does not support it; the layers here do.
     supports_gradient_checkpointing = True
 
     config: Any
@@ -115,12 +113,12 @@ class _Sharing(FastplmModel):
         _check_sharing(type(self).__name__, config)
         super().__init__(config, *args, **kwargs)
         if _shares_a_part(config):
-            # Transformers has done this already, but with its own backbone in our heads.
+            # Transformers has tied the weights already, but when the backbone was still its own.
             self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
             self.tie_weights(recompute_mapping=False)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        # Not by `_tied_weights_keys`: those count only with `tie_word_embeddings`.
+        # `_tied_weights_keys` cannot be used: it needs `tie_word_embeddings`.
         tied = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
         if isinstance(self, AlbertModel):
             tied.update(_ties_of_layers(self))
@@ -128,7 +126,7 @@ class _Sharing(FastplmModel):
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         super().tie_weights(*args, **kwargs)  # type: ignore[misc]
-        # Transformers leaves apart what a checkpoint has different values of.
+        # Transformers does not tie weights with different values in the checkpoint.
         for name, source in self._tied_layers().items():
             parameter = self.get_parameter(name)  # type: ignore[attr-defined]
             check(
@@ -141,7 +139,7 @@ class _Sharing(FastplmModel):
             )
 
     def _tied_layers(self) -> dict[str, str]:
-        """{parameter of a layer: that of the first layer which it is}."""
+        """{shared parameter of a layer: the first layer's parameter}, by full names."""
         if not _shares_a_part(self.config):
             return {}
         tied = self.get_expanded_tied_weights_keys(all_submodels=True)
@@ -154,7 +152,7 @@ class _Sharing(FastplmModel):
         state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the parent; shared parts are written for each layer."""
+        """Like the parent; writes a copy of the shared parts for each layer."""
         if _shares_a_part(self.config):
             values = self.state_dict() if state_dict is None else state_dict  # type: ignore
             copies = self._tied_layers()
@@ -171,70 +169,61 @@ class _Sharing(FastplmModel):
 
 @drop_in
 class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
-    """The attention block, in the last call for the rows that are wanted."""
+    """The attention block, which in the last call may compute only some rows."""
 
     @property
-    def dropout(self) -> nn.Dropout:  # type: ignore[override]
+    def dropout(self) -> nn.Dropout:
         return self.attention_dropout
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, last_rows: LastRows | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if last_rows is None:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        if rows is None or rows.last is None:
             return super().forward(hidden_states, *args, **kwargs)
-        rows = last_rows.take(hidden_states)
-        context, _ = super().forward(rows, all_rows=hidden_states, last_rows=last_rows)
-        return self.LayerNorm(rows + self.output_dropout(self.dense(context))), None
+        chosen, others = rows.last.attention_inputs(hidden_states)
+        context, _ = super().forward(chosen, **others)
+        return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
 
 
 @drop_in
 class AlbertLayer(GradientCheckpointingLayer, modeling_albert.AlbertLayer):
-    """The layer, which may be computed again in backward instead of kept."""
+    """The layer, with gradient checkpointing."""
 
 
 @drop_in
 class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
-    """The layers of a group, of which the last may be for the rows that are wanted."""
+    """The layers of a group. The last one may compute only some rows."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Tensor:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
         for layer in others:
-            hidden_states = layer(hidden_states, attention_mask, **kwargs)
-        return last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = layer(hidden_states, rows=rows.of_others(), **kwargs)
+        return last(hidden_states, rows=rows, **kwargs)
 
 
 @drop_in
 class AlbertTransformer(modeling_albert.AlbertTransformer):
-    """The calls of the groups, of which the last may be for the rows that are wanted."""
+    """The calls of the groups. The last one may compute only some rows."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        last_rows: LastRows | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if last_rows is None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
+    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Any:
+        if rows is None or rows.last is None:
+            if rows is not None:
+                kwargs["rows"] = rows
+            return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
         for group in others:
-            hidden_states = group(hidden_states, attention_mask, **kwargs)
-        hidden_states = last(hidden_states, attention_mask, last_rows=last_rows, **kwargs)
+            hidden_states = group(hidden_states, rows=rows.of_others(), **kwargs)
+        hidden_states = last(hidden_states, rows=rows, **kwargs)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def calls(self) -> list[Any]:
         """The group of each layer, in the order in which they run."""
         layers = self.config.num_hidden_layers
-        # The parent's own rounding, where the groups are not of one size.
+        # The parent's rounding, if the layers do not divide evenly into groups.
         each = layers / self.config.num_hidden_groups
         return [self.albert_layer_groups[int(i / each)] for i in range(layers)]
 
@@ -244,15 +233,15 @@ class AlbertTransformer(modeling_albert.AlbertTransformer):
 
 @drop_in
 class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
-    """``transformers.AlbertModel`` with fused attention, on the tokens alone.
+    """``transformers.AlbertModel`` with fused attention, computing only tokens.
 
-    ``config.parameter_sharing`` says what its layers share: see ``fastplm.models.albert``.
+    ``config.parameter_sharing`` selects what the layers share: see ``fastplm.models.albert``.
 
     Source: Lan et al. 2019 (arXiv 1909.11942).
     """
 
     def _is_causal(self) -> bool:
-        # Some old configurations have `is_decoder`; the parent never looks.
+        # Some old configurations have `is_decoder`; the parent ignores it.
         return False
 
     def _layers_are_ours(self) -> bool:
@@ -267,7 +256,7 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         )
 
     def _last_layer(self) -> int | None:
-        # A call of a group, not the module, is told which rows are wanted.
+        # The index of the last call of a group.
         return self.encoder.config.num_hidden_layers - 1 if self.encoder.calls() else None
 
     def _pooled(self, first: Tensor) -> Tensor:
@@ -282,7 +271,7 @@ def _head(head: Any) -> Head:
 
 @drop_in
 class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
-    """``transformers.AlbertForMaskedLM`` whose head and loss see the labelled tokens only."""
+    """``transformers.AlbertForMaskedLM`` whose head and loss compute only labelled tokens."""
 
     def _head(self) -> Head:
         return _head(self.predictions)
@@ -290,95 +279,38 @@ class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
 
 @drop_in
 class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.AlbertForPreTraining):
-    """``transformers.AlbertForPreTraining`` whose MLM head sees the labelled tokens only.
-
-    ``loss = MLM loss + sentence-order loss``, or the one whose labels are given.
+    """``transformers.AlbertForPreTraining`` whose MLM head computes only labelled tokens.
 
     Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
     """
 
+    _output = modeling_albert.AlbertForPreTrainingOutput
+    _pair_label, _pair_logits = "sentence_order_label", "sop_logits"
+
     def _head(self) -> Head:
         return _head(self.predictions)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        sentence_order_label: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> AlbertForPreTrainingOutput:
-        """As the parent, with these differences.
-
-        Args:
-            labels, masked_positions, output_logits, num_items_in_batch: as in
-                ``AlbertForMaskedLM``, for the MLM loss and ``prediction_logits``.
-            sentence_order_label: int64 [B], 0 = B follows A, 1 = A follows B, -100 = none.
-            num_sequences_in_batch: what the sum of the sentence-order losses is divided by. Without
-                it, but with ``num_items_in_batch``, their mean is weighted by this batch's share of
-                the labels: the shares of accumulated batches sum to 1, yet batches whose rows hold
-                unequally many labels do not weigh their sequences quite equally.
-
-        Returns:
-            ``AlbertForPreTrainingOutput``; the loss is fp32.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
-        """
-        inputs = dict(
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        outputs, loss, prediction_logits, sop_logits = self._pretrain(
-            self.sop_classifier,
-            labels,
-            "sentence_order_label",
-            sentence_order_label,
-            masked_positions,
-            output_logits,
-            num_items_in_batch,
-            num_sequences_in_batch,
-            inputs,
-        )
-        return AlbertForPreTrainingOutput(
-            loss=loss,
-            prediction_logits=prediction_logits,
-            sop_logits=sop_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _pair_head(self) -> nn.Module:
+        return self.sop_classifier
 
 
 @drop_in
 class AlbertForSequenceClassification(
     _Sharing, SequenceClassification, transformers.AlbertForSequenceClassification
 ):
-    """``transformers.AlbertForSequenceClassification``, whose last layer is for [CLS] alone."""
+    """``transformers.AlbertForSequenceClassification``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class AlbertForMultipleChoice(_Sharing, MultipleChoice, transformers.AlbertForMultipleChoice):
-    """``transformers.AlbertForMultipleChoice``, whose last layer is for [CLS] alone."""
+    """``transformers.AlbertForMultipleChoice``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class AlbertForTokenClassification(
     _Sharing, TokenClassification, transformers.AlbertForTokenClassification
 ):
-    """``transformers.AlbertForTokenClassification`` on the tokens alone."""
+    """``transformers.AlbertForTokenClassification``, computing only tokens."""
 
 
 @drop_in

@@ -1,4 +1,4 @@
-"""Auto classes: Transformers' of the same names, and the model that they find is made ours."""
+"""Auto classes: those of Transformers, which here return drop-in models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from fastplm._accelerate import drop_in_of, switch
 
 
-class _OursFirst:
-    """A mapping of Transformers from configurations to classes, with ours for those that have one.
+class _DropInMapping:
+    """Transformers' mapping from configurations to classes, with drop-in classes where they exist.
 
-    What it does not say itself, such as ``register``, it leaves to the mapping.
+    All other attributes, such as ``register``, are those of Transformers' mapping.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -38,19 +38,19 @@ class _OursFirst:
 
 
 class _Auto:
-    """Mixin in front of an Auto class of Transformers, whose mapping says which class it is.
+    """Mixin in front of an Auto class of Transformers.
 
-    Where ``fastplm.models`` has a class of that name, it is taken. Others are Transformers' with
-    ``attn_implementation="fastplm"`` where they honour that, and so is code from the Hub, with
-    ``trust_remote_code=True``. An attention implementation that the user chose stays, whether by
-    argument or in the configuration; the caller's own configuration is not changed.
+    If ``fastplm.models`` has a drop-in class for the class that Transformers chooses, it is used.
+    Other classes, and code from the Hub with ``trust_remote_code=True``, are Transformers', with
+    ``attn_implementation="fastplm"`` if they support it. An attention implementation that the user
+    chose, by argument or in the configuration, is kept. The caller's configuration is not changed.
     """
 
     _model_mapping: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._model_mapping = _OursFirst(cls._model_mapping)
+        cls._model_mapping = _DropInMapping(cls._model_mapping)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _theirs(auto: type) -> Any:
 
 
 def _chosen(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the user says which attention implementation to take."""
+    """Whether the user chose an attention implementation."""
     if kwargs.get("attn_implementation") is not None:
         return True
     return isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
@@ -92,7 +92,7 @@ class AutoModel(_Auto, transformers.AutoModel):
 
 
 class AutoModelForPreTraining(_Auto, transformers.AutoModelForPreTraining):
-    """``transformers.AutoModelForPreTraining``: pre-training as in the paper."""
+    """``transformers.AutoModelForPreTraining``: the pre-training heads of the papers."""
 
 
 class AutoModelForMaskedLM(_Auto, transformers.AutoModelForMaskedLM):
@@ -104,23 +104,23 @@ class AutoModelForCausalLM(_Auto, transformers.AutoModelForCausalLM):
 
 
 class AutoModelForSeq2SeqLM(_Auto, transformers.AutoModelForSeq2SeqLM):
-    """``transformers.AutoModelForSeq2SeqLM``: text to text, of encoder-decoders."""
+    """``transformers.AutoModelForSeq2SeqLM``: encoder-decoders."""
 
 
 class AutoModelForSequenceClassification(_Auto, transformers.AutoModelForSequenceClassification):
-    """``transformers.AutoModelForSequenceClassification``: a class a text."""
+    """``transformers.AutoModelForSequenceClassification``: one label per text."""
 
 
 class AutoModelForTokenClassification(_Auto, transformers.AutoModelForTokenClassification):
-    """``transformers.AutoModelForTokenClassification``: a class a token."""
+    """``transformers.AutoModelForTokenClassification``: one label per token."""
 
 
 class AutoModelForQuestionAnswering(_Auto, transformers.AutoModelForQuestionAnswering):
-    """``transformers.AutoModelForQuestionAnswering``: answers that are spans."""
+    """``transformers.AutoModelForQuestionAnswering``: extractive question answering."""
 
 
 class AutoModelForMultipleChoice(_Auto, transformers.AutoModelForMultipleChoice):
-    """``transformers.AutoModelForMultipleChoice``: one of several texts."""
+    """``transformers.AutoModelForMultipleChoice``: multiple choice."""
 
 
 class AutoModelForNextSentencePrediction(_Auto, transformers.AutoModelForNextSentencePrediction):

@@ -24,28 +24,30 @@ from fastplm.models._heads import (
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
+    shape_of,
 )
+from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.nn.rtd_head import rtd_loss
 
 
 @drop_in
 class ElectraSelfAttention(EncoderSelfAttention, modeling_electra.ElectraSelfAttention):
-    """Self-attention whose queries may be some of the rows alone."""
+    """Self-attention whose queries may be only some of the rows."""
 
 
 @drop_in
 class ElectraAttention(EncoderAttention, modeling_electra.ElectraAttention):
-    """The attention block, in the last layer for the rows that are wanted."""
+    """The attention block, which in the last layer may compute only some rows."""
 
 
 @drop_in
 class ElectraModel(EncoderModel, transformers.ElectraModel):
-    """``transformers.ElectraModel`` with fused attention, on the tokens alone."""
+    """``transformers.ElectraModel`` with fused attention, computing only tokens."""
 
 
 class _LanguageModelHead:
-    """What the two heads have in common that predict tokens."""
+    """Shared by the two heads that predict tokens."""
 
     generator_predictions: Any
     generator_lm_head: Any
@@ -56,7 +58,7 @@ class _LanguageModelHead:
 
 @drop_in
 class ElectraForMaskedLM(_LanguageModelHead, MaskedLM, transformers.ElectraForMaskedLM):
-    """``transformers.ElectraForMaskedLM`` whose head and loss see the labelled tokens only.
+    """``transformers.ElectraForMaskedLM`` whose head and loss compute only labelled tokens.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, the generator.
     """
@@ -64,13 +66,13 @@ class ElectraForMaskedLM(_LanguageModelHead, MaskedLM, transformers.ElectraForMa
 
 @drop_in
 class ElectraForCausalLM(_LanguageModelHead, CausalLM, transformers.ElectraForCausalLM):
-    """``transformers.ElectraForCausalLM``, a decoder, whose loss never makes all logits."""
+    """``transformers.ElectraForCausalLM``, a decoder. Its loss computes no full logits."""
 
 
 @drop_in
 class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
-    """``transformers.ElectraForPreTraining`` with the fused replaced-token loss, on the tokens
-    alone from the embeddings to the loss.
+    """``transformers.ElectraForPreTraining`` with the fused replaced-token loss, computing only
+    tokens from the embeddings to the loss.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, the discriminator.
     """
@@ -78,32 +80,29 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         unpad: bool | int | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> ElectraForPreTrainingOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
-            labels: integer or bool [B, T], 1 = replaced, 0 = original, -100 = left out of the loss,
-                as is everything that ``attention_mask`` hides. With labels, ``logits`` are None.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of tokens that
-                count in all batches that gradients are accumulated over. Trainer counts the labels
-                that are not -100, so padding must be labelled -100 there.
-            unpad: None = leave padding out where that is possible; False = do not; an int = the
-                number of rows to make room for, which fixes all shapes.
+            labels: integer or bool [B, T], 1 = replaced, 0 = original, -100 = not in the loss, like
+                all masked tokens. With labels, ``logits`` are None.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of tokens in the loss of all
+                batches over which gradients are accumulated. Trainer counts the labels other than
+                -100, so with Trainer label padding -100.
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes.
 
         Returns:
-            ``ElectraForPreTrainingOutput``; the loss is fp32, and 0 if no token counts. The logits
-            of padding that was left out are 0.
+            ``ElectraForPreTrainingOutput``; the loss is fp32, and 0 without a token in it. The
+            logits of padding that was left out are 0.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -111,37 +110,33 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         """
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = self.electra._unpadded(attention_mask, None, unpad)
+            ragged = unpadded(attention_mask, None, unpad)
         outputs = self.electra(
-            input_ids,
             attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
             return_dict=True,
             unpad=False if ragged is None else ragged,
-            **kwargs,
+            **inputs,
         )
         features = self.features(outputs.last_hidden_state)
         loss = logits = None
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            assert given is not None, "the backbone asks for it"
-            check_shape(where, "labels", labels, given.shape[:2], "[B, T]")
-            counted = labels != IGNORE_INDEX
+            shape = shape_of(inputs)
+            assert shape is not None, "the backbone requires it"
+            check_shape(where, "labels", labels, shape, "[B, T]")
+            in_loss = labels != IGNORE_INDEX
             if attention_mask is not None:
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
-                counted = counted & attention_mask.bool()
+                in_loss = in_loss & attention_mask.bool()
             if ragged is not None:
                 labels = ragged.pack(labels)
-                counted = ragged.pack(counted) & (ragged.positions >= 0)
+                in_loss = ragged.pack(in_loss) & (ragged.positions >= 0)
             loss = rtd_loss(
                 features,
                 labels,
                 self.discriminator_predictions.dense_prediction,
-                counted,
+                in_loss,
                 normalizer=num_items_in_batch,
                 where=where,
             )
@@ -157,12 +152,12 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         )
 
     def features(self, hidden: Tensor) -> Tensor:
-        """What the last linear layer of the head sees: [..., E] -> [..., E]."""
+        """The input of the head's last linear layer: [..., E] -> [..., E]."""
         head = self.discriminator_predictions
         return head.activation(head.dense(hidden))
 
     def logits(self, features: Tensor) -> Tensor:
-        """The score of "replaced" for each token: [..., E] -> [...]."""
+        """The logit of "replaced" of each token: [..., E] -> [...]."""
         return self.discriminator_predictions.dense_prediction(features).squeeze(-1)
 
 
@@ -170,47 +165,28 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
 class ElectraForSequenceClassification(
     SequenceClassification, transformers.ElectraForSequenceClassification
 ):
-    """``transformers.ElectraForSequenceClassification``, whose last layer is for [CLS] alone."""
+    """``transformers.ElectraForSequenceClassification``, whose last layer computes only [CLS]."""
 
 
 @drop_in
 class ElectraForMultipleChoice(MultipleChoice, transformers.ElectraForMultipleChoice):
-    """``transformers.ElectraForMultipleChoice``, whose last layer is for [CLS] alone.
+    """``transformers.ElectraForMultipleChoice``, whose last layer computes only [CLS].
 
-    With a ``summary_type`` other than "first" in the configuration, the parent reads other rows,
-    padding among them, and so all rows are computed.
+    With a ``config.summary_type`` other than "first", the parent also reads other rows, including
+    padding, so all rows are computed.
     """
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         if self.sequence_summary.summary_type != "first":
-            kwargs.update(output_rows=None, unpad=False)
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
-        )
+            inputs.update(output_rows=None, unpad=False)
+        return super().forward(**inputs)
 
 
 @drop_in
 class ElectraForTokenClassification(
     TokenClassification, transformers.ElectraForTokenClassification
 ):
-    """``transformers.ElectraForTokenClassification`` on the tokens alone."""
+    """``transformers.ElectraForTokenClassification``, computing only tokens."""
 
 
 @drop_in

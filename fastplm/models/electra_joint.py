@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import (
     INTEGER,
+    UnsupportedError,
     check,
     check_choice,
     check_dtype,
@@ -25,18 +26,25 @@ from fastplm._checks import (
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import RaggedBatch
+from fastplm.models._ragged import unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, labelled_positions
+from fastplm.nn._rows import (
+    IGNORE_INDEX,
+    as_normalizer,
+    batch_share,
+    is_plain,
+    labelled_positions,
+)
+from fastplm.nn.linear import Linear
 from fastplm.nn.rtd_head import rtd_loss
 from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.philox import Stream, draw, uniform
 
 _WHERE = "ElectraForJointPreTraining"
 _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-# The objectives whose loss is at the positions chosen alone.
+# The objectives with a loss only at the chosen positions.
 _BY_LABEL = ("rtd_masked", "replace_mlm")
-# What two models must have in common to share embeddings, and all of their weights.
+# Sizes that must be equal to share embeddings, and additionally to share all weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
 _ENCODER_SIZES = (
     "hidden_size",
@@ -51,39 +59,40 @@ class ElectraJointConfig(PreTrainedConfig):
     """Configuration of ``ElectraForJointPreTraining``: two ELECTRAs and the objective.
 
     Below, x is the original text, m the positions chosen for prediction, x' the text whose tokens
-    at m are replaced by the generator's draws. A draw that equals the original token is original.
+    at m are replaced by samples of the generator. A sample equal to the original token counts as
+    original.
 
     Args:
-        generator, discriminator: ``ElectraConfig`` (or its dict); equal in vocabulary, and in
-            whatever they share.
-        discriminator_weight: lambda, the factor of the discriminator's loss; by default the paper's
-            50 where it is a detection loss, and 1 where it is a cross-entropy over the vocabulary,
-            as the generator's is (the paper names no value there).
-        temperature: of the softmax that replacements are drawn from.
+        generator, discriminator: ``ElectraConfig`` (or its dict); vocabularies and the sizes of
+            shared weights must be equal.
+        discriminator_weight: lambda, the factor of the discriminator's loss; default 50, as in the
+            paper, for a detection loss, and 1 for a cross-entropy over the vocabulary, like the
+            generator's (the paper gives no value).
+        temperature: of the softmax from which replacements are sampled.
         sampling_seed: of the replacements.
         embedding_sharing: "embeddings" (default): one set of token, position and token-type
             embeddings, of the discriminator's embedding size (§3.2, Weight Sharing) | "none" |
-            "all": one encoder; needs equal sizes; the heads stay each model's own.
+            "all": one encoder; needs equal sizes; each model keeps its own head.
         objective: what the discriminator learns from x'.
 
             - "rtd" (default): whether each token is replaced, over all tokens (§2).
-            - "rtd_masked": the same over m alone ("ELECTRA 15%", §3.4).
+            - "rtd_masked": the same, only at m ("ELECTRA 15%", §3.4).
             - "replace_mlm": the original token at m, by an MLM head ("Replace MLM", §3.4).
-            - "all_tokens_mlm": the original token everywhere, by an MLM head with a copy mechanism
-              ("All-Tokens MLM", §3.4): a sigmoid gives each token a probability D of a copy, and
+            - "all_tokens_mlm": the original token at all positions, by an MLM head with a copy
+              mechanism ("All-Tokens MLM", §3.4): a sigmoid gives the copy probability D, and
               ``p(w) = D 1[w = x'_t] + (1 - D) softmax(w)``.
-        generator_type: "model" (default) | "unigram": replacements are drawn by their frequency in
-            the corpus (§3.2, Smaller Generators), given to ``set_token_counts``; there is no
+        generator_type: "model" (default) | "unigram": replacements are sampled by their frequency
+            in the corpus (§3.2, Smaller Generators), see ``set_token_counts``; there is no
             generator network and no generator loss.
-        stage: None (default): both losses at once | 1: the generator's loss alone | 2: the
-            discriminator's alone, with the generator frozen: the two-stage training of §3.2
-            (Training Algorithms). ``start_second_stage`` leads from 1 to 2; needs equal sizes and
+        stage: None (default): both losses | 1: only the generator's loss | 2: only the
+            discriminator's, with the generator frozen: the two-stage training of §3.2 (Training
+            Algorithms). ``start_second_stage`` changes from 1 to 2. Needs equal sizes and
             ``embedding_sharing="none"``.
 
     ``ElectraJointConfig.from_discriminator`` derives the generator.
 
     Raises:
-        ArgumentValueError: a choice that does not exist, or choices that exclude each other.
+        ArgumentValueError: an unknown choice, or choices that cannot be combined.
 
     Source: Clark et al. 2020 (arXiv 2003.10555).
     """
@@ -114,11 +123,11 @@ class ElectraJointConfig(PreTrainedConfig):
 
     @property
     def detects(self) -> bool:
-        """Whether the discriminator tells replaced tokens, instead of predicting original ones."""
+        """Whether the discriminator detects replaced tokens instead of predicting tokens."""
         return self.objective.startswith("rtd")
 
     def check_options(self) -> None:
-        """Raise unless the options exist and go together."""
+        """Raise an error for unknown options, and for options that cannot be combined."""
         where = "ElectraJointConfig"
         check_choice(where, "embedding_sharing", self.embedding_sharing, SHARINGS)
         check_choice(where, "objective", self.objective, OBJECTIVES)
@@ -164,13 +173,13 @@ class ElectraJointConfig(PreTrainedConfig):
     def from_discriminator(
         cls, discriminator: ElectraConfig, *, generator_size: float = 0.25, **kwargs: Any
     ) -> ElectraJointConfig:
-        """The generator is the discriminator, narrower: ELECTRA §3.2.
+        """Derive the generator, a narrower discriminator: ELECTRA §3.2.
 
         Args:
             discriminator: its configuration.
             generator_size: width of the generator as a fraction of the discriminator's, in (0, 1];
-                the paper finds 1/4 to 1/2 best. Hidden size and heads shrink together, so that the
-                size of a head stays; depth and embedding size stay.
+                the paper finds 1/4 to 1/2 best. Hidden size and number of heads are scaled; head
+                size, depth and embedding size stay the same.
             kwargs: fields of ``ElectraJointConfig``.
 
         Raises:
@@ -202,18 +211,18 @@ class ElectraJointConfig(PreTrainedConfig):
 
 @dataclass
 class ElectraJointOutput(ModelOutput):
-    """Output of ``ElectraForJointPreTraining``; None where the objective or stage has no such part.
+    """Output of ``ElectraForJointPreTraining``; None for what the objective or stage does not have.
 
     Args:
-        loss: what is trained on, 0-d.
+        loss: the training loss, 0-d.
         mlm_loss: the generator's, 0-d, detached.
         rtd_loss, discriminator_mlm_loss: the discriminator's, by its objective, 0-d, detached.
-        true_positives: int64 0-d, tokens that are replaced and taken for replaced.
-        predicted_positives: int64 0-d, tokens taken for replaced (probability over one half).
-        positives: int64 0-d, tokens that are replaced.
-        correct: int64 0-d, tokens judged rightly.
-        total: int64 0-d, tokens judged: those of the detection loss.
-        replaced_ids: int64 [B, T], what the discriminator saw, if asked for.
+        true_positives: int64 0-d, replaced tokens that are predicted as replaced.
+        predicted_positives: int64 0-d, tokens predicted as replaced (probability over one half).
+        positives: int64 0-d, replaced tokens.
+        correct: int64 0-d, correct predictions.
+        total: int64 0-d, tokens in the detection loss.
+        replaced_ids: int64 [B, T], the discriminator's input, if requested.
     """
 
     loss: Tensor | None = None
@@ -229,14 +238,14 @@ class ElectraJointOutput(ModelOutput):
 
 
 class _Replaced(NamedTuple):
-    """A batch as the discriminator sees it, in the N rows that it computes.
+    """The discriminator's batch, in the N rows that it computes.
 
     Args:
         ids: int64 [N], with replacements.
         originals: int64 [N].
-        seen: bool [N], False = padding or a spare row.
-        targets: int64 [P], the labels in their slots; -100 in unused ones.
-        sampled: int64 [P], the replacements there; -1 in unused slots.
+        seen: bool [N], False = padding or an unused row.
+        targets: int64 [P], the labels; -100 in unused slots.
+        sampled: int64 [P], the replacements; -1 in unused slots.
         per_label, per_token: 0-d, the denominators of means; None = those of this batch.
     """
 
@@ -250,21 +259,20 @@ class _Replaced(NamedTuple):
 
 
 class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
-    """ELECTRA's pre-training: a generator fills masked tokens, a discriminator finds the fillings.
+    """ELECTRA's pre-training: a generator fills masked tokens, a discriminator detects them.
 
-    ``loss = L_MLM(generator) + discriminator_weight * L_Disc(discriminator)``, where a masked token
-    is replaced by one draw from the generator's softmax, through which no gradient flows, and where
-    a draw that equals the original token counts as original. Where the generator is not trained (a
-    unigram generator, the second stage) ``loss = L_Disc``; in the first stage ``loss = L_MLM``.
+    ``loss = L_MLM(generator) + discriminator_weight * L_Disc(discriminator)``. Each masked token is
+    replaced by one sample of the generator's softmax, without a gradient. A sample equal to the
+    original token counts as original. If the generator is not trained (a unigram generator, the
+    second stage), ``loss = L_Disc``; in the first stage ``loss = L_MLM``.
 
-    ``ElectraJointConfig`` says what L_Disc is, which weights the two share, and in which stage of a
-    two-stage training the model is. With stages, DistributedDataParallel has to be told of unused
-    parameters (``ddp_find_unused_parameters=True``).
+    ``ElectraJointConfig`` chooses L_Disc, the shared weights and the stage of a two-stage training.
+    With stages, DistributedDataParallel needs ``ddp_find_unused_parameters=True``.
 
     Attributes:
-        generator: ``ElectraForMaskedLM``; None if it is a unigram generator.
-        discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` where the objective is
-            to predict tokens.
+        generator: ``ElectraForMaskedLM``; None with a unigram generator.
+        discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` if the objective is to
+            predict tokens.
         copy_head: of objective "all_tokens_mlm", ``nn.Linear`` from a hidden state to D's logit.
         token_counts: int64 [V], of a unigram generator.
 
@@ -279,13 +287,13 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    # Either of two classes, by the objective; mypy takes what is not declared for a tensor.
+    # One of two classes. Without this, mypy assumes a tensor.
     discriminator: Any
     token_counts: Tensor
 
     def __init__(self, config: ElectraJointConfig) -> None:
         super().__init__(config)
-        chosen: Any = self.config  # with the attention that the parts inherit
+        chosen: Any = self.config  # its attention implementation is that of both parts
         chosen.check_options()
         self.generator: ElectraForMaskedLM | None = None
         if chosen.generator_type == "model":
@@ -301,7 +309,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         self.post_init()
 
     def _shared_weights(self) -> dict[str, str]:
-        """The generator's parameters by name, and which of the discriminator's each one is."""
+        """{generator parameter: the discriminator parameter it is tied to}."""
         if self.generator is None or self.config.embedding_sharing == "none":
             return {}
         names = [f"embeddings.{table}.weight" for table in _EMBEDDINGS]
@@ -309,7 +317,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             names = [name for name, _ in self.discriminator.electra.named_parameters()]
         return {f"generator.electra.{name}": f"discriminator.electra.{name}" for name in names}
 
-    # --- parts, and what is saved ---
+    # --- parts and checkpoints ---
 
     def get_input_embeddings(self) -> nn.Module:
         return self.discriminator.get_input_embeddings()
@@ -328,15 +336,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return embeddings
 
     def save_discriminator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write the discriminator alone, as ``transformers.ElectraForPreTraining`` loads it, or
-        ``transformers.ElectraForMaskedLM`` where its objective is to predict tokens."""
+        """Save only the discriminator, for ``transformers.ElectraForPreTraining``, or for
+        ``transformers.ElectraForMaskedLM`` if its objective is to predict tokens."""
         self.discriminator.save_pretrained(save_directory, **kwargs)
 
     def save_generator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write the generator alone, as ``transformers.ElectraForMaskedLM`` loads it.
+        """Save only the generator, for ``transformers.ElectraForMaskedLM``.
 
         Raises:
-            ArgumentValueError: it is a unigram generator.
+            ArgumentValueError: the generator is a unigram generator.
         """
         check(
             self.generator is not None,
@@ -344,21 +352,21 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             "save_generator",
             "a unigram generator",
             "generator_type='model'",
-            "Save the discriminator alone.",
+            "Save only the discriminator.",
         )
         self.generator.save_pretrained(save_directory, **kwargs)  # type: ignore[union-attr]
 
     def set_token_counts(self, counts: Tensor) -> None:
-        """Give a unigram generator the corpus' frequencies; they are saved with the model.
+        """Set the token counts of a unigram generator. Checkpoints contain them.
 
-        Nothing is added to them: a token that was counted 0 times is never drawn.
+        They are not smoothed: a token with count 0 is never sampled.
 
         Args:
-            counts: int64 [V], 0 or more, not all 0. Leave out the tokens that are never chosen for
+            counts: int64 [V], 0 or more, not all 0. Use 0 for tokens that are never chosen for
                 prediction ([CLS], [SEP], [MASK], padding).
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: counts that do not fit, or another generator.
+            ArgumentValueError, ArgumentTypeError: wrong counts, or no unigram generator.
         """
         where = "set_token_counts"
         check(
@@ -367,7 +375,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             "generator_type",
             "'model'",
             "'unigram'",
-            "Only a unigram generator draws by frequency.",
+            "Only a unigram generator uses token counts.",
         )
         check_tensor(where, "counts", counts)
         check_dtype(where, "counts", counts, (torch.int64,))
@@ -376,19 +384,19 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             bool((counts >= 0).all() and counts.sum() > 0),
             where,
             "counts",
-            "a negative count, or none over 0",
-            "0 or more for each token, and more for some",
+            "a negative count, or only zeros",
+            "counts of 0 or more, not all 0",
             "Count the tokens of the corpus with torch.bincount.",
         )
         self.token_counts.copy_(counts)
 
     @torch.no_grad()
     def start_second_stage(self) -> None:
-        """From the generator's training to the discriminator's, which begins with its weights.
+        """Start training the discriminator, with the generator's weights.
 
-        Copies the encoder, embeddings included; the discriminator's head stays as initialised. From
-        here on the generator runs without gradient. The state is kept in ``config.stage``: a model
-        that is loaded goes on in its stage.
+        Copies encoder and embeddings; the discriminator's head keeps its initial values. From now
+        on the generator gets no gradient. ``config.stage`` stores the stage, so a loaded model
+        continues in it.
 
         Raises:
             ArgumentValueError: the model is not in the first stage.
@@ -427,30 +435,30 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
         Args:
             input_ids: int64 [B, T], with masked (or otherwise corrupted) tokens.
-            attention_mask: bool or integer [B, T], 1 = token, 0 = padding; what is padding has no
-                label.
+            attention_mask: bool or integer [B, T], 1 = token, 0 = padding; labels of padding are
+                ignored.
             token_type_ids: int64 [B, T].
-            labels: int64 [B, T], the original token where it was chosen for prediction, else -100;
-                or, beside ``masked_positions``, int64 [P], those of the slots (as
-                ``ops.mask_tokens`` gives them).
+            labels: int64 [B, T], the original token at chosen positions, else -100; or, with
+                ``masked_positions``, int64 [P], the labels of its slots (as ``ops.mask_tokens``
+                returns them).
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
-                shapes of the head, for compiled models and CUDA. Without it they are found.
-            sample_index: int64 [B], the samples' places in the training stream. The replacements
-                are a pure function of (``config.sampling_seed``, sample index, position) and of the
-                generator's logits. Without it, one is drawn from torch's generator.
-            num_items_in_batch: what the sum of the losses over labels is divided by: the number of
-                labels of all batches that gradients are accumulated over. Default: of this batch.
-            num_tokens_in_batch: likewise for losses over all tokens. Without it, but with
-                ``num_items_in_batch``, the mean is weighted by this batch's share of the labels.
-            output_replaced_ids: return what the discriminator saw.
-            unpad: None = leave padding out where that waits for nothing, which is on the CPU; True
-                = everywhere, although CUDA is waited for; False = nowhere; an int = the number of
-                rows to make room for, which fixes all shapes and waits for nothing.
+                shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
+            sample_index: int64 [B], the sample indices in the training. The replacements depend
+                only on (``config.sampling_seed``, sample index, position) and the generator's
+                logits. Default: drawn from torch's generator.
+            num_items_in_batch: the denominator of losses over labels: the number of labels of all
+                batches over which gradients are accumulated. Default: of this batch.
+            num_tokens_in_batch: the same for losses over all tokens. If only
+                ``num_items_in_batch`` is given, the mean is multiplied by this batch's share of the
+                labels.
+            output_replaced_ids: return the discriminator's input.
+            unpad: None = leave padding out if that needs no sync, that is on the CPU; True =
+                always, with a sync on CUDA; False = never; an int = a capacity, the number of
+                packed rows, which fixes all shapes and needs no sync.
             kwargs: passed on to both models.
 
         Returns:
-            ``ElectraJointOutput``. Nothing in it was copied to the host, nor (unless ``unpad`` is
-            True) the number of tokens.
+            ``ElectraJointOutput``. Unless ``unpad`` is True, computing it needs no sync.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: no labels, or shapes, dtypes or (on the CPU) ids
@@ -459,9 +467,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         config = self.config
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
-        place = _places(input_ids, positions, sample_index)
+        counters = _counters(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
-        ragged = self._unpadded(attention_mask, unpad)
+        if attention_mask is not None and unpad is None:
+            unpad = values_are_known(attention_mask)
+        ragged = unpadded(attention_mask, None, unpad)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
@@ -471,15 +481,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         }
 
         if self.generator is None:
-            mlm_loss, sampled = None, self._draw_by_frequency(targets, place)
+            mlm_loss, sampled = None, self._draw_by_frequency(targets, counters)
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
-                lookup = TiedLookup(self.generator, self.generator.generator_lm_head, labels)
+                lookup = TiedLookup(self.generator, self._vocabulary(self.generator), labels)
                 hidden = self.generator.electra(
                     input_ids, output_rows=positions, lookup=lookup, **encoder_arguments
                 ).last_hidden_state
                 mlm_loss, sampled = self._fill(
-                    hidden[:, 0], lookup.weight, targets, place, per_label
+                    hidden[:, 0], lookup.weight, targets, counters, per_label
                 )
         generated = None if mlm_loss is None else mlm_loss.detach()
         if config.stage == 1:
@@ -517,28 +527,37 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             **parts,
         )
 
-    def _unpadded(self, mask: Tensor | None, unpad: bool | int | None) -> RaggedBatch | None:
-        """The rows of both models."""
-        if mask is not None and unpad is None:
-            unpad = values_are_known(mask)
-        return self.discriminator.electra._unpadded(mask, None, unpad)
+    def _vocabulary(self, part: Any) -> Any:
+        """The projection to the vocabulary. Only its weight and bias are used."""
+        decoder = part.generator_lm_head
+        check(
+            is_plain(decoder, nn.Linear, Linear),
+            _WHERE,
+            "generator_lm_head",
+            f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own",
+            "a linear layer: the loss reads its weight and its bias, and never calls it",
+            "Remove the hook, or merge the adapter into the weight.",
+            UnsupportedError,
+        )
+        return decoder
 
     def _fill(
         self,
         rows: Tensor,
         weight: Tensor,
         targets: Tensor,
-        place: tuple[Tensor, Tensor],
+        counters: tuple[Tensor, Tensor],
         normalizer: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The generator's loss and one draw from its softmax for each slot, in one pass: §2."""
+        """The generator's loss and one sample of its softmax for each slot, in one pass: §2."""
         assert self.generator is not None
-        sample_index, position = place
+        sample_index, position = counters
+        decoder = self._vocabulary(self.generator)
         return ops.linear_cross_entropy_with_sample(
             self.generator.generator_predictions(rows),
             weight,
             targets,
-            linear_bias=self.generator.generator_lm_head.bias,
+            linear_bias=decoder.bias,
             normalizer=normalizer,
             expected_targets=rows.shape[0],
             temperature=self.config.temperature,
@@ -547,13 +566,13 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             position=position,
         )
 
-    def _draw_by_frequency(self, targets: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-        """One token for each slot by its frequency in the corpus, the unigram generator of §3.2.
+    def _draw_by_frequency(self, targets: Tensor, counters: tuple[Tensor, Tensor]) -> Tensor:
+        """One token for each slot, sampled by its frequency: the unigram generator of §3.2.
 
-        In integers, so the same on every device: token v where the running sum of counts first
-        exceeds ``floor(u * total)``, with the uniform number that the model would draw by.
+        Uses integers, so it is the same on every device: the first token v at which the cumulative
+        count exceeds ``floor(u * total)``, where u is the same uniform number as for a model.
         """
-        sample_index, position = place
+        sample_index, position = counters
         word, *_ = draw(
             self.config.sampling_seed, Stream.SAMPLE, sample_index=sample_index, position=position
         )
@@ -572,15 +591,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             targets == IGNORE_INDEX, -1
         )
 
-    # --- the discriminator's loss, by objective: the loss, and what to report of it ---
-    # From the last hidden states of all rows [N, E], or of the slots [P, E].
+    # --- the discriminator's loss of each objective: (loss, fields of the output) ---
+    # Input: the last hidden states of all rows [N, E], or of the slots [P, E].
 
     def _rtd(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
         """Detection over all tokens: §2, L_Disc."""
         return self._detect(rows, (batch.ids, batch.originals), batch.seen, batch.per_token)
 
     def _rtd_masked(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """Detection over the positions chosen: §3.4, ELECTRA 15%."""
+        """Detection at the chosen positions: §3.4, ELECTRA 15%."""
         chosen = batch.targets != IGNORE_INDEX
         return self._detect(rows, (batch.sampled, batch.targets), chosen, batch.per_label)
 
@@ -591,7 +610,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         judged: Tensor,
         normalizer: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Whether the first ids are the second, and how many answers are right, in one pass."""
+        """The loss of detecting where the two ids differ, and the counts, in one pass."""
         loss, counts = rtd_loss(
             self.discriminator.features(rows),
             ids,
@@ -604,8 +623,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
 
     def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """The original tokens at the positions chosen: §3.4, Replace MLM."""
-        decoder = self.discriminator.generator_lm_head
+        """The original tokens at the chosen positions: §3.4, Replace MLM."""
+        decoder = self._vocabulary(self.discriminator)
         loss = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,
@@ -617,12 +636,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return loss, {"discriminator_mlm_loss": loss.detach()}
 
     def _all_tokens_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """The original tokens everywhere, copied or predicted: §3.4, All-Tokens MLM.
+        """The original tokens at all positions, copied or predicted: §3.4, All-Tokens MLM.
 
-        ``-log(D 1[x = x'] + (1 - D) softmax(x))``, in logarithms, so that neither a certain copy
-        nor an unlikely token underflows.
+        ``-log(D 1[x = x'] + (1 - D) softmax(x))``, computed with logarithms, so that no
+        probability underflows.
         """
-        decoder = self.discriminator.generator_lm_head
+        decoder = self._vocabulary(self.discriminator)
         nll = ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,
@@ -643,11 +662,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 def _per_token(
     num_tokens: int | Tensor | None, num_items: int | Tensor | None, labels: Tensor, seen: Tensor
 ) -> Tensor | None:
-    """The denominator of a mean over tokens; without their number, what weights the mean by the
-    batch's share of the labels; without either None, the number of tokens of this batch."""
+    """The denominator of a mean over tokens: ``num_tokens``; else, with ``num_items``, one that
+    gives the mean times this batch's share of the labels; else None: the tokens of this batch."""
     if num_tokens is not None or num_items is None:
         return as_normalizer(num_tokens, labels.device)
-    # Infinite without a label: then the share is 0, and so is the loss.
+    # Without labels the share is 0, the denominator infinite and the loss 0.
     return seen.sum().clamp(min=1) / batch_share(labels, num_items)
 
 
@@ -666,7 +685,7 @@ def _labels(
     labels: Tensor,
     masked_positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels int64 [B, T] with -100 in padding, the positions [P] of them, and they again [P]."""
+    """(labels int64 [B, T] with -100 in padding, their positions [P], their values [P])."""
     check_tensor(_WHERE, "labels", labels)
     check_dtype(_WHERE, "labels", labels, INTEGER)
     if masked_positions is not None:
@@ -686,15 +705,15 @@ def _labels(
     )
     labels = labels.long().masked_fill(~_seen(input_ids, attention_mask), IGNORE_INDEX)
     positions = labelled_positions(labels) if masked_positions is None else masked_positions
-    # One spare entry, so that position -1 reads "no label".
+    # One additional element, so that position -1 reads "no label".
     targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]
     return labels, positions, targets
 
 
-def _places(
+def _counters(
     input_ids: Tensor, positions: Tensor, sample_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The sample index and the position in its sample of each slot, both int64 [P]."""
+    """The sample index and the position in the sample of each slot, both int64 [P]."""
     batch, length = input_ids.shape
     if sample_index is None:
         sample_index = torch.randint(1 << 62, (batch,), device=input_ids.device)
@@ -706,9 +725,8 @@ def _places(
 
 
 def _write(ids: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    """``ids`` [B, T] with ``values`` [P] at flat ``positions`` [P]; what is negative, position or
-    value, is written nowhere."""
-    # A spare entry at the end takes what belongs nowhere: index -1.
+    """``ids`` [B, T] with ``values`` [P] at flat ``positions`` [P]; negative ones are skipped."""
+    # Skipped values go to an additional element at the end.
     flat = torch.cat((ids.flatten(), ids.new_zeros(1)))
     slots = positions.masked_fill((positions < 0) | (values < 0), ids.numel())
     return flat.scatter(0, slots, values.to(ids.dtype))[:-1].view_as(ids)

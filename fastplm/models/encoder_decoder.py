@@ -1,4 +1,4 @@
-"""Warm-started encoder-decoders: BERT2BERT and its kin, drop-in for ``EncoderDecoderModel``.
+"""Warm-started encoder-decoders such as BERT2BERT, drop-in for ``EncoderDecoderModel``.
 
 Any drop-in encoder (BERT, RoBERTa, ALBERT, ELECTRA) with any drop-in decoder (BERT, RoBERTa,
 ELECTRA, GPT-2):
@@ -16,15 +16,16 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import EncoderDecoderConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check
 from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, asked_for, drop_in, share_config
+from fastplm.models._base import FastplmModel, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._ragged import values_can_be_read
-from fastplm.models._seq2seq import source_rows, until_last
+from fastplm.models._heads import shape_of
+from fastplm.models._ragged import until_last, values_can_be_read
+from fastplm.models._seq2seq import both_sides, encoded, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -34,30 +35,30 @@ _FAMILIES = ("albert", "bert", "electra", "gpt2", "roberta")
 
 @drop_in
 class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
-    """``transformers.EncoderDecoderModel`` of drop-in parts, without padding on either side.
+    """``transformers.EncoderDecoderModel`` of drop-in parts, both without padding.
 
-    A warm start takes both parts from checkpoints of encoders::
+    A warm start loads both parts from encoder checkpoints::
 
         model = EncoderDecoderModel.from_encoder_decoder_pretrained(
             "bert-base-uncased", "bert-base-uncased", tie_encoder_decoder=True
         )
 
-    The decoder's self-attention is causal with the encoder's weights, its cross-attention is fresh,
-    and its vocabulary projection is tied to its word embeddings, as in the parent class. For one
-    fresh part give a model in place of its checkpoint, such as
+    As in the parent class, the decoder's self-attention is causal with the encoder's weights, its
+    cross-attention is newly initialized, and its vocabulary projection is tied to its word
+    embeddings. To initialize one part newly, pass a model instead of its checkpoint, such as
     ``decoder_model=BertLMHeadModel(config)``.
 
-    With ``config.tie_encoder_decoder`` (of Transformers 4; Transformers 5 ignores it) each weight
-    of the decoder's backbone but those of its cross-attention *is* the encoder's of the same name.
-    The two must be of one family and equal sizes. ``save_pretrained`` writes such a weight for both
-    parts, so that Transformers reads the checkpoint too, or once with ``shared_once=True``.
+    With ``config.tie_encoder_decoder`` (of Transformers 4; Transformers 5 ignores it) the decoder's
+    backbone and the encoder share all weights except cross-attention. Both must have the same
+    family and sizes. ``save_pretrained`` stores a shared weight for both parts, so Transformers can
+    load the checkpoint too; with ``shared_once=True``, it stores it once.
 
-    Parts that are models already keep the attention implementation they were made with, and become
-    drop-in in place.
+    Parts that are given as models keep their attention implementation, and their classes are
+    replaced in place.
 
     Args:
-        config: as the parent; may have ``tie_encoder_decoder``.
-        encoder, decoder: as the parent.
+        config: as in the parent; may have ``tie_encoder_decoder``.
+        encoder, decoder: as in the parent.
 
     Raises:
         ArgumentValueError: ``tie_encoder_decoder`` with parts whose weights differ in name or
@@ -99,8 +100,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         *model_args: Any,
         **kwargs: Any,
     ) -> PreTrainedModel:
-        """As the parent, with fused attention in both parts; ``attn_implementation`` is of both,
-        ``encoder_attn_implementation`` and ``decoder_attn_implementation`` of one."""
+        """Like the parent, with fused attention. ``attn_implementation`` applies to both parts,
+        ``encoder_attn_implementation`` and ``decoder_attn_implementation`` to one."""
         chosen = kwargs.pop("attn_implementation", None)
         for name in _PARTS:
             config = kwargs.get(f"{name}_config")
@@ -114,7 +115,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             **kwargs,
         )
 
-    # --- weights that both parts share ---
+    # --- shared weights ---
 
     def post_init(self) -> None:
         if getattr(self.config, "tie_encoder_decoder", False):
@@ -122,7 +123,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         super().post_init()
 
     def _shared_weights(self) -> dict[str, str]:
-        """The decoder's parameters by name, and which of the encoder's each one is."""
+        """{decoder parameter: the encoder parameter it is tied to}."""
         encoder: Any = self.encoder
         decoder: Any = self.decoder
         kinds = [part.config.model_type for part in (encoder, decoder)]
@@ -147,7 +148,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
-        # The parent asks ``config.tie_word_embeddings``, which is the decoder's business.
+        # The parent would check ``config.tie_word_embeddings``, which concerns only the decoder.
         return dict(self._tied_weights_keys or {})
 
     def save_pretrained(
@@ -159,11 +160,11 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         shared_once: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As the parent, with one argument more.
+        """Like the parent, with one additional argument.
 
         Args:
-            shared_once: write a weight that both parts share once. Transformers' own class, which
-                knows no such sharing, would make up the decoder's.
+            shared_once: store a shared weight once. Transformers' class, which does not support
+                sharing, then initializes the decoder's weight newly.
         """
         if self._tied_weights_keys and not shared_once:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)
@@ -177,38 +178,31 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
         unpad: bool | int | None = None,
         decoder_unpad: bool | int | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Seq2SeqLMOutput:
-        """As the parent, with these differences.
+        """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T], -100 = none; label t is predicted at ``decoder_input_ids[:, t]``,
-                which are the labels shifted by one where they are not given. With labels, the cache
-                is None unless ``use_cache`` is True, and so are ``logits`` and
-                ``encoder_last_hidden_state`` unless ``output_logits`` or hidden states or
-                attentions are asked for (the logits only by the former). The decoder then computes
-                no row after the last label of a sequence, and the loss is fp32.
-            output_logits: return the logits beside the loss after all.
-            num_items_in_batch: what the sum of the losses is divided by: the number of labels of
-                all batches that gradients are accumulated over. Default: of this batch.
-            unpad, decoder_unpad: for each side: None = leave padding out where that is possible;
-                False = do not; an int = the number of rows to make room for, which fixes all
+                by default the labels shifted by one. With labels, the loss is fp32, ``logits`` are
+                None without ``output_logits``, and the cache is None unless ``use_cache`` is True.
+                Without a cache, logits, hidden states and attentions,
+                ``encoder_last_hidden_state`` is None too, and the decoder computes no rows after
+                the last label of a sequence.
+            output_logits: return the logits together with the loss.
+            num_items_in_batch: the denominator of the loss: the number of labels of all batches
+                over which gradients are accumulated. Default: of this batch.
+            unpad, decoder_unpad: of encoder and decoder: None = leave padding out where possible;
+                False = keep it; an int = a capacity, the number of packed rows, which fixes all
                 shapes.
-            kwargs: of the encoder, or with the prefix ``decoder_`` of the decoder.
+            inputs: of the encoder, or with the prefix ``decoder_`` of the decoder.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -217,93 +211,69 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder: Any = self.encoder
         decoder: Any = self.decoder
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
+        attention_mask: Tensor | None = inputs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() != 2:
-            # Cross-attention gets it too, and is packed wherever the decoder is.
+            # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
         if labels is None or not ours[1]:
             if ours[0]:
-                kwargs["unpad"] = unpad
+                inputs["unpad"] = unpad
             if ours[1]:
-                kwargs["decoder_unpad"] = decoder_unpad
+                inputs["decoder_unpad"] = decoder_unpad
             outputs = super().forward(
-                input_ids,
-                attention_mask=attention_mask,
-                decoder_input_ids=decoder_input_ids,
-                decoder_attention_mask=decoder_attention_mask,
-                encoder_outputs=encoder_outputs,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                decoder_inputs_embeds=decoder_inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                return_dict=True,
-                **kwargs,
+                labels=labels, use_cache=use_cache, return_dict=True, **inputs
             )
             if labels is not None:
                 outputs.loss = outputs.loss * batch_share(labels, num_items_in_batch)
             return outputs
 
-        to_encoder = {k: v for k, v in kwargs.items() if not k.startswith("decoder_")}
+        encoder_outputs = inputs.pop("encoder_outputs", None)
+        past_key_values = inputs.pop("past_key_values", None)
+        to_encoder = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
         to_decoder = {
             key.removeprefix("decoder_"): value
-            for key, value in kwargs.items()
+            for key, value in inputs.items()
             if key.startswith("decoder_") or key in _RECORDED
         }
         recorded = any(
-            asked_for(part, name, given)
+            wants_output(part, name, given)
             for name in _RECORDED
             for part, given in ((encoder, to_encoder), (decoder, to_decoder))
         )
-        loss_alone = not (output_logits or recorded or use_cache or past_key_values is not None)
+        loss_only = not (output_logits or recorded or use_cache or past_key_values is not None)
         fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))
 
         # --- encoder ---
         rows = None
         if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
             rows = source_rows(attention_mask, unpad)
-        if encoder_outputs is None:
-            if ours[0]:
-                to_encoder["unpad"] = unpad if rows is None else rows
-            encoder_outputs = encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                return_dict=True,
-                **to_encoder,
-            )
-            states = encoder_outputs[0]
-            shown = None
-            if not loss_alone:
-                shown = states if rows is None else rows.pad(states)
-        else:
-            if isinstance(encoder_outputs, tuple):
-                encoder_outputs = BaseModelOutput(*encoder_outputs)
-            shown = encoder_outputs[0]
-            states = shown if rows is None else rows.pack_rows(shown)
+        if ours[0]:
+            to_encoder["unpad"] = unpad
+        encoder_outputs, states = encoded(
+            encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
+        )
         projection = getattr(self, "enc_to_dec_proj", None)
 
         # --- decoder and loss ---
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            if decoder_attention_mask is None:
-                decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
+        if shape_of(to_decoder) is None:
+            ids = self.prepare_decoder_input_ids_from_labels(labels)
+            to_decoder["input_ids"] = ids
+            if to_decoder.get("attention_mask") is None:
+                to_decoder["attention_mask"] = ids != self.config.pad_token_id
+        mask: Tensor | None = to_decoder.get("attention_mask")
         counted = decoder_unpad is None or decoder_unpad is True
-        reaches = decoder_unpad is not False and (not counted or values_can_be_read(labels))
-        mask = decoder_attention_mask
-        in_rows = labels is not None and labels.dim() == 2  # flat ones are the decoder's business
-        reaches = reaches and in_rows
-        if fused and loss_alone and reaches and (mask is None or mask.shape == labels.shape):
-            # No loss depends on the rows after the last label, as the decoder is causal.
+        trims = decoder_unpad is not False and (not counted or values_can_be_read(labels))
+        # The decoder handles flat labels.
+        trims = trims and labels.dim() == 2 and (mask is None or mask.shape == labels.shape)
+        if fused and loss_only and trims:
+            # The decoder is causal: no loss depends on the rows after the last label.
             read = until_last(labels != IGNORE_INDEX)
-            decoder_attention_mask = read if mask is None else read & mask.bool()
+            to_decoder["attention_mask"] = read if mask is None else read & mask.bool()
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
-            input_ids=decoder_input_ids,
-            attention_mask=decoder_attention_mask,
             encoder_hidden_states=states if projection is None else projection(states),
             encoder_attention_mask=attention_mask,
-            inputs_embeds=decoder_inputs_embeds,
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
             shift_labels=labels,
@@ -314,13 +284,5 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             **to_decoder,
         )
         return Seq2SeqLMOutput(
-            loss=outputs.loss,
-            logits=outputs.logits,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=shown,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            loss=outputs.loss, logits=outputs.logits, **both_sides(encoder_outputs, outputs)
         )

@@ -1,4 +1,4 @@
-"""What the layers of a model do to their input, as numbers to look at."""
+"""Measures of how much each layer of a model changes its input."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastplm._checks import check, check_shape
 
 
 class LayerSimilarity(NamedTuple):
-    """How far each layer's output lies from its input, on average over the tokens: fp32 [L] each.
+    """The difference between input and output of each layer, averaged over tokens: fp32 [L] each.
 
     Args:
         distance: L2 norm of the difference.
-        cosine: of the angle between the two.
-        degrees: that angle, 0 to 180; the mean of the angles, not the angle of the mean.
+        cosine: cosine similarity.
+        degrees: the angle between the two, 0 to 180; the mean of the angles, not of the cosines.
     """
 
     distance: Tensor
@@ -28,23 +28,22 @@ class LayerSimilarity(NamedTuple):
 def layer_similarity(model: nn.Module, **batch: Any) -> LayerSimilarity:
     """L2 distance and cosine similarity of each layer's input and output.
 
-    Where parameters are shared across layers, both move smoothly from layer to layer, and neither
-    goes to 0: the layers do not run into a fixed point.
+    If layers share their parameters, both change smoothly from layer to layer but do not converge
+    to 0 (the layers have no fixed point).
 
     Args:
-        model: an encoder, with any head or none. Dropout acts as its mode says: ``model.eval()``
-            first, for the numbers of the paper.
-        batch: the arguments of its ``forward``. Tokens whose ``attention_mask`` [..., T] is 0 do
-            not count. Of an encoder-decoder, the encoder is reported.
+        model: an encoder, with or without a head. Call ``model.eval()`` first to switch dropout
+            off, as in the paper.
+        batch: the arguments of its ``forward``. Tokens whose ``attention_mask`` [..., T] is 0 are
+            left out. For an encoder-decoder, the layers of the encoder are measured.
 
     Returns:
-        ``LayerSimilarity`` with L = the number of layers that ran. The first one's input are the
-        embeddings, after the projection to the width of the layers where there is one. Averages
-        over no token are NaN.
+        ``LayerSimilarity`` with L = the number of layers that ran. The input of the first layer is
+        the embeddings, after their projection to the hidden size if there is one. Averages over no
+        tokens are NaN.
 
     Raises:
-        ArgumentValueError: the model has no hidden states to show, or the mask is not of their
-            shape.
+        ArgumentValueError: the model returns no hidden states, or the mask has another shape.
 
     Source: Lan et al. 2019 (arXiv 1909.11942), figure 1.
     """
@@ -63,7 +62,7 @@ def layer_similarity(model: nn.Module, **batch: Any) -> LayerSimilarity:
     real = torch.ones(states[0].shape[:-1], dtype=torch.bool, device=states[0].device)
     mask = batch.get("attention_mask")
     if mask is not None:
-        # Choices are rows of their own inside a model.
+        # Multiple-choice models flatten the choices into the batch.
         mask = mask.flatten(0, -2).bool()
         check_shape(
             "layer_similarity", "attention_mask", mask, real.shape, "[the rows of the batch, T]"
@@ -79,7 +78,7 @@ def layer_similarity(model: nn.Module, **batch: Any) -> LayerSimilarity:
             nn.functional.normalize(after, dim=-1),
         )
         cosine = (before * after).sum(-1)
-        # Half the angle: unlike the arc cosine, exact where it is small.
+        # From half the angle: accurate for small angles, unlike the arc cosine.
         sides = [
             torch.linalg.vector_norm(side, dim=-1) for side in (after - before, after + before)
         ]

@@ -11,58 +11,55 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
-from fastplm import ops
-from fastplm.models._base import asked_for, drop_in
+from fastplm.hf import fastplm_attention_forward
+from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
+from fastplm.models._ragged import Rows
 from fastplm.nn.gelu import gelu
 
 
 class _Keys(NamedTuple):
-    """Which keys attention sees; takes the place of Transformers' additive mask.
+    """Which keys may be attended to; replaces Transformers' additive mask.
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all.
-        cu_seqlens: int32 [B + 1] of packed rows; None = they are not packed.
-        max_seqlen: a bound of their lengths.
+        rows: of the batch; None = the batch is padded.
     """
 
     mask: Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int
+    rows: Rows | None
 
 
 @drop_in
 class Attention(modeling_openai.Attention):
-    """Causal attention in one fused op, where Transformers makes a matrix of all scores."""
+    """Causal attention in one fused op, without a matrix of all scores."""
 
     def forward(
         self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
     ) -> list[Tensor]:
         if not isinstance(attention_mask, _Keys):
             return super().forward(x, attention_mask, output_attentions)
-        keys = attention_mask
-        # [B, T, 3, H, D]
-        projected = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
-        options: dict[str, Any] = {
-            "is_causal": True,
-            "dropout_p": self.attn_dropout.p if self.training else 0.0,
-            "scale": projected.shape[-1] ** -0.5 if self.scale else 1.0,
-        }
-        if keys.cu_seqlens is None:
-            query, key, value = projected.transpose(1, 3).unbind(2)
-            out = ops.attention(query, key, value, key_mask=keys.mask, **options).transpose(1, 2)
-        else:
-            query, key, value = projected.squeeze(0).unbind(1)
-            lengths = (keys.cu_seqlens, keys.cu_seqlens, keys.max_seqlen, keys.max_seqlen)
-            mask = None if keys.mask is None else keys.mask[0]
-            out = ops.attention_varlen(query, key, value, *lengths, key_mask=mask, **options)[None]
+        # [B, T, 3, H, D] -> three of [B, H, T, D]
+        heads = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
+        query, key, value = heads.transpose(1, 3).unbind(2)
+        out, _ = fastplm_attention_forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask.mask,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=query.shape[-1] ** -0.5 if self.scale else 1.0,
+            is_causal=True,
+            rows=attention_mask.rows,
+        )
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
 
 
 @drop_in
 class MLP(modeling_openai.MLP):
-    """The feed-forward block, whose activation is a module that all of Transformers shares."""
+    """The feed-forward block. All models share its activation module, which is not replaced."""
 
     def forward(self, x: Tensor) -> Tensor:
         if type(self.act) is not NewGELUActivation:
@@ -71,7 +68,7 @@ class MLP(modeling_openai.MLP):
 
 
 class _FusedLayers:
-    """Mixin in front of the parent's forward: no mask of all pairs, and rows may be packed."""
+    """Mixin in front of the parent's forward: no [T, T] mask, and rows may be packed."""
 
     tokens_embed: nn.Embedding
     positions_embed: nn.Embedding
@@ -82,17 +79,17 @@ class _FusedLayers:
 
     def forward(
         self,
+        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int = 0,
+        rows: Rows | None = None,
         **kwargs: Any,
     ) -> Any:
         if (
-            asked_for(self, "output_attentions", kwargs)
+            wants_output(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
             or (attention_mask is not None and attention_mask.dim() != 2)
             or not self._layers_are_ours()
@@ -109,12 +106,12 @@ class _FusedLayers:
             hidden = hidden + self.tokens_embed(token_type_ids)
         hidden = self.drop(hidden)
         mask = None if attention_mask is None else attention_mask.bool()
-        keys = _Keys(mask, cu_seq_lens_q, max_length_q)
+        keys = _Keys(mask, rows)
         states = [hidden]
         for block in self.h:
             hidden = block(hidden, keys)[0]
             states.append(hidden)
-        recorded = asked_for(self, "output_hidden_states", kwargs)
+        recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(
             last_hidden_state=hidden, hidden_states=tuple(states) if recorded else None
         )
@@ -122,15 +119,16 @@ class _FusedLayers:
 
 @drop_in
 class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
-    """``transformers.OpenAIGPTModel`` with fused attention, on the tokens alone.
+    """``transformers.OpenAIGPTModel`` with fused attention, computing only tokens.
 
-    Transformers lets nobody choose the attention of this model, so it is fused whatever
-    ``attn_implementation`` says. ``output_attentions`` runs on Transformers' own and says so once,
-    and so does a model with attention of the user's own.
+    Transformers has no choice of attention for this model, so ``attn_implementation`` is ignored.
+    Unfused attention is used with ``output_attentions``, which warns once, and with attention
+    modules of the user.
 
-    With padding at the left, a row that sees no token is 0. In Transformers it looks at the future
-    instead (masked by -1e4, which padding outdoes), and ``OpenAIGPTLMHeadModel`` with a label at a
-    sequence's first token, predicted from such a row, has another loss: label it -100.
+    With padding at the left, the output of a row that may attend to no token is 0. In Transformers
+    such a row attends to later tokens, because the causal mask adds only -1e4 and padding more. So
+    the loss of ``OpenAIGPTLMHeadModel`` differs if the first token of such a sequence, which is
+    predicted from padding, has a label. Label it -100.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
@@ -140,34 +138,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     def _position_table(self) -> nn.Module:
         return self.positions_embed
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, with the further arguments of ``BertModel``."""
-        for cached in ("past_key_values", "use_cache"):
-            # It has no cache, but generate() offers one all the same.
-            kwargs.pop(cached, None)
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
+    def forward(self, **inputs: Any) -> Any:
+        """Like the parent, with the additional arguments of ``BertModel``."""
+        # The model has no cache, but generate() passes one.
+        inputs.pop("past_key_values", None)
+        return super().forward(**{**inputs, "use_cache": False})
 
     def _has_our_attention(self) -> bool:
         return True
@@ -175,7 +150,7 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
 
 @drop_in
 class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
-    """``transformers.OpenAIGPTLMHeadModel``, whose loss sees the labelled tokens only.
+    """``transformers.OpenAIGPTLMHeadModel``, whose loss computes only labelled tokens.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
@@ -183,118 +158,21 @@ class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
     def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
         return None, self.lm_head
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, with the differences of ``BertLMHeadModel``."""
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            shift_labels=shift_labels,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
-    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads see the rows only that they need.
+    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads compute only the rows they need.
 
     Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
     """
 
     _output = modeling_openai.OpenAIGPTDoubleHeadsModelOutput
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        mc_token_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        mc_labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        output_logits: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            mc_token_ids=mc_token_ids,
-            labels=labels,
-            mc_labels=mc_labels,
-            output_logits=output_logits,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )
-
 
 @drop_in
 class OpenAIGPTForSequenceClassification(
     LastTokenClassification, transformers.OpenAIGPTForSequenceClassification
 ):
-    """``transformers.OpenAIGPTForSequenceClassification``, whose head sees the last token alone."""
+    """``transformers.OpenAIGPTForSequenceClassification``, whose head reads only the last token."""
 
     _output = SequenceClassifierOutput
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-            **kwargs,
-        )

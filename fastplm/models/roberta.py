@@ -25,24 +25,24 @@ from fastplm.nn._rows import is_plain
 
 @drop_in
 class RobertaSelfAttention(EncoderSelfAttention, modeling_roberta.RobertaSelfAttention):
-    """Self-attention whose queries may be some of the rows alone."""
+    """Self-attention whose queries may be only some of the rows."""
 
 
 @drop_in
 class RobertaAttention(EncoderAttention, modeling_roberta.RobertaAttention):
-    """The attention block, in the last layer for the rows that are wanted."""
+    """The attention block, which in the last layer may compute only some rows."""
 
 
 @drop_in
 class RobertaModel(EncoderModel, transformers.RobertaModel):
-    """``transformers.RobertaModel`` with fused attention, on the tokens alone.
+    """``transformers.RobertaModel`` with fused attention, computing only tokens.
 
-    Positions are counted as in the parent, before padding is left out: from ``pad_token_id + 1``
-    over the ids that are not padding, whatever the mask says.
+    Position ids are those of the parent's padded batch: they start at ``pad_token_id + 1`` and
+    count the ids that are not ``pad_token_id``, whatever the mask is.
     """
 
     def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
-        """Padding takes none, so that only a look at the values can tell that there are too few."""
+        """Padding needs no position, so a long input is counted, if its values are known."""
         if input_ids is None:
             return given.shape[1]
         table = self.embeddings
@@ -59,7 +59,7 @@ class RobertaModel(EncoderModel, transformers.RobertaModel):
 
 
 class _LanguageModelHead:
-    """What the two heads have in common that predict tokens."""
+    """Shared by the two heads that predict tokens."""
 
     lm_head: Any
 
@@ -74,7 +74,7 @@ class _LanguageModelHead:
 
 @drop_in
 class RobertaForMaskedLM(_LanguageModelHead, MaskedLM, transformers.RobertaForMaskedLM):
-    """``transformers.RobertaForMaskedLM`` whose head and loss see the labelled tokens only.
+    """``transformers.RobertaForMaskedLM`` whose head and loss compute only labelled tokens.
 
     Source: Liu et al. 2019 (arXiv 1907.11692).
     """
@@ -82,49 +82,26 @@ class RobertaForMaskedLM(_LanguageModelHead, MaskedLM, transformers.RobertaForMa
 
 @drop_in
 class RobertaForCausalLM(_LanguageModelHead, CausalLM, transformers.RobertaForCausalLM):
-    """``transformers.RobertaForCausalLM``, a decoder, whose loss never makes all logits."""
+    """``transformers.RobertaForCausalLM``, a decoder. Its loss computes no full logits."""
 
 
 @drop_in
 class RobertaForSequenceClassification(
     SequenceClassification, transformers.RobertaForSequenceClassification
 ):
-    """``transformers.RobertaForSequenceClassification``, whose last layer is for <s> alone."""
+    """``transformers.RobertaForSequenceClassification``, whose last layer computes only <s>."""
 
 
 @drop_in
 class RobertaForMultipleChoice(MultipleChoice, transformers.RobertaForMultipleChoice):
-    """``transformers.RobertaForMultipleChoice``, whose last layer is for <s> alone."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As the parent, whose arguments have an order of their own."""
-        return super().forward(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
-        )
+    """``transformers.RobertaForMultipleChoice``, whose last layer computes only <s>."""
 
 
 @drop_in
 class RobertaForTokenClassification(
     TokenClassification, transformers.RobertaForTokenClassification
 ):
-    """``transformers.RobertaForTokenClassification`` on the tokens alone."""
+    """``transformers.RobertaForTokenClassification``, computing only tokens."""
 
 
 @drop_in

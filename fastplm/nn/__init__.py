@@ -1,4 +1,4 @@
-"""Thin modules over ``fastplm.ops``: the parts that models are built of."""
+"""Thin modules over ``fastplm.ops``, from which the models are built."""
 
 from __future__ import annotations
 

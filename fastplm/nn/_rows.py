@@ -1,4 +1,4 @@
-"""Which rows of a batch have a label, and by what their loss is divided."""
+"""Labelled rows of a batch, their loss and its denominator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
     """Flat positions of all labels that are not ``ignore_index``, in ascending order.
 
     Args:
-        labels: int64, any shape of N elements. 0 is a label like any other.
+        labels: int64, any shape with N elements.
         ignore_index: marks an element without label.
 
     Returns:
-        int64 [P]. On an eager CPU tensor P is their number. Elsewhere counting them would wait for
-        the device, so P = N, and the slots after the last are -1.
+        int64 [P]. For an eager CPU tensor, P is their number. Otherwise counting them would be a
+        sync, so P = N, and unused slots at the end are -1.
     """
     ignored = labels.flatten() == ignore_index
     if values_are_known(ignored):
@@ -42,13 +42,13 @@ def _cpu_positions(mask: Tensor) -> Tensor:
 def gather_labelled(
     where: str, hidden: Tensor, labels: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that have a label, their labels, and their positions.
+    """The labelled rows, their labels and their positions.
 
     Args:
-        where: what an error message calls the caller.
+        where: the caller's name in error messages.
         hidden: [..., E].
         labels: int64 [...], -100 = none.
-        positions: int64 [P] flat positions, -1 in unused slots; None = find them.
+        positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
 
     Returns:
         (rows [P, E], targets int64 [P] with -100 in unused slots, positions int64 [P]).
@@ -60,13 +60,13 @@ def gather_labelled(
 def labels_at(
     where: str, labels: Tensor, shape: Sequence[int], positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The positions that have a label, and their labels.
+    """The labelled positions and their labels.
 
     Args:
-        where: what an error message calls the caller.
+        where: the caller's name in error messages.
         labels: int64 [...] or flat, -100 = none.
-        shape: that of the tokens.
-        positions: int64 [P] flat positions, -1 in unused slots; None = find them.
+        shape: of the tokens.
+        positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
 
     Returns:
         (positions int64 [P], targets int64 [P] with -100 in unused slots).
@@ -79,13 +79,13 @@ def labels_at(
         check_dtype(where, "masked_positions", positions, (torch.int64,))
         if values_are_known(positions):
             _check_positions(where, positions, labels.numel())
-    # One spare entry, so that position -1 reads "no label" and an empty batch reads at all.
+    # One additional element, so that position -1 reads "no label", also in an empty batch.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
     return positions, targets
 
 
 def as_tokens(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Labels in the shape of the tokens; as in Transformers they may come flat."""
+    """Labels in the shape of the tokens. As in Transformers, labels may be flat."""
     check_tensor(where, "labels", labels)
     check_dtype(where, "labels", labels, INTEGER)
     if labels.dim() == 1 and labels.shape[0] == math.prod(shape):
@@ -111,9 +111,10 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether calling a module does what its class says and nothing else.
+    """Whether a module is of one of these classes, with no hooks and no replaced forward.
 
-    An adapter in its place, a hook, or a wrapper that shards its weight needs the call itself.
+    Only then may its weights be used without calling it. Adapters, hooks and wrappers that shard
+    the weight need the call.
     """
     return (
         type(module) in kinds
@@ -135,19 +136,19 @@ def vocabulary_loss(
     *,
     dense: bool,
 ) -> Tensor:
-    """The mean cross-entropy of ``decoder(rows)``, which makes no logits if it is a linear layer.
+    """The mean cross-entropy of ``decoder(rows)``; without full logits if it is a linear layer.
 
     Args:
         rows: [P, E].
         decoder: the projection to the vocabulary.
         targets: int64 [P], -100 = none.
-        normalizer: what the sum of the losses is divided by; None = the number of targets.
-        weight: stands for the decoder's own; None = that.
-        bias: [V], added to what the decoder gives.
-        dense: whether most rows have a target, though only the device knows how many.
+        normalizer: the denominator of the loss; None = the number of targets.
+        weight: used instead of the decoder's weight; None = the decoder's weight.
+        bias: [V], added to the decoder's logits.
+        dense: whether most rows have a target.
 
     Returns:
-        fp32 [], 0 if nothing has a target.
+        fp32 [], 0 without targets.
     """
     if is_plain(decoder, nn.Linear, Linear):
         own: Any = decoder
@@ -172,7 +173,7 @@ def vocabulary_loss(
 
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:
-    """The share of all labels of accumulated batches that this batch holds; 1 without the total."""
+    """This batch's share of the labels of all accumulated batches; 1 without their number."""
     if num_items_in_batch is None:
         return 1.0
     return (labels != IGNORE_INDEX).sum() / as_normalizer(num_items_in_batch, labels.device)
@@ -187,7 +188,7 @@ def as_normalizer(value: float | Tensor, device: torch.device) -> Tensor: ...
 
 
 def as_normalizer(value: float | Tensor | None, device: torch.device) -> Tensor | None:
-    """The denominator of a mean as a 0-d fp32 tensor that is never 0, made without a sync."""
+    """The denominator of a mean as a 0-d fp32 tensor, 1 instead of 0; no sync."""
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -22,18 +22,18 @@ class FusedAttention(nn.Module):
     Args:
         embed_dim: E.
         num_heads: H.
-        head_dim: D; default ``embed_dim / num_heads``, which must be whole then. (T5 calls it
-            ``d_kv``.)
-        bias: whether both projections have one.
-        dropout: the probability of dropping an attention probability; active in training alone.
+        head_dim: D; default ``embed_dim / num_heads``, which must then be an integer. (``d_kv`` in
+            T5.)
+        bias: whether both projections have a bias.
+        dropout: the probability of dropping an attention probability; only in training mode.
         scale: factor on the scores; default ``D ** -0.5`` (T5 uses 1.0).
         device, dtype: of the parameters.
 
     Parameters are ``qkv_proj`` (weight [3 H D, E], in the order Q, K, V) and ``out_proj``
-    (weight [E, H D]), initialised as ``nn.Linear`` does.
+    (weight [E, H D]), initialized like ``nn.Linear``.
 
     Raises:
-        ArgumentValueError: sizes that do not fit, or a dropout that is no probability.
+        ArgumentValueError: sizes that do not fit, or a dropout outside [0, 1].
 
     Source: Vaswani et al. 2017, §3.2.2.
     """
@@ -107,22 +107,23 @@ class FusedAttention(nn.Module):
             input: [B, Tq, E], or ragged [N, E] with ``cu_seqlens``.
             context: [B, Tk, E], or ragged [Nk, E] with ``cu_seqlens_context``; None for
                 self-attention.
-            key_mask: bool [B, Tk], True = attend, those of ``past`` first; ragged [Nk].
-            is_causal: query i sees the keys j <= i + (Tk - Tq), Tk with those of ``past``.
+            key_mask: bool [B, Tk], True = attend, keys of ``past`` first; ragged [Nk].
+            is_causal: query i may attend to keys j <= i + (Tk - Tq); Tk includes ``past``.
             relative_bias: as in ``ops.attention``.
-            cu_seqlens, max_seqlen: int32 [B + 1] from 0 and a bound of the lengths, where sequence
-                b is the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
+            cu_seqlens, max_seqlen: int32 [B + 1] from 0, and an upper bound of the lengths;
+                sequence b is the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
             cu_seqlens_context, max_seqlen_context: the same of ``context``.
-            past: keys and values [B, H, Tp, D] that come before the new ones, for decoding: a call
-                with ``use_cache`` returned them. (Those of a context are complete after the first
-                step: pass a context of no rows, [B, 0, E], from then on.)
+            past: for decoding, the previous keys and values [B, H, Tp, D], as a call with
+                ``use_cache`` returned them. (Those of a context are complete after the first step:
+                then pass a context without rows, [B, 0, E].)
             use_cache: also return all keys and values.
-            seed, sample_index: of the dropout, as in ``ops.attention``; without a seed each call
-                draws one from PyTorch's generator.
+            seed, sample_index: of the dropout, as in ``ops.attention``; default: each call draws a
+                seed from PyTorch's generator.
 
         Returns:
-            The shape of ``input``; with ``use_cache`` beside it (key, value), [B, H, Tp + Tk, D].
-            Rows of a ragged input past ``cu_seqlens[-1]`` attend to nothing: ``out_proj`` of 0.
+            A tensor of the shape of ``input``; with ``use_cache`` the pair (tensor, (key, value)),
+            with [B, H, Tp + Tk, D]. Rows of a ragged input from ``cu_seqlens[-1]`` on attend to no
+            key: ``out_proj(0)``.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes or dtypes that do not fit.
@@ -181,7 +182,7 @@ class FusedAttention(nn.Module):
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
         """[B, T, n H D] -> n views [B, H, T, D], or [N, n H D] -> n views [N, H, D].
 
-        The fused kernels read them where they lie.
+        The fused kernels read these views without a copy.
         """
         parts = projected.unflatten(-1, (-1, self.num_heads, self.head_dim)).unbind(-3)
         return parts if projected.dim() == 2 else tuple(part.transpose(1, 2) for part in parts)
@@ -189,7 +190,7 @@ class FusedAttention(nn.Module):
     def _after(
         self, past: tuple[Tensor, Tensor], key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """All keys and values, those of the past first."""
+        """All keys and values, starting with the past."""
         past_key, past_value = past
         check_tensor(_WHERE, "past[0]", past_key, ndim=4)
         check_tensor(_WHERE, "past[1]", past_value, ndim=4)
@@ -211,7 +212,7 @@ class FusedAttention(nn.Module):
             argument,
             f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
             f"{names} with embed_dim = {self.embed_dim}",
-            "A ragged batch needs `cu_seqlens`, a dense one has none.",
+            "A ragged batch needs `cu_seqlens`, a dense batch must not have it.",
         )
 
     def extra_repr(self) -> str:
@@ -229,5 +230,5 @@ def _check_given(
         f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
         f"with{'out' if context is None else ''} `context`",
         "a value" if wanted else "None",
-        "A ragged batch needs bounds of the input and of a context, and takes no cache.",
+        "A ragged batch needs the bounds of input and context, and supports no cache.",
     )

@@ -9,10 +9,10 @@ from fastplm.ops.dropout import is_faster
 
 
 class Dropout(torch.nn.Dropout):
-    """``torch.nn.Dropout`` that draws by ``ops.dropout`` on a CPU, where PyTorch's is slow.
+    """``torch.nn.Dropout`` that uses ``ops.dropout`` on a CPU, where PyTorch's is slow.
 
-    The probability is the same to within 1/131072, and the random bits are others. Models have it
-    in place of ``torch.nn.Dropout``.
+    The probability differs by at most 1/131072; the random numbers are different. Drop-in models
+    use it instead of ``torch.nn.Dropout``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

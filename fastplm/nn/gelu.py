@@ -10,16 +10,16 @@ from fastplm.ops.gelu import OP
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """``ops.gelu`` where it is faster, else ``torch.nn.functional.gelu``: [...] -> [...]."""
+    """``ops.gelu`` if it is faster, else ``torch.nn.functional.gelu``: [...] -> [...]."""
     if OP.is_faster(input, approximate):
         return ops.gelu(input, approximate=approximate)
     return F.gelu(input, approximate=approximate)
 
 
 class GELU(torch.nn.GELU):
-    """``torch.nn.GELU`` that computes the form with a tanh by ``ops.gelu`` on a CPU.
+    """``torch.nn.GELU`` that uses ``ops.gelu`` for the tanh approximation on a CPU.
 
-    Models have it in place of ``torch.nn.GELU``, and the like in place of Transformers'
+    Drop-in models use it instead of ``torch.nn.GELU``, and do the same for Transformers'
     activations "gelu_new" and "gelu_pytorch_tanh".
     """
 

@@ -12,10 +12,10 @@ from fastplm.ops.linear import if_faster
 
 
 class Linear(torch.nn.Linear):
-    """``torch.nn.Linear`` that multiplies by ``ops.linear`` where PyTorch is slow, on some CPUs.
+    """``torch.nn.Linear`` that uses ``ops.linear`` if PyTorch is slower, which it is on some CPUs.
 
-    The same parameters and the same results. Models have it in place of ``torch.nn.Linear``, and
-    ``fastplm.restore`` puts that back, for who looks for it by its exact class.
+    Parameters and results are the same. Drop-in models use it instead of ``torch.nn.Linear``;
+    ``fastplm.restore`` replaces it again, for code that tests for exactly ``torch.nn.Linear``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ class Linear(torch.nn.Linear):
         return F.linear(input, self.weight, self.bias) if out is None else out
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "qconfig":  # torch.ao.quantization asks for nn.Linear by its exact class
+        if name == "qconfig":  # torch.ao.quantization finds only modules of exactly nn.Linear
             warnings.warn(
                 "torch.ao.quantization does not know fastplm's linear layers and leaves them as "
                 "they are. Quantize fastplm.restore(model), then call fastplm.accelerate again",

@@ -1,4 +1,4 @@
-"""The masked-language-model head, on the labelled rows only."""
+"""The masked-language-model head, which computes only labelled rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mlm_loss(
 ) -> Any:
     """``MLMHead`` as a function, for models whose submodules keep the names of their checkpoint.
 
-    ``decoder_weight`` stands in for the decoder's, see ``tied_embedding``.
+    ``decoder_weight`` is used instead of the decoder's weight, see ``tied_embedding``.
     """
     rows, targets, _ = gather_labelled(where, hidden, labels, masked_positions)
     return ops.linear_cross_entropy(
@@ -48,14 +48,14 @@ def mlm_loss(
 
 
 class MLMHead(nn.Module):
-    """Transform, vocabulary projection and cross-entropy, for the rows that have a label.
+    """Transform, vocabulary projection and cross-entropy of the labelled rows.
 
-    ``mean over labelled rows of -log softmax(W transform(h) + b)[label]``; the other rows are never
+    ``mean over labelled rows of -log softmax(W transform(h) + b)[label]``; other rows are not
     computed.
 
     Args:
-        transform: maps [P, E] to [P, E']: dense, activation and LayerNorm; of BERT
-            ``cls.predictions.transform``, of ELECTRA ``generator_predictions``.
+        transform: maps [P, E] to [P, E']: dense, activation and LayerNorm; in BERT
+            ``cls.predictions.transform``, in ELECTRA ``generator_predictions``.
         decoder: ``nn.Linear(E', V)``, its weight usually tied to the embedding.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1 and appendix A.
@@ -82,13 +82,13 @@ class MLMHead(nn.Module):
         Args:
             hidden: [N, E] or [B, T, E].
             labels: int64 [N] or [B, T], -100 = no label.
-            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots. Without
-                it they are found: exactly on an eager CPU tensor, else with one slot a token.
-            normalizer: what the sum of the losses is divided by; default the number of labels.
+            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots. Default:
+                computed from ``labels``, without unused slots only for an eager CPU tensor.
+            normalizer: the denominator of the loss; default the number of labels.
             label_smoothing, return_statistics, logits_budget: as in ``ops.linear_cross_entropy``.
 
         Returns:
-            fp32, 0-d; 0 if nothing has a label. With ``return_statistics`` the pair (loss,
+            fp32, 0-d; 0 without labels. With ``return_statistics`` the pair (loss,
             ``ops.RowStatistics`` of the P rows, in the order of their positions).
 
         Raises:
@@ -112,15 +112,15 @@ class MLMHead(nn.Module):
 
 
 class _ModelHead(nn.Module):
-    """``forward`` is the head's of Transformers, ``loss`` the fused one on labelled rows."""
+    """``forward`` is that of Transformers' head, ``loss`` the fused loss of the labelled rows."""
 
     def transform_rows(self, hidden: Tensor) -> Tensor:
-        """What the decoder sees: [..., E] -> [..., E']."""
+        """The input of the decoder: [..., E] -> [..., E']."""
         raise NotImplementedError
 
     @property
     def output_projection(self) -> nn.Linear:
-        """The decoder; tie its ``weight`` to the embedding's."""
+        """The decoder; tie its ``weight`` to the embedding."""
         raise NotImplementedError
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _ModelHead(nn.Module):
         return_statistics: bool = False,
         logits_budget: int | None = None,
     ) -> Any:
-        """The loss of the labelled rows; all as in ``MLMHead.forward``."""
+        """The loss of the labelled rows, as ``MLMHead.forward``."""
         return mlm_loss(
             hidden,
             labels,
@@ -193,7 +193,7 @@ class _BertTransform(nn.Module):
 class AlbertMLMHead(_ModelHead):
     """``AlbertForMaskedLM.predictions``: ``{bias, LayerNorm, dense, decoder}``.
 
-    Source: Lan et al. 2019 (arXiv 1909.11942), §3.1, with embeddings narrower than hidden rows.
+    Source: Lan et al. 2019 (arXiv 1909.11942), §3.1, with embeddings narrower than hidden states.
     """
 
     def __init__(self, config: AlbertConfig) -> None:
@@ -214,7 +214,7 @@ class AlbertMLMHead(_ModelHead):
 
 class ElectraMLMHead(_ModelHead):
     """``ElectraForMaskedLM``'s ``generator_predictions.{LayerNorm, dense}`` and
-    ``generator_lm_head``; its activation is GELU whatever the configuration says.
+    ``generator_lm_head``; its activation is always GELU.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2.
     """
@@ -268,7 +268,7 @@ def _bias(config: BertConfig | AlbertConfig | RobertaConfig) -> nn.Parameter:
 
 
 def _decoder(width: int, bias: nn.Parameter) -> nn.Linear:
-    """A checkpoint names the decoder's bias twice; in a model ``tie_weights`` makes it one."""
+    """Checkpoints contain the decoder's bias under two names; here both are one parameter."""
     decoder = nn.Linear(width, len(bias))
     decoder.bias = bias
     return decoder
@@ -277,7 +277,7 @@ def _decoder(width: int, bias: nn.Parameter) -> nn.Linear:
 def _activation(choice: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     if not isinstance(choice, str):
         return choice
-    # Transformers takes long to import, so it is imported when a head is made.
+    # Importing Transformers is slow, so it is imported on first use.
     from transformers.activations import ACT2FN
 
     return ACT2FN[choice]

@@ -9,10 +9,9 @@ from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that computes by ``ops.rms_norm`` on a CPU.
+    """``torch.nn.RMSNorm`` that uses ``ops.rms_norm`` on a CPU.
 
-    Models have it in place of ``torch.nn.RMSNorm``, and T5's have the like in place of
-    Transformers' ``T5LayerNorm``.
+    Drop-in models use it instead of ``torch.nn.RMSNorm``; T5 does the same for ``T5LayerNorm``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm._checks import check_shape, check_tensor
-from fastplm.nn._rows import as_normalizer
+from fastplm.nn._rows import as_normalizer, is_plain
+from fastplm.nn.linear import Linear
 
 if TYPE_CHECKING:
     from transformers import ElectraConfig
@@ -24,17 +25,17 @@ def rtd_loss(
     return_counts: bool = False,
     where: str = "rtd_loss",
 ) -> Any:
-    """``RTDHead`` behind its dense layer, as a function.
+    """``RTDHead`` without its dense layer and activation, as a function.
 
     Args:
-        features: [..., E], what ``prediction`` sees.
-        replaced: [...] of any dtype, where a token counts as replaced if it is not 0; or
-            (ids, original ids), two int64 or two int32 [...], where it does if they differ.
+        features: [..., E], the input of ``prediction``.
+        replaced: [...] of any dtype, 0 = not replaced; or (ids, original ids), two int64 or two
+            int32 [...], replaced where they differ.
         prediction: ``nn.Linear(E, 1)``.
         mask: [...] of any dtype; tokens with 0 are left out.
-        normalizer: what the sum of the losses is divided by; default the number of tokens.
+        normalizer: the denominator of the loss; default the number of tokens.
         return_counts: return (loss, ``ops.DetectionCounts``).
-        where: what an error message calls the caller.
+        where: the caller's name in error messages.
     """
     pair = isinstance(replaced, (tuple, list))
     labels: tuple[Any, ...] = tuple(replaced) if pair else (replaced,)
@@ -43,11 +44,17 @@ def rtd_loss(
             check_tensor(where, name, value)
             check_shape(where, name, value, features.shape[:-1], "one value a token")
     flat = tuple(value.flatten() for value in labels)
+    rows, weight = features.flatten(0, -2), prediction.weight.flatten()
+    bias: Tensor | None = prediction.bias
+    if not is_plain(prediction, nn.Linear, Linear):
+        # With an adapter or a hook it is called, and its scores are rows of width 1.
+        rows = prediction(rows)
+        weight, bias = rows.new_ones(1), None
     return ops.replaced_token_loss(
-        features.flatten(0, -2),
-        prediction.weight.flatten(),
+        rows,
+        weight,
         flat if pair else flat[0].bool(),
-        bias=prediction.bias,
+        bias=bias,
         mask=None if mask is None else mask.flatten().bool(),
         normalizer=as_normalizer(normalizer, features.device),
         return_counts=return_counts,
@@ -88,8 +95,8 @@ class RTDHead(nn.Module):
             hidden: [N, E] or [B, T, E].
             replaced: bool or integer [N] or [B, T], 1 = replaced; or (ids, original ids), two
                 int64 or two int32 of that shape, replaced where they differ.
-            mask: bool or integer of the same shape, 0 = leave the token out; default none.
-            normalizer: what the sum of the losses is divided by; default the number of tokens.
+            mask: bool or integer of the same shape, 0 = leave the token out; default all tokens.
+            normalizer: the denominator of the loss; default the number of tokens.
             return_counts: return (loss, ``ops.DetectionCounts``).
 
         Returns:
@@ -110,7 +117,7 @@ class RTDHead(nn.Module):
 
 
 class ElectraRTDHead(nn.Module):
-    """``transformers``' ``ElectraDiscriminatorPredictions`` with the fused loss beside the logits.
+    """``ElectraDiscriminatorPredictions`` of Transformers, with a fused loss.
 
     The parameters are ``dense.*`` and ``dense_prediction.*``, as in its checkpoints.
 
@@ -122,7 +129,7 @@ class ElectraRTDHead(nn.Module):
 
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__()
-        # Transformers takes long to import, so it is imported when a head is made.
+        # Importing Transformers is slow, so it is imported on first use.
         from transformers.activations import get_activation
 
         self.config = config
@@ -143,7 +150,7 @@ class ElectraRTDHead(nn.Module):
         normalizer: float | Tensor | None = None,
         return_counts: bool = False,
     ) -> Any:
-        """The loss without the logits; arguments and result are those of ``RTDHead``."""
+        """The loss, as ``RTDHead.forward``."""
         return rtd_loss(
             self.activation(self.dense(hidden)),
             replaced,

@@ -12,20 +12,20 @@ from fastplm.reference.mask_tokens import MaskedTokens
 
 
 class TokenMasker(nn.Module):
-    """Chooses the tokens to predict and corrupts them; holds what stays the same over a run.
+    """Chooses the tokens to predict and corrupts them; holds the options of ``ops.mask_tokens``.
 
     Args:
         vocab_size: random ids are drawn below it.
         mask_token_id: id of [MASK].
-        mlm_probability: share of the maskable tokens that is chosen.
-        mask_replace_prob: share of the chosen tokens that becomes [MASK].
-        random_replace_prob: share of the chosen tokens that becomes a random token.
-        max_predictions: most tokens chosen in a row; default the share of a full row.
-        special_ids: ids that are neither chosen nor drawn.
+        mlm_probability: the fraction of the maskable tokens that is chosen.
+        mask_replace_prob: the fraction of the chosen tokens that is replaced by [MASK].
+        random_replace_prob: the fraction of the chosen tokens that is replaced by a random token.
+        max_predictions: the maximum of tokens chosen in a sequence; default that of a full one.
+        special_ids: ids that are neither chosen nor used as random tokens.
         sampling: "exact" or "bernoulli".
-        unit: what is chosen whole: "token", "word" or "ngram".
-        max_ngram: most words of a run.
-        seed: of all choices.
+        unit: what is chosen as a whole: "token", "word" or "ngram".
+        max_ngram: the maximum number of words in an n-gram.
+        seed: of all random choices.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
     """
@@ -74,9 +74,9 @@ class TokenMasker(nn.Module):
         Args:
             input_ids: int64 [B, T], or [N] with ``cu_seqlens``.
             maskable: bool, the shape of ``input_ids``, True = may be chosen; default all.
-            sample_index: int64 [B], the samples' places in the training stream; default 0 ... B-1.
-            step: advances independent draws for the same samples.
-            word_ids: int64, the shape of ``input_ids``, where words or runs of them are chosen.
+            sample_index: int64 [B], the sample indices; default 0 ... B-1.
+            step: another step makes independent choices for the same samples.
+            word_ids: int64, the shape of ``input_ids``; needed for the units "word" and "ngram".
             cu_seqlens: int32 [B + 1], the boundaries of packed rows.
 
         Returns:

@@ -1,1 +1,1 @@
-"""Pre-training runs on the Hugging Face Trainer."""
+"""Pre-training and fine-tuning runs on the Hugging Face Trainer."""

@@ -1,4 +1,4 @@
-"""Ctrl-C: answered at once, and with how to go on."""
+"""Ctrl-C ends a run at once and prints how to continue it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fastplm.train._run_folder import RECORD, checkpoints, say
+from fastplm.data._folder import say
+from fastplm.train._run_folder import RECORD, checkpoints
 
 #: The exit code of a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
-# So long Python has for its own way out; a library that trains a vocabulary looks at no signals.
+# Seconds in which Python ends by itself, unless a library is busy and ignores signals.
 _PATIENCE = 2.0
 
 
 @contextmanager
-def answered(words: Sequence[str], out: str | Path) -> Iterator[None]:
-    """Within it Ctrl-C says how to go on, and ends the process soon, whatever that is doing.
+def interruptible(words: Sequence[str], out: str | Path) -> Iterator[None]:
+    """In this block Ctrl-C prints how to continue, and ends the process even if it is busy.
 
     Args:
         words: of the command.
@@ -38,7 +39,7 @@ def answered(words: Sequence[str], out: str | Path) -> Iterator[None]:
 @contextmanager
 def _watched(left: threading.Event, words: Sequence[str], out: str | Path) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # where no signal arrives
+        yield  # only the main thread gets signals
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -61,11 +62,16 @@ def _watched(left: threading.Event, words: Sequence[str], out: str | Path) -> It
 
 
 def _how_to_go_on(words: Sequence[str], out: Path) -> str:
-    begun = f"fastplm: interrupted; what was made so far is in {out}. "
-    # A fine-tuning has each seed that is done; a pre-training needs a checkpoint.
-    if not checkpoints(out) and not ((out / RECORD).is_file() and words[:1] == ["finetune"]):
-        return "fastplm: interrupted before the first checkpoint: nothing is lost but this start."
-    if "WORLD_SIZE" in os.environ:
-        return f"{begun}Go on with the same command and --resume."
     again = [word for word in words if word not in ("--overwrite", "--resume")]
-    return f"{begun}Go on with: fastplm {shlex.join([*again, '--resume'])}"
+    if checkpoints(out) or ((out / RECORD).is_file() and words[:1] == ["finetune"]):
+        # A fine-tuning continues after its last finished seed, a pre-training at a checkpoint.
+        begun, option = f"what was made so far is in {out}. Continue", "--resume"
+    else:
+        begun, option = "there is no checkpoint yet. Start again", "--overwrite"
+        if not (out / RECORD).is_file():
+            option = ""
+    if "WORLD_SIZE" in os.environ:
+        command = "the same command" + (f" and {option}" if option else "")
+    else:
+        command = f"fastplm {shlex.join([*again, *option.split()])}"
+    return f"fastplm: interrupted; {begun} with: {command}"

@@ -1,21 +1,20 @@
 """The folder of a run: written by one process at a time, and nothing in it half-written or lost.
 
-- A run claims its folder (``claimed``): nobody else's things are written over, and no second
-  process writes there.
-- What was written together is sealed (``seal``): a manifest, written last, says how large each file
-  is and what it hashes to. So a checkpoint is whole or it is not (``damage``).
-- ``run.json`` says what the loss curve depends on, and carries its own hash.
+- A run claims its folder (``claimed``): files of others are not overwritten, and no second process
+  writes there.
+- A checkpoint is sealed with a manifest of its files (``seal``), so it is whole or it is not
+  (``damage``).
+- ``run.json`` says what the loss curve depends on, with a hash of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,24 +22,21 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
-from fastplm.data._cache import MANIFEST, file_hash
-from fastplm.train.report import write_json
+from fastplm.data._folder import (
+    MANIFEST,
+    damage,
+    first_process,
+    lock,
+    say,
+    seal,
+    unlock,
+    write_json,
+)
 
-#: Names of what a run's folder may hold before the run; all else is somebody's.
+#: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
 RECORD = "run.json"
 _T = TypeVar("_T")
-
-
-def first_process() -> bool:
-    """Whether this one of torchrun's processes writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def say(line: str) -> None:
-    """A line about what the run does, beside its results."""
-    if line and first_process():
-        print(line, file=sys.stderr, flush=True)
 
 
 # --- whose folder it is ---------------------------------------------------------------------------
@@ -48,18 +44,18 @@ def say(line: str) -> None:
 
 @contextmanager
 def claimed(
-    where: str, out: Path, *, resume: bool, overwrite: bool | None, beside: Iterable[Path] = ()
+    where: str, out: Path, *, resume: bool, overwrite: bool | None, own: Iterable[Path] = ()
 ) -> Iterator[None]:
-    """Keep a folder for this run, which must be empty or new unless the run is resumed.
+    """Lock a folder for this run; it must be empty or new unless the run is resumed.
 
-    Of torchrun's processes the first one alone does it.
+    Under torchrun only the first process does it.
 
     Args:
         where: the command.
         out: the folder.
-        resume: it holds the run, which goes on.
-        overwrite: what it holds is moved to ``<out>.old-<n>``; None for a command without it.
-        beside: folders of this run that may lie in it, such as a cache.
+        resume: it holds this run, which is continued.
+        overwrite: move what it holds to ``<out>.old-<n>``; None for a command without this option.
+        own: folders of this run that may be in it, such as a cache.
 
     Raises:
         DataError: the folder holds something, no run to resume, or cannot be written.
@@ -84,30 +80,29 @@ def claimed(
     new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = _lock(where, out)
+        handle = _lock(where, out)
     except OSError as error:
         what = "a file" if out.is_file() else f"which cannot be written ({error.strerror})"
         _refuse_output(where, f"{out}, {what}", "a folder", "Choose another --out.")
     try:
         if not resume:
-            inside = (path for path in beside if path.resolve().parent == out.resolve())
+            inside = (path for path in own if path.resolve().parent == out.resolve())
             allowed = {LOCK, *(path.name for path in inside)}
             there = sorted(path.name for path in out.iterdir() if path.name not in allowed)
             if there and overwrite:
-                _unlock(out, lock)
+                _unlock(out, handle)
                 say(f"The folder {out} was moved to {move_aside(out)}, as --overwrite asks.")
                 out.mkdir()
-                lock = _lock(where, out)
+                handle = _lock(where, out)
             elif there:
-                run = RECORD in there
-                what = (
-                    "another run"
-                    if run
-                    else f"{there[0]}" + (f" and {len(there) - 1} more" if there[1:] else "")
-                )
-                instead = ", go on with that run by --resume" if run else ""
+                what = there[0] + (f" and {len(there) - 1} more" if there[1:] else "")
+                instead = ""
+                if RECORD in there and can_resume(out):
+                    what, instead = "a run", ", continue that run with --resume"
+                elif RECORD in there:
+                    what = "a run that has no checkpoint yet"
                 if overwrite is not None:
-                    instead += ", or move the folder aside by --overwrite"
+                    instead += ", or move the folder aside with --overwrite"
                 _refuse_output(
                     where,
                     f"{out}, which holds {what}",
@@ -116,7 +111,7 @@ def claimed(
                 )
         yield
     finally:
-        _unlock(out, lock)
+        _unlock(out, handle)
         if new:
             with suppress(OSError):  # unless there is something in it
                 out.rmdir()
@@ -135,10 +130,8 @@ def _lock(where: str, out: Path) -> int:
     path = out / LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(handle, 200, 0).decode(errors="replace") or "another one"
+        if lock(handle) is False:
+            holder = os.read(handle, 200).decode(errors="replace") or "another one"
             os.close(handle)
             _refuse_output(
                 where,
@@ -146,13 +139,11 @@ def _lock(where: str, out: Path) -> int:
                 "a folder that no other process uses",
                 "Choose another --out, or wait for it to end.",
             )
-        except OSError:  # a file system that knows no locks
-            return handle
-        # The file may have been removed, by the process that held it, after it was opened here.
+        # The process that held the lock may have removed the file after it was opened here.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, f"{os.getpid()} of {os.uname().nodename}".encode(), 0)
+                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
                 return handle
         os.close(handle)
 
@@ -161,7 +152,7 @@ def _unlock(out: Path, handle: int) -> None:
     with suppress(OSError):
         (out / LOCK).unlink()
     with suppress(OSError):
-        os.close(handle)
+        unlock(handle)
 
 
 def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
@@ -177,50 +168,6 @@ def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
 # --- what is whole --------------------------------------------------------------------------------
 
 
-def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Write the manifest of a folder, when all of it is on the disk.
-
-    Args:
-        folder: with the files.
-        names: files and folders in it; all by default.
-        facts: recorded beside the files.
-    """
-    files = {}
-    for path in _files(folder, names):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[str(path.relative_to(folder))] = {
-            "size": path.stat().st_size,
-            "blake2b": file_hash(path),
-        }
-    write_json(folder / MANIFEST, {**facts, "files": files})
-
-
-def damage(folder: Path, **facts: Any) -> str | None:
-    """Why the folder is not as it was sealed; None if it is."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        for name, value in facts.items():
-            if manifest[name] != value:
-                return f"{MANIFEST} is of {name} {manifest[name]}"
-        for name, file in manifest["files"].items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            size = (folder / name).stat().st_size
-            if size != file["size"]:
-                return f"{name} has {size} bytes instead of {file['size']}"
-            if file_hash(folder / name) != file["blake2b"]:
-                return f"{name} has other content than was written"
-    except FileNotFoundError:
-        return f"{MANIFEST}, which is written last, is missing"
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return f"{MANIFEST} is damaged"
-    return None
-
-
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all checkpoints of a run, whole or not, in order."""
     found = []
@@ -231,11 +178,16 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def can_resume(out: Path) -> bool:
+    """Whether a run has something to continue from: a checkpoint, or a seed of a fine-tuning."""
+    return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
+
+
 def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None) -> Path | None:
     """The newest checkpoint in a run's folder that is whole, if any.
 
     Args:
-        tell: is given a line for each newer one that is passed over.
+        tell: is called with a line for each newer one that is not whole.
     """
     for step, path in reversed(checkpoints(out)):
         reason = damage(path, step=step)
@@ -266,9 +218,9 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
 
 
 def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
-    """Move a checkpoint written elsewhere, sealed, to its name; then keep so many of the newest.
+    """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
 
-    Those of later steps were passed over when the run was resumed, so they go too.
+    Checkpoints of later steps, which were not whole when the run was resumed, are removed too.
     """
     final = out / f"checkpoint-{step}"
     seal(scratch, step=step)
@@ -281,25 +233,24 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_folder(scratch: Path, final: Path) -> None:
-    """Move a finished folder to its name, where an older one of this run may be."""
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(scratch, final)
-
-
-def _files(folder: Path, names: Iterable[str] | None) -> list[Path]:
-    roots = [folder] if names is None else [folder / name for name in names]
-    inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
-    return sorted(path for path in inside if path.is_file() and path != folder / MANIFEST)
+def save_models(out: Path, models: Mapping[str, Any], tokenizer: Any) -> None:
+    """Save models, each with the tokenizer, in folders that are there whole or not at all."""
+    for name, model in models.items():
+        scratch = out / f".{name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.rmtree(out / name, ignore_errors=True)
+        os.rename(scratch, out / name)
 
 
 def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system can
+    with suppress(OSError):  # not every system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
             os.fsync(handle)
-    finally:
-        os.close(handle)
+        finally:
+            os.close(handle)
 
 
 # --- what the run is ------------------------------------------------------------------------------
@@ -332,7 +283,7 @@ def read_record(where: str, out: Path) -> dict[str, Any]:
 
 
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
-    """A run that goes on is the one that began.
+    """Check that a resumed run has the settings with which it began.
 
     Raises:
         ArgumentValueError: with the first setting that differs.
@@ -351,17 +302,17 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def content_hash(run: dict[str, Any]) -> str:
-    """Of what JSON keeps."""
+    """The hash of a dict as JSON writes it."""
     content = json.dumps(run, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-# --- what goes wrong below ------------------------------------------------------------------------
+# --- errors of libraries --------------------------------------------------------------------------
 
 
 @contextmanager
 def writing(where: str, path: Path) -> Iterator[None]:
-    """What libraries raise when a file cannot be written, as one line.
+    """Turn what libraries raise when a file cannot be written into one line.
 
     Raises:
         DataError: in place of it.
@@ -386,7 +337,7 @@ def writing(where: str, path: Path) -> Iterator[None]:
 def loaded(
     where: str, argument: str, path: str | Path, expected: str, load: Callable[[], _T]
 ) -> _T:
-    """What ``load`` reads from the user's file. What a damaged one raises, each library decides.
+    """Call ``load``, which reads a file of the user; each library has errors of its own.
 
     Raises:
         DataError: in place of it.

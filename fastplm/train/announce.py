@@ -1,4 +1,4 @@
-"""What a run says before its first step."""
+"""What a run prints before its first step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch import nn
 
 from fastplm import _backends, _extension
 from fastplm.data import TextFiles
+from fastplm.train.choices import HELD_OUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from fastplm.train.pretrain import PretrainArguments, RunData
+    from fastplm.train.arguments import PretrainArguments
+    from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
 # A product of this size takes a core a few milliseconds, and is repeated this often.
 _PRODUCT, _REPEATED = 512, 8
-# With idle cores two threads take half the time of one; above this share of it they are not idle.
+# With idle cores two threads take half the time of one; above this share the cores are busy.
 _BUSY = 0.8
 
 
@@ -31,9 +33,7 @@ def pretraining(
     training_arguments: TrainingArguments,
     done: int,
 ) -> str:
-    """The block that a pre-training begins with."""
-    from fastplm.train.pretrain import HELD_OUT
-
+    """The lines that a pre-training prints first."""
     held_out = len(data.all) - len(data.store)
     if data.held_out is None:
         tail = f"nothing, as {HELD_OUT:.0%} of this corpus is too little for samples"
@@ -66,7 +66,7 @@ def pretraining(
 
 
 def block(rows: dict[str, str]) -> str:
-    """Names and what they are, in two columns."""
+    """Two columns of names and texts."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
@@ -98,7 +98,7 @@ def flops_a_token(model: nn.Module, length: int) -> float:
 
 
 def busy_cores() -> str:
-    """What two short measurements say about the threads; nothing where they are of use."""
+    """A warning if several threads are hardly faster than one, else an empty string."""
     threads = torch.get_num_threads()
     if threads == 1:
         return ""
@@ -153,7 +153,7 @@ def _device(training_arguments: TrainingArguments) -> str:
 
 
 def _backends_here(device: torch.device) -> str:
-    asked = _backends.requested("")
+    requested = _backends.requested("")
     missing = _extension._MISSING
     if device.type == "cuda":
         there = ["triton"] if _backends.triton_installed() else []
@@ -161,4 +161,4 @@ def _backends_here(device: torch.device) -> str:
     else:
         there = ["cpp", "torch"] if missing is None else ["torch"]
     why = f"; without csrc/: {missing}" if missing is not None else ""
-    return f"{asked}, of {', '.join([*there, 'eager'])}{why} (fastplm info has all)"
+    return f"{requested}, of {', '.join([*there, 'eager'])}{why} (fastplm info has all)"

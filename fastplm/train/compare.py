@@ -18,7 +18,7 @@ from fastplm.testing import peak_bytes
 Batch = dict[str, Tensor]
 Step = Callable[[Batch], Tensor]
 
-# What only our models understand.
+# Arguments of our models alone.
 _OURS = ("masked_positions", "sample_index")
 
 
@@ -53,7 +53,7 @@ def compare(
     """Measure a model of fastplm and its Hugging Face twins, with eager and SDPA attention.
 
     The twins get the weights by state dict and, for ELECTRA, the replacements that ours sampled, so
-    the losses are those of the same computation; they are spared the work of sampling. Steps of the
+    that all compute the same loss; they do not spend the time of sampling. Steps of the
     paths are interleaved batch by batch.
 
     Args:

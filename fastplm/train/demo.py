@@ -1,4 +1,4 @@
-"""``fastplm demo``: a small ELECTRA on Python's own documentation, and what to make of it."""
+"""``fastplm demo``: pre-train a small ELECTRA on Python's documentation, and check the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
+from fastplm.data._folder import write_json
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
+from fastplm.train._threads import using_threads
 from fastplm.train.choices import MINUTES
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
@@ -26,12 +28,12 @@ from fastplm.train.pretrain import (
     pretrain,
     seconds_a_step,
 )
-from fastplm.train.report import summary, write_json
+from fastplm.train.report import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The steps of a training. With fewer what is found among held-out words varies much by the seed.
+#: The steps of a training. With fewer the scores on held-out words vary much with the seed.
 LEAST_STEPS, MOST_STEPS = 400, 2200
 # The share of the training in the time that is left when its speed is known. The rest is for
 # evaluation, comparison and loading.
@@ -39,7 +41,13 @@ _TRAINING = 0.8
 _COMPARED_BATCHES = 4
 
 
-def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int = 0) -> bool:
+def demo(
+    out: str | Path = "runs/demo",
+    *,
+    minutes: float = MINUTES,
+    seed: int = 0,
+    threads: int | None = None,
+) -> bool:
     """Pre-train, print the results, compare with Hugging Face, and load the checkpoints there.
 
     Args:
@@ -47,16 +55,21 @@ def demo(out: str | Path = "runs/demo", *, minutes: float = MINUTES, seed: int =
         minutes: what all of it is to take; the number of steps follows from it and from the speed
             of the machine, within ``LEAST_STEPS`` and ``MOST_STEPS``.
         seed: of the training.
+        threads: of the CPU; None = PyTorch's choice.
 
     Returns:
-        Whether everything that the demo is to show was seen.
+        Whether all checks of the demo passed.
     """
+    with using_threads(threads):
+        return _demo(Path(out), minutes, seed)
+
+
+def _demo(out: Path, minutes: float, seed: int) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
     end = time.perf_counter() + 60 * minutes
     check(0 < minutes < math.inf, "demo", "minutes", minutes, "more than 0", "Change it.")
     disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
-    out = Path(out)
     cache = out / "cache"
     if (cache / "demo.json").is_file():
         print(f"The demo that was there is now in {move_aside(out)}.")
@@ -115,7 +128,7 @@ def _choose_steps(args: PretrainArguments, end: float) -> int:
 
 def _data(args: PretrainArguments) -> tuple[PreTrainedTokenizerBase, TokenStore]:
     tokenizer = load_tokenizer(Path(args.out) / "tokenizer")
-    return tokenizer, tokenize(open_corpus(args.corpus), tokenizer, args.cache)
+    return tokenizer, tokenize(open_corpus(args.corpus, args.cache), tokenizer, args.cache)
 
 
 def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:
@@ -165,7 +178,7 @@ def _learned(args: PretrainArguments, metrics: dict[str, Any]) -> dict[str, bool
 
 
 def _loss_of_frequencies(args: PretrainArguments) -> float:
-    """Of answering, for each word that the generator is asked, all tokens by their frequency."""
+    """The loss of a generator that answers every token with its frequency."""
     tokenizer, store = _data(args)
     held_out: Any
     train_store, held_out = hold_out(args, store, tokenizer)

@@ -11,7 +11,6 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,35 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 import fastplm.models
-from fastplm._checks import DataError, DivergenceError, check, check_choice
+from fastplm._checks import DataError, DivergenceError, check
 from fastplm.data import load_tokenizer
+from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.train._run_folder import (
-    MANIFEST,
     check_same,
     checkpoints,
     claimed,
     content_hash,
-    damage,
     last_checkpoint,
     loaded,
     move_aside,
     read_record,
-    replace_folder,
-    say,
-    seal,
+    save_models,
     write_record,
     writing,
 )
+from fastplm.train._threads import using_threads
 from fastplm.train.announce import block, busy_cores
-from fastplm.train.finetune_data import hold_out, read_examples, some
-from fastplm.train.finetune_tasks import TASKS, Classification, Feature, Logits, Task
-from fastplm.train.pretrain import check_out, hardware_has_bf16, using_threads
-from fastplm.train.report import curve, versions, write_json
-from fastplm.train.trainer import RunTrainer
+from fastplm.train.arguments import FinetuneArguments
+from fastplm.train.choices import LIBRARIES  # noqa: F401 (others take it from here)
+from fastplm.train.finetune_data import hold_out, read_examples, subset
+from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
+from fastplm.train.report import curve, settings_of, versions
+from fastplm.train.trainer import RunTrainer, training_arguments
 
-LIBRARIES = ("fastplm", "transformers")
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
-# What may differ between a run and its continuation; more seeds are new runs beside the old ones.
+# Settings that may differ when a run is resumed; more seeds are further runs.
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
-#: Beyond it a number of steps is a slip of the hand.
-_MOST_STEPS = 1 << 40
 _DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -73,114 +68,6 @@ _DROPOUTS = (
 )
 
 
-@dataclass
-class FinetuneArguments:
-    """The settings of a run; see ``fastplm finetune --help``.
-
-    Raises:
-        ArgumentValueError: a value is out of its range.
-    """
-
-    task: str
-    model: str | Path
-    data: str | Path
-    out: str | Path
-    eval_data: str | Path | None = None
-    text_columns: Sequence[str] | None = None
-    label_column: str | None = None
-    threshold: float | None = None
-    epochs: float = 3.0
-    steps: int | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-    warmup: int | None = None
-    weight_decay: float = 0.01
-    max_length: int | None = None
-    dropout: float | None = None
-    max_samples: int | None = None
-    max_eval_samples: int | None = None
-    seeds: int = 1
-    seed: int = 0
-    bf16: bool = False
-    library: str = "fastplm"
-    save_every: int = 1000
-    log_every: int = 10
-    threads: int | None = None
-    resume: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        check_out("finetune", self.out)
-        check_choice("finetune", "task", self.task, list(TASKS))
-        check_choice("finetune", "library", self.library, LIBRARIES)
-        kind = TASKS[self.task]
-        self.batch_size = kind.batch_size if self.batch_size is None else self.batch_size
-        for name in (
-            "steps",
-            "batch_size",
-            "max_samples",
-            "max_eval_samples",
-            "seeds",
-            "save_every",
-            "log_every",
-            "threads",
-        ):
-            value = getattr(self, name)
-            check(value is None or value >= 1, "finetune", name, value, "1 or more", "Raise it.")
-        for name in ("steps", "epochs", "seeds"):
-            value = getattr(self, name) or 0
-            expected = f"{_MOST_STEPS} at most"
-            check(value <= _MOST_STEPS, "finetune", name, value, expected, "Lower it.")
-        for name in ("epochs", "learning_rate"):
-            value = getattr(self, name)
-            check(value is None or value > 0, "finetune", name, value, "more than 0", "Raise it.")
-        for name in ("warmup", "weight_decay", "seed"):
-            value = getattr(self, name)
-            check(value is None or value >= 0, "finetune", name, value, "0 or more", "Raise it.")
-        check(
-            self.seed + self.seeds <= 1 << 32,
-            "finetune",
-            "seed",
-            self.seed,
-            "0 to 2^32 - 1",
-            "Change it.",
-        )
-        check(
-            self.max_length is None or self.max_length >= 16,
-            "finetune",
-            "max_length",
-            self.max_length,
-            "16 or more",
-            "Raise it.",
-        )
-        check(
-            self.dropout is None or 0 <= self.dropout < 1,
-            "finetune",
-            "dropout",
-            self.dropout,
-            "0 or more, below 1",
-            "Change it.",
-        )
-        tables = ("classification", "pair")
-        for name in ("text_columns", "label_column", "threshold"):
-            check(
-                self.task in tables or getattr(self, name) is None,
-                "finetune",
-                name,
-                f"{getattr(self, name)} with the task {self.task}",
-                " or ".join(tables),
-                "Leave the option out.",
-            )
-        check(
-            not self.bf16 or not torch.cuda.is_available() or hardware_has_bf16(),
-            "finetune",
-            "bf16",
-            True,
-            "a GPU that has it",
-            "Leave the option out.",
-        )
-
-
 def finetune(
     args: FinetuneArguments, tell: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
@@ -192,13 +79,13 @@ def finetune(
 
     Args:
         args: the settings.
-        tell: is given a line for each seed.
+        tell: is called with a line for each seed.
 
     Returns:
         The content of ``metrics.json``.
 
     Raises:
-        FastplmError: a file, the model, the output folder or a setting is of no use.
+        FastplmError: a file, the model, the output folder or a setting is wrong.
     """
     from accelerate import PartialState
 
@@ -216,6 +103,16 @@ def _finetune(
     task = prepare_task(args)
     run = _record(args, task)
     if before is not None:
+        for name in ("steps", "epochs"):
+            check(
+                run[name] == before[name],
+                "finetune",
+                name,
+                run[name],
+                f"{before[name]}, as in the run that is resumed: its learning rate falls to 0 over "
+                "these steps, and a mean is taken over seeds of one schedule",
+                "Train longer in another --out, or with --overwrite.",
+            )
         check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
         check(
             run["examples"] == before["examples"],
@@ -227,7 +124,7 @@ def _finetune(
             "Give the same file, or another --out.",
         )
     train = FeatureDataset(task.features(task.train)[0])
-    # What a setting of no use would say later, when a seed's model is there.
+    # Now, as its errors would otherwise come after the first model was built.
     _training_arguments(args, len(train), args.seed, out)
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -251,7 +148,7 @@ def _finetune(
         scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
         tell(f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s")
     metrics = {
-        "arguments": json.loads(json.dumps(asdict(args), default=str)),
+        "arguments": settings_of(args),
         "versions": versions(),
         "device": str(processes.device),
         "train_examples": len(task.train),
@@ -275,7 +172,7 @@ def _finetune(
 
 
 def _metrics(out: Path) -> dict[str, Any] | None:
-    """What an earlier start wrote, if it is whole."""
+    """What an earlier start of the run wrote, if it is whole."""
     try:
         metrics = json.loads((out / "metrics.json").read_text())
         return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
@@ -343,7 +240,7 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """The t within which Student's t lies on both sides with this probability."""
+    """The t with ``P(|T| < t) = confidence`` for Student's T."""
     low, high = 0.0, 1.0
     while _within(high, degrees) < confidence:
         high *= 2
@@ -394,11 +291,9 @@ def prepare_task(args: FinetuneArguments) -> Task:
             "Give data of one kind.",
             DataError,
         )
-    train, test = some(train, args.max_samples), some(test, args.max_eval_samples)
-    given = (train, test, tokenizer, _max_length(args, tokenizer), known)
-    if issubclass(kind, Classification):
-        return kind(*given, threshold=args.threshold)
-    return kind(*given)
+    train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
+    length = _max_length(args, tokenizer)
+    return kind(train, test, tokenizer, length, known, threshold=args.threshold)
 
 
 def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
@@ -414,7 +309,7 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         config.pad_token_id = task.tokenizer.pad_token_id
     set_seed(seed)
     shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the head is new is what was asked for
+    logging.set_verbosity_error()  # a new head is expected
     load = functools.partial(
         getattr(transformers, task.auto).from_pretrained,
         args.model,
@@ -488,7 +383,7 @@ def _tokenizer(args: FinetuneArguments) -> Any:
     load = functools.partial(load_tokenizer, args.model, needs=())
     tokenizer: Any = loaded("finetune", "model", args.model, expected, load)
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
-        # Byte-level tokenizers take words apart from their text as they take words inside of it.
+        # A byte-level tokenizer then splits a word alone as it does inside a text.
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, add_prefix_space=True, local_files_only=True
         )
@@ -685,11 +580,7 @@ def _run(
     }
     if first:
         with writing("finetune", out):
-            scratch = out / ".model"
-            shutil.rmtree(scratch, ignore_errors=True)
-            model.save_pretrained(scratch)
-            task.tokenizer.save_pretrained(scratch)
-            replace_folder(scratch, out / "model")
+            save_models(out, {"model": model}, task.tokenizer)
             write_json(out / "predictions.json", {"predictions": predictions})
             write_json(out / "result.json", result)
             seal(out, ["model", "predictions.json", "result.json"])
@@ -701,26 +592,17 @@ def _run(
 def _training_arguments(
     args: FinetuneArguments, samples: int, seed: int, out: Path
 ) -> TrainingArguments:
-    on_gpu = torch.cuda.is_available()
-    settings = TrainingArguments(
-        output_dir=str(out),
+    settings = training_arguments(
+        "finetune",
+        args,
+        out,
+        bf16=args.bf16,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
         learning_rate=5e-5 if args.learning_rate is None else args.learning_rate,
-        lr_scheduler_type="linear",
         weight_decay=args.weight_decay,
-        bf16=args.bf16,
-        use_cpu=not on_gpu,
         seed=seed,
-        remove_unused_columns=False,
-        dataloader_pin_memory=on_gpu,
-        logging_steps=args.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_steps=args.save_every,
         save_total_limit=1,
-        disable_tqdm=True,
-        report_to="none",
     )
     steps = args.steps
     if steps is None:
@@ -744,7 +626,7 @@ def _training_arguments(
 
 def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
-    settings = json.loads(json.dumps(asdict(args), default=str))
+    settings = settings_of(args)
     run = {name: settings[name] for name in sorted(settings.keys() - _FREE_ON_RESUME)}
     if args.learning_rate is None:
         run["learning_rate"] = usual_learning_rate(_config(args))

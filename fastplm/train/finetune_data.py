@@ -1,4 +1,4 @@
-"""Labelled examples out of files: tables, tagged words, SQuAD's JSON and multiple choice."""
+"""Labelled examples from files: tables, tagged words, SQuAD's JSON and multiple choice."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def hold_out(
     return rest, [example for example in examples if example.group in held]
 
 
-def some(examples: list[Example], count: int | None) -> list[Example]:
-    """So many of the examples, chosen at random; the same ones every time."""
+def subset(examples: list[Example], count: int | None) -> list[Example]:
+    """``count`` of the examples, chosen at random; the same ones every time."""
     if count is None or count >= len(examples):
         return examples
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
@@ -232,7 +232,7 @@ def _columns(
         "text_columns",
         list(text_columns),
         f"{count} of them",
-        "Choose the task that has so many texts.",
+        "Choose the task with that number of texts.",
     )
     return [*text_columns, label_column]
 

@@ -1,4 +1,4 @@
-"""What the tasks of fine-tuning differ in: features, batches, and how answers are scored."""
+"""The tasks of fine-tuning: their features, batches and scores."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class Task:
         tokenizer: a fast one where the task needs to know which characters a token is.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
+        threshold: of labels that are scores; see ``Classification``.
     """
 
     #: The class of Transformers that picks the model's.
     auto: str
-    #: The scores; the first is the one that counts.
+    #: The names of the scores; the first is the main one.
     metrics: tuple[str, ...] = ("accuracy",)
-    #: Settings that suit the task, where none are given.
-    max_length, batch_size = 128, 32
-    #: Names of what a loss is made of.
+    #: The tokens of a feature at most, where no length is given.
+    max_length = 128
+    #: The labels of a feature.
     label_names: tuple[str, ...] = ("labels",)
 
     def __init__(
@@ -50,17 +51,22 @@ class Task:
         tokenizer: Any,
         max_length: int,
         known: list[Example] | None = None,
+        threshold: float | None = None,
     ) -> None:
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
         self.limit = max_length
+        self.prepare(threshold)
+
+    def prepare(self, threshold: float | None) -> None:
+        """Find the classes in the examples, and check them."""
 
     @classmethod
     def labels(
         cls, examples: list[Example], threshold: float | None
     ) -> Callable[[Example], Collection[str]]:
-        """What tells the classes of an example, so that each is seen in training."""
+        """A function to the labels of an example, so that each label is seen in training."""
         return lambda example: ()
 
     @property
@@ -69,7 +75,7 @@ class Task:
         return {}
 
     def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
-        """What the model is fed, and for each feature a note that ``score`` needs."""
+        """The inputs of the model, and for each of them a note that ``score`` needs."""
         raise NotImplementedError
 
     def collator(self) -> Any:
@@ -94,16 +100,7 @@ class Classification(Task):
 
     auto = "AutoModelForSequenceClassification"
 
-    def __init__(
-        self,
-        train: list[Example],
-        test: list[Example],
-        tokenizer: Any,
-        max_length: int,
-        known: list[Example] | None = None,
-        threshold: float | None = None,
-    ) -> None:
-        super().__init__(train, test, tokenizer, max_length, known)
+    def prepare(self, threshold: float | None) -> None:
         self.threshold = _threshold(self.known, threshold)
         if self.threshold is None:
             self.names = sorted({example.target for example in self.known}, key=_label_order)
@@ -111,12 +108,12 @@ class Classification(Task):
             self.names = ["negative", "positive"]
         self.ids = {name: index for index, name in enumerate(self.names)}
         self.targets = {
-            id(example): self._target(example) for example in (*train, *test, *self.known)
+            id(example): self._target(example) for example in (*self.train, *self.test, *self.known)
         }
         self._check_classes(threshold)
 
     def _check_classes(self, threshold: float | None) -> None:
-        """Two classes at least to train on; if not, the argument at fault is named."""
+        """Check that there are two classes to train on, and name the argument that is wrong."""
         if len({self.targets[id(example)] for example in self.train}) > 1:
             return
         expected = "two classes at least"
@@ -139,7 +136,7 @@ class Classification(Task):
         threshold = _threshold(examples, threshold)
         if threshold is None:
             return lambda example: (example.target,)
-        # What is no number is refused when the classes are made.
+        # A label that is not a number is refused by ``_target``.
         return lambda example: (str((_number(example.target) or 0.0) > threshold),)
 
     def _target(self, example: Example) -> int:
@@ -195,18 +192,10 @@ class Tagging(Task):
 
     auto = "AutoModelForTokenClassification"
 
-    def __init__(
-        self,
-        train: list[Example],
-        test: list[Example],
-        tokenizer: Any,
-        max_length: int,
-        known: list[Example] | None = None,
-    ) -> None:
-        super().__init__(train, test, tokenizer, max_length, known)
+    def prepare(self, threshold: float | None) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
         self.ids = {name: index for index, name in enumerate(self.names)}
-        for example in test:
+        for example in self.test:
             for tag in example.target:
                 if tag not in self.ids:
                     expected = f"one of the training tags, {', '.join(self.names[:20])}"
@@ -271,7 +260,7 @@ class Tagging(Task):
 
 
 class QuestionAnswering(Task):
-    """The place in a text where the answer stands (SQuAD 1.1).
+    """The place of the answer in a text (SQuAD 1.1).
 
     A long text is cut into windows that overlap by a third. In a window without the answer the
     first token is to be found. The prediction is the best span of all windows.
@@ -279,9 +268,9 @@ class QuestionAnswering(Task):
 
     auto = "AutoModelForQuestionAnswering"
     metrics = ("f1", "exact_match")
-    max_length, batch_size = 384, 16
+    max_length = 384
     label_names = ("start_positions", "end_positions")
-    #: Spans are so many tokens at most, and so many of them are written.
+    #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
 
     def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
@@ -338,7 +327,7 @@ class Choice(Task):
     """The right one of several answers, each read after the question."""
 
     auto = "AutoModelForMultipleChoice"
-    max_length, batch_size = 64, 16
+    max_length = 64
 
     def collator(self) -> Any:
         from transformers import DataCollatorForMultipleChoice
@@ -418,7 +407,7 @@ def words_f1(answer: str, right: str) -> float:
 def answer_tokens(
     places: Sequence[tuple[int, int] | None], start: int, end: int
 ) -> tuple[int, int]:
-    """The first and last token of an answer; (0, 0) if not all of it stands in the window.
+    """The first and last token of an answer; (0, 0) if the window does not hold all of it.
 
     Args:
         places: characters of each token of the text; None for all other tokens.
@@ -443,8 +432,8 @@ def best_spans(
     Args:
         start, end: [T], the logits of a span's first and last token.
         places: as in ``answer_tokens``; may be shorter than T.
-        count: so many spans.
-        longest: so many tokens at most.
+        count: the number of spans.
+        longest: the most tokens of a span.
     """
     inside = torch.tensor([place is not None for place in places])
     allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()

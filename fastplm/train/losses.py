@@ -1,9 +1,9 @@
-"""The losses of classes that know their own batch alone, over all that one optimizer step sees.
+"""The losses over all batches of an optimizer step, for classes that divide by their own batch.
 
 Most of Transformers' classes (RoBERTa, ALBERT, T5, BART among them) take any keyword, so that its
 Trainer hands them ``num_items_in_batch`` and leaves the rest to them; but they divide by the labels
-of their batch regardless. Accumulated batches would add up to so many times the loss, and batches
-of few labels would weigh as much as those of many. So their losses are made of their logits here.
+of their batch regardless. The loss of two accumulated batches would be twice too large, and a batch
+of few labels would weigh as much as one of many. So their losses are computed from the logits here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAIR_LABELS = {
 
 # Where the sequences of a packed row lie; Transformers' classes have no parameters of these names.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Counted among the causal models by Transformers, but their labels are where the answers are.
+# Causal models for Transformers, but their labels are not shifted.
 _NOT_SHIFTED = {"XLMWithLMHeadModel", "XLNetLMHeadModel"}
 
 

@@ -1,15 +1,13 @@
 """The pre-training objectives: what each makes of text, and which class of which family learns it.
 
-An objective is three things: a stream of samples over a token store, a collator that corrupts
-them, and the tokens that a vocabulary must have for that. ``FAMILIES`` says which architecture can
-learn which of them.
+An objective is a stream of samples over a token store, a collator that corrupts them, and the
+tokens that a vocabulary must have for it. ``FAMILIES`` says which architecture learns which.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm import models
-from fastplm._checks import check, check_choice
 from fastplm.data import (
     BlockDataset,
     DataCollatorForCausalTokens,
@@ -31,15 +28,15 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.data.denoising import DataCollatorForDenoising
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
-from fastplm.train.choices import FAMILIES, UNITS
+from fastplm.train.choices import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastplm.train.pretrain import PretrainArguments
+    from fastplm.train.arguments import PretrainArguments
 
 
-class EndedDocuments(Dataset):
+class DocumentBlocks(Dataset):
     """Blocks of one size of the documents one after the other, each followed by its end.
 
     Only the last, partial block of the whole corpus is left out. Item i is
@@ -56,7 +53,7 @@ class EndedDocuments(Dataset):
 
     def __init__(self, store: TokenStore, block_size: int, eos_token_id: int) -> None:
         self.store, self.block_size, self.eos_token_id = store, block_size, eos_token_id
-        check_enough_tokens("EndedDocuments", store, block_size)
+        check_enough_tokens("DocumentBlocks", store, block_size)
         store.validate()
 
     def __len__(self) -> int:
@@ -83,191 +80,190 @@ class EndedDocuments(Dataset):
         return int(store.sentences[store.documents[document + 1]]) + document
 
 
-@dataclass(frozen=True)
 class Objective:
     """How a model learns from text.
 
     Args:
-        token_loss: the name of the loss over tokens, beside that over pairs if there is one.
+        args: of the run.
+        tokenizer: of the run.
+
+    Attributes:
+        token_loss: the name of the loss over tokens, to which one over pairs may be added.
         needs: what a tokenizer must have, see ``load_tokenizer``.
-        masks: tokens are chosen by ``--unit``.
     """
 
     token_loss: str
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
-    masks: bool = False
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
+    def __init__(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.args, self.tokenizer = args, tokenizer
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of text that one sample needs."""
+        raise NotImplementedError
+
+    def enough(self, store: TokenStore) -> bool:
+        """Whether a store gives one sample at least."""
+        return len(store) >= self.tokens
+
+    def source(self, store: TokenStore) -> Dataset:
         """The pieces of the corpus that a training stream shuffles.
 
         Raises:
             DataError: the corpus is too small for one of them.
         """
-        raise NotImplementedError
+        return BlockDataset(store, self.tokens)
 
-    def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    def samples(self, stream: PretrainingStream) -> Dataset:
         """The stream itself, or what is made of each of its elements."""
         return stream
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def collator(self) -> Any:
         """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class MaskedTokens(Objective):
-    """Masked language modelling over blocks or, with ``pairs``, over pairs of segments.
+    """Masked language modelling: BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged.
 
-    Args:
-        pairs: what makes them of runs of sentences.
-        always_mask: every chosen token becomes ``[MASK]``, as for ELECTRA's generator, instead of
-            BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged.
+    Attributes:
+        mask_replace_prob: share of the chosen tokens that becomes ``[MASK]``; of the rest half
+            becomes random tokens.
     """
 
-    token_loss: str = "mlm_loss"
-    masks: bool = True
-    pairs: type[NextSentencePairs] | type[SentenceOrderPairs] | None = None
-    always_mask: bool = False
+    token_loss = "mlm_loss"
+    mask_replace_prob = 0.8
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        if self.pairs is not None:
-            return SentenceChunks(store, args.block_size)
-        return BlockDataset(store, args.block_size, **_ends(tokenizer))
+    @property
+    def ends(self) -> dict[str, int]:
+        """The tokens around a segment."""
+        return {
+            "cls_token_id": self.tokenizer.cls_token_id,
+            "sep_token_id": self.tokenizer.sep_token_id,
+        }
 
-    def samples(self, stream: PretrainingStream, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        if self.pairs is None:
-            return stream
-        return self.pairs(stream, **_ends(tokenizer))
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 2
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def source(self, store: TokenStore) -> Dataset:
+        return BlockDataset(store, self.args.block_size, **self.ends)
+
+    def collator(self) -> Any:
         return DataCollatorForMaskedTokens(
-            tokenizer,
-            seed=args.seed,
-            mlm_probability=args.preset.mlm_probability,
-            mask_replace_prob=1.0 if self.always_mask else 0.8,
-            random_replace_prob=0.0 if self.always_mask else 0.1,
-            block_size=args.block_size,
-            unit=str(args.unit),
+            self.tokenizer,
+            seed=self.args.seed,
+            mlm_probability=self.args.preset.mlm_probability,
+            mask_replace_prob=self.mask_replace_prob,
+            random_replace_prob=0.1 if self.mask_replace_prob < 1 else 0.0,
+            block_size=self.args.block_size,
+            unit=str(self.args.unit),
         )
 
 
-@dataclass(frozen=True)
+class ReplacedTokens(MaskedTokens):
+    """ELECTRA: every token chosen for the generator becomes ``[MASK]``."""
+
+    mask_replace_prob = 1.0
+
+
+class SentenceOrder(MaskedTokens):
+    """Masked language modelling over pairs of segments, which are in their order or not."""
+
+    pairs: type[NextSentencePairs] | type[SentenceOrderPairs] = SentenceOrderPairs
+    documents = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 3
+
+    def enough(self, store: TokenStore) -> bool:
+        # With more tokens than documents, one of these has two tokens and gives two segments.
+        documents = len(store.documents) - 1
+        return super().enough(store) and len(store) > documents >= self.documents
+
+    def source(self, store: TokenStore) -> Dataset:
+        return SentenceChunks(store, self.args.block_size)
+
+    def samples(self, stream: PretrainingStream) -> Dataset:
+        return self.pairs(stream, **self.ends)
+
+
+class NextSentence(SentenceOrder):
+    """The same over pairs whose second segment follows the first, or is of another document."""
+
+    pairs = NextSentencePairs
+    documents = 2
+
+
 class CausalTokens(Objective):
     """Each token from those before it, the end of each document among them."""
 
-    token_loss: str = "clm_loss"
-    needs: tuple[str, ...] = ("eos",)
+    token_loss = "clm_loss"
+    needs = ("eos",)
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        return EndedDocuments(store, args.block_size, tokenizer.eos_token_id)
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForCausalTokens(tokenizer, block_size=args.block_size)
+    def source(self, store: TokenStore) -> Dataset:
+        return DocumentBlocks(store, self.args.block_size, self.tokenizer.eos_token_id)
+
+    def collator(self) -> Any:
+        return DataCollatorForCausalTokens(self.tokenizer, block_size=self.args.block_size)
 
 
-@dataclass(frozen=True)
 class Spans(Objective):
     """T5: spans become sentinels, and the decoder says what was there.
 
     A block is as long as its corrupted form, the encoder's input, fits ``block_size``.
     """
 
-    token_loss: str = "spans_loss"
-    needs: tuple[str, ...] = ("pad", "eos", "<extra_id_0>")
+    token_loss = "spans_loss"
+    needs = ("pad", "eos", "<extra_id_0>")
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
+    @property
+    def tokens(self) -> int:
         # It depends on the number of sentinels, which the collator has looked up.
-        return BlockDataset(store, self.collator(args, tokenizer).raw_size)
+        return self.collator().raw_size
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForSpanCorruption(tokenizer, seed=args.seed, block_size=args.block_size)
+    def collator(self) -> Any:
+        return DataCollatorForSpanCorruption(
+            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
+        )
 
 
-@dataclass(frozen=True)
 class Denoising(Objective):
     """BART: sentences permuted and spans infilled, and the decoder says the original.
 
     The beginning and the end of a text are put around it after the noise.
     """
 
-    token_loss: str = "denoise_loss"
-    needs: tuple[str, ...] = ("pad", "mask", "bos", "eos")
+    token_loss = "denoise_loss"
+    needs = ("pad", "mask", "bos", "eos")
 
-    def source(
-        self, args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-    ) -> Dataset:
-        return BlockDataset(store, args.block_size - 2)
+    @property
+    def tokens(self) -> int:
+        return self.args.block_size - 2
 
-    def collator(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-        return DataCollatorForDenoising(tokenizer, seed=args.seed, block_size=args.block_size)
-
-
-OBJECTIVES: Mapping[str, Objective] = {
-    "mlm": MaskedTokens(),
-    "mlm+nsp": MaskedTokens(pairs=NextSentencePairs),
-    "mlm+sop": MaskedTokens(pairs=SentenceOrderPairs),
-    "rtd": MaskedTokens(always_mask=True),
-    "clm": CausalTokens(),
-    "spans": Spans(),
-    "denoise": Denoising(),
-}
-
-
-def choose_objective(arch: str, family: str, objective: str | None) -> str:
-    """The objective of a run; the family's usual one where none is named.
-
-    Raises:
-        ArgumentValueError: the family cannot learn it.
-    """
-    able = tuple(FAMILIES[family].classes)
-    if objective is None:
-        return able[0]
-    check_choice("pretrain", "objective", objective, tuple(OBJECTIVES))
-    check(
-        objective in able,
-        "pretrain",
-        "objective",
-        f"{objective} with {arch}",
-        f"{' or '.join(able)}, what {arch} can learn",
-        "Leave the option out, or choose another architecture.",
-    )
-    return objective
-
-
-def choose_unit(family: str, objective: str, unit: str | None) -> str | None:
-    """What masks are made of: the family's usual unit; None where nothing is masked.
-
-    Raises:
-        ArgumentValueError: there is no such unit, or the objective masks none.
-    """
-    if not OBJECTIVES[objective].masks:
-        check(
-            unit is None,
-            "pretrain",
-            "unit",
-            f"{unit} with objective {objective}",
-            "no unit, as this objective does not mask tokens",
-            "Leave the option out.",
+    def collator(self) -> Any:
+        return DataCollatorForDenoising(
+            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
         )
-        return None
-    if unit is None:
-        return FAMILIES[family].unit
-    check_choice("pretrain", "unit", unit, UNITS)
-    return unit
+
+
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "mlm": MaskedTokens,
+    "mlm+nsp": NextSentence,
+    "mlm+sop": SentenceOrder,
+    "rtd": ReplacedTokens,
+    "clm": CausalTokens,
+    "spans": Spans,
+    "denoise": Denoising,
+}
 
 
 def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:
     """The untrained model of a family that learns an objective."""
     return getattr(models, FAMILIES[family].classes[objective])(config)
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id}

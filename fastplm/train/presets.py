@@ -53,7 +53,7 @@ class Preset:
 
 OPTIMIZERS = ("adamw", "lamb")
 
-# 0.02 suits the width of a thousand; layers of 128 would start out as good as absent.
+# 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
 _NARROW = 0.06
 
 PRESETS = {
@@ -97,7 +97,7 @@ def preset(arch: str) -> Preset:
 
 
 def lamb_learning_rate(samples: int) -> float:
-    """LAMB's peak rate for so many samples a step: 5e-3 at 32768, less by the square root below.
+    """LAMB's peak rate for a number of samples a step: 5e-3 at 32768, else by the square root.
 
     At 4096 that is ALBERT's 1.76e-3.
 

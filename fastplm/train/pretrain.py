@@ -5,60 +5,43 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastplm._checks import TooLittleTextError, check, check_choice
-from fastplm.data import (
-    PretrainingStream,
-    TokenStore,
-    embedded_corpus,
-    load_tokenizer,
-    read_documents,
-    tokenize,
-    train_tokenizer,
-)
-from fastplm.data._cache import default_cache
-from fastplm.models import _electra_options
+from fastplm._checks import check
+from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.train._run_folder import (
-    MANIFEST,
     RECORD,
     check_same,
     checkpoint_to_resume,
     claimed,
-    damage,
-    first_process,
-    loaded,
     read_record,
-    replace_folder,
-    say,
-    seal,
+    save_models,
     write_record,
     writing,
 )
-from fastplm.train.choices import FAMILIES, PRECISIONS
-from fastplm.train.objectives import (
-    OBJECTIVES,
-    Objective,
-    build_model,
-    choose_objective,
-    choose_unit,
+from fastplm.train._threads import hardware_has_bf16, using_threads
+from fastplm.train.arguments import PretrainArguments
+from fastplm.train.objectives import build_model
+from fastplm.train.presets import configuration
+from fastplm.train.pretrain_data import (  # noqa: F401 (others take some of it from here)
+    EMBEDDED,
+    HELD_OUT_SAMPLES,
+    RunData,
+    count_tokens,
+    hold_out,
+    make_collator,
+    make_dataset,
+    objective_of,
+    open_corpus,
+    prepare_data,
 )
-from fastplm.train.presets import (
-    OPTIMIZERS,
-    Preset,
-    configuration,
-    lamb_learning_rate,
-    preset,
-)
+from fastplm.train.report import settings_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -69,199 +52,15 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
 
-#: The name of the corpus that needs no file.
-EMBEDDED = "embedded"
-
-_ELECTRA_CHOICES = {
-    "electra_objective": _electra_options.OBJECTIVES,
-    "electra_sharing": _electra_options.SHARINGS,
-    "electra_generator": _electra_options.GENERATORS,
-}
-#: The share of the tokens, the last ones, that is not trained on where it is enough for samples.
-HELD_OUT = 0.05
-#: The most samples of held-out text that a run is judged by.
-HELD_OUT_SAMPLES = 512
-_TOKENS_AT_ONCE = 1 << 24
 _KEPT_CHECKPOINTS = 2
 _A_WHILE = 2.0  # seconds
-# What may differ between a run and its continuation without changing the loss curve; with another
-# number of threads or another interval of the log, its last digits and its points.
+# Settings that may differ when a run is resumed. Another number of threads may change the last
+# digits of the losses, and another interval of the log its points.
 _FREE_ON_RESUME = {
     *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
 }
-# These are recorded as the token ids that they give, and more steps are a longer run.
+# Settings that are compared in other ways: by the token ids, and as a longer run.
 _SEEN_APART = {"corpus", "tokenizer", "vocab_size", "steps"}
-#: Beyond these a number is a slip of the hand, and libraries below end the process.
-_MOST_TOKENS, _MOST_STEPS, _MOST_SAMPLES = 1 << 22, 1 << 40, 1 << 62
-
-
-@dataclass
-class PretrainArguments:
-    """The settings of a run; see ``fastplm pretrain --help``.
-
-    Raises:
-        ArgumentValueError: a value is out of its range.
-    """
-
-    arch: str
-    corpus: Sequence[str | Path]
-    steps: int
-    out: str | Path
-    tokenizer: str | Path | None = None
-    vocab_size: int = 30522
-    block_size: int = 128
-    batch_size: int = 32
-    lr: float | None = None
-    warmup: int | None = None
-    seed: int = 0
-    save_every: int = 1000
-    log_every: int = 10
-    resume: bool = False
-    overwrite: bool = False
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    precision: str = "auto"
-    workers: int = 0
-    threads: int | None = None
-    gradient_accumulation: int = 1
-    objective: str | None = None
-    unit: str | None = None
-    optimizer: str = "adamw"
-    electra_objective: str = "rtd"
-    electra_sharing: str | None = None
-    electra_generator: str = "model"
-    two_stage: bool = False
-    cache: str | Path = field(default_factory=default_cache)
-
-    def __post_init__(self) -> None:
-        family = self.preset.family
-        check_choice("pretrain", "precision", self.precision, PRECISIONS)
-        check_choice("pretrain", "optimizer", self.optimizer, OPTIMIZERS)
-        self.corpus = [str(path) for path in self.corpus]
-        check_out("pretrain", self.out)
-        self.objective = choose_objective(self.arch, family, self.objective)
-        self.unit = choose_unit(family, self.objective, self.unit)
-        self._check_electra(family)
-        for name, low in (
-            ("steps", 1),
-            ("threads", 1),
-            ("vocab_size", 6),
-            ("block_size", 8),
-            ("batch_size", 1),
-            ("save_every", 1),
-            ("log_every", 1),
-            ("workers", 0),
-            ("gradient_accumulation", 1),
-        ):
-            value = getattr(self, name)
-            enough = value is None or value >= low
-            check(enough, "pretrain", name, value, f"{low} or more", "Raise it.")
-        for name, most in ("vocab_size", _MOST_TOKENS), ("steps", _MOST_STEPS):
-            value = getattr(self, name)
-            check(value <= most, "pretrain", name, value, f"{most} at most", "Lower it.")
-        samples = self.steps * self.batch_size * self.gradient_accumulation
-        check(
-            samples <= _MOST_SAMPLES,
-            "pretrain",
-            "batch_size",
-            f"{self.batch_size}, which makes {samples} samples of the run",
-            f"{_MOST_SAMPLES} at most",
-            "Lower it.",
-        )
-        if self.lr is None:
-            self.lr = self.preset.learning_rate
-            if self.optimizer == "lamb":
-                processes = int(os.environ.get("WORLD_SIZE", "1"))
-                self.lr = lamb_learning_rate(
-                    self.batch_size * self.gradient_accumulation * processes
-                )
-        self.usual_warmup = self.warmup is None
-        if self.warmup is None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        check(
-            0 <= self.warmup <= self.first_stage,
-            "pretrain",
-            "warmup",
-            self.warmup,
-            f"0 to {self.first_stage}, the steps of {'a stage' if self.two_stage else 'the run'}",
-            "Choose a number of steps in between.",
-        )
-        check(self.lr > 0, "pretrain", "lr", self.lr, "more than 0", "Raise it.")
-        for name in ("dropout", "attention_dropout"):
-            value = getattr(self, name)
-            check(0 <= value < 1, "pretrain", name, value, "0 or more, below 1", "Change it.")
-        if family == "t5":
-            check(
-                self.attention_dropout in (0, self.dropout),
-                "pretrain",
-                "attention_dropout",
-                self.attention_dropout,
-                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
-                "Choose it by --dropout.",
-            )
-            self.attention_dropout = self.dropout
-        check(
-            0 <= self.seed < 1 << 32, "pretrain", "seed", self.seed, "0 to 2^32 - 1", "Change it."
-        )
-
-    @property
-    def preset(self) -> Preset:
-        """The architecture's."""
-        return preset(self.arch)
-
-    @property
-    def first_stage(self) -> int:
-        """The steps of the first stage of a two-stage training, or of the run."""
-        return self.steps // 2 if self.two_stage else self.steps
-
-    def _check_electra(self, family: str) -> None:
-        for name, choices in _ELECTRA_CHOICES.items():
-            if getattr(self, name) is not None:
-                check_choice("pretrain", name, getattr(self, name), choices)
-        for name in (*_ELECTRA_CHOICES, "two_stage"):
-            default = type(self).__dataclass_fields__[name].default
-            check(
-                family == "electra" or getattr(self, name) == default,
-                "pretrain",
-                name,
-                f"{getattr(self, name)} with {self.arch}",
-                "an ELECTRA",
-                "Leave the option out, or choose an electra architecture.",
-            )
-        if family != "electra":
-            return
-        if self.electra_sharing is None:
-            self.electra_sharing = "none" if self.two_stage else "embeddings"
-        for name, wanted, expected in (
-            ("electra_generator", "model", "model, a generator that can be trained first"),
-            ("electra_sharing", "none", "none, as the generator is frozen in the second stage"),
-        ):
-            check(
-                not self.two_stage or getattr(self, name) == wanted,
-                "pretrain",
-                name,
-                f"{getattr(self, name)} in a two-stage training",
-                expected,
-                "Leave one of the two options out.",
-            )
-        check(
-            not self.two_stage or self.steps > 1,
-            "pretrain",
-            "steps",
-            self.steps,
-            "2 or more, for two stages",
-            "Raise it.",
-        )
-
-    def joint_settings(self) -> dict[str, Any]:
-        """The fields of ``ElectraJointConfig`` that the settings name."""
-        return {
-            "objective": self.electra_objective,
-            "embedding_sharing": self.electra_sharing,
-            "generator_type": self.electra_generator,
-            "stage": 1 if self.two_stage else None,
-            "sampling_seed": self.seed,
-        }
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -276,7 +75,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         The content of ``metrics.json``.
 
     Raises:
-        FastplmError: the corpus, the tokenizer, the output folder or a setting is of no use.
+        FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
     out = Path(args.out)
     folder = claimed(
@@ -284,7 +83,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         out,
         resume=args.resume,
         overwrite=args.overwrite,
-        beside=[Path(args.cache)],
+        own=[Path(args.cache)],
     )
     with folder, using_threads(args.threads):
         return _pretrain(args, out)
@@ -301,10 +100,10 @@ def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
     checkpoint = checkpoint_to_resume("pretrain", out) if args.resume else None
     done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
     if before is not None:
-        _take_over(args, before, done)
+        _check_steps(args, before, done)
     training_arguments = _training_arguments(args, out)
-    with _said_later("Preparing the data: a vocabulary is trained or the text tokenized ..."):
-        data = _load(args, training_arguments, checkpoint)
+    with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
+        data = prepare_data(args, training_arguments, checkpoint)
     tokenizer = data.tokenizer
     run = _record(args, data, training_arguments)
     if before is not None:
@@ -363,7 +162,7 @@ def seconds_a_step(args: PretrainArguments) -> float:
 
     out = Path(args.out)
     training_arguments = _training_arguments(args, out)
-    data = _load(args, training_arguments, None)
+    data = prepare_data(args, training_arguments, None)
     tokenizer = data.tokenizer
     model, collator = make_model(args, tokenizer), make_collator(args, tokenizer)
     stopwatch = Stopwatch()
@@ -373,55 +172,6 @@ def seconds_a_step(args: PretrainArguments) -> float:
     trainer.remove_callback(Progress)
     trainer.train()
     return stopwatch.median
-
-
-def open_corpus(corpus: Sequence[str | Path]) -> Iterable[str]:
-    """The documents of the paths named, or of Python itself for the one name "embedded".
-
-    Raises:
-        DataError: see ``read_documents``.
-    """
-    return embedded_corpus() if list(corpus) == [EMBEDDED] else read_documents(corpus)
-
-
-def make_dataset(
-    args: PretrainArguments,
-    store: TokenStore,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int | None = None,
-    at_most: int | None = None,
-) -> Dataset:
-    """The training stream over a store: blocks of text, or pairs of segments.
-
-    Args:
-        length: the number of samples; by default each block or run of sentences once.
-        at_most: an upper bound of it.
-    """
-    objective = _objective(args)
-    source: Any = objective.source(args, store, tokenizer)
-    length = length or len(source)
-    if at_most is not None:
-        length = min(length, at_most)
-    stream = PretrainingStream(source, seed=args.seed, length=length)
-    return objective.samples(stream, tokenizer)
-
-
-def hold_out(
-    args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TokenStore, Dataset | None]:
-    """The tokens to train on, and samples of a tail held out where both parts are large enough."""
-    rest, tail = store.split(HELD_OUT)
-    try:
-        make_dataset(args, rest, tokenizer)
-        return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
-    except TooLittleTextError:
-        return store, None
-
-
-def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What corrupts the samples of a run."""
-    return _objective(args).collator(args, tokenizer)
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -439,29 +189,9 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> P
     return build_model(family, str(args.objective), config)
 
 
-def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """How often each token occurs, for a unigram generator: int64 [V].
-
-    0 for special tokens, which are never masked; nothing is added for tokens that do not occur.
-    """
-    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
-    for start in range(0, len(store), _TOKENS_AT_ONCE):
-        tokens = store.tokens[start : start + _TOKENS_AT_ONCE].astype("int64")
-        counts += torch.from_numpy(tokens).bincount(minlength=len(counts))
-    counts[torch.tensor(tokenizer.all_special_ids)] = 0
-    return counts
-
-
-def hardware_has_bf16() -> bool:
-    """Whether the device of a run multiplies bf16 in hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 @contextmanager
-def _said_later(line: str) -> Iterator[None]:
-    """A line that is said if what is done within takes a while."""
+def _printed_if_slow(line: str) -> Iterator[None]:
+    """Print a line if the block takes longer than two seconds."""
     timer = threading.Timer(_A_WHILE, say, [line])
     timer.start()
     try:
@@ -470,79 +200,15 @@ def _said_later(line: str) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def using_threads(count: int | None) -> Iterator[None]:
-    """PyTorch's number of threads, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def corrupts_on_device() -> bool:
     """Whether samples are corrupted where the model is, and not by the workers that read them."""
     return torch.cuda.is_available()
-
-
-def _objective(args: PretrainArguments) -> Objective:
-    return OBJECTIVES[str(args.objective)]
 
 
 def _collation(collator: Any) -> dict[str, Any]:
     if corrupts_on_device():
         return {"data_collator": collator.pad, "corrupt": collator.corrupt}
     return {"data_collator": collator}
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run reads.
-
-    Args:
-        tokenizer: its.
-        all: the tokens of the corpus.
-        store: those to train on.
-        samples: of the whole training, in order.
-        held_out: samples of the rest; None if the corpus is too small for them.
-        documents: what was read.
-        cached: what was found in the cache, instead of being made.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    all: TokenStore
-    store: TokenStore
-    samples: Dataset
-    held_out: Dataset | None
-    documents: Iterable[str]
-    cached: tuple[str, ...]
-
-
-def _load(
-    args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
-) -> RunData:
-    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
-    with training_arguments.main_process_first(desc="preparing the data"):
-        cache = Path(args.cache)
-        there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
-        documents = open_corpus(args.corpus)
-        tokenizer = _tokenizer(args, checkpoint, documents)
-        everything = tokenize(documents, tokenizer, args.cache)
-        store, held_out = hold_out(args, everything, tokenizer)
-        samples = args.steps * args.gradient_accumulation * args.batch_size
-        train_dataset = make_dataset(
-            args, store, tokenizer, length=samples * training_arguments.world_size
-        )
-        trained = args.tokenizer is None and checkpoint is None
-        kind = f"{FAMILIES[args.preset.family].tokenizer}-"
-        new = {path.name for path in cache.iterdir()} - there
-    cached = {
-        "tokens": everything.directory.name not in new,
-        "vocabulary": trained and not any(name.startswith(kind) for name in new),
-    }
-    found = tuple(name for name in cached if cached[name])
-    return RunData(tokenizer, everything, store, train_dataset, held_out, documents, found)
 
 
 def _make_trainer(
@@ -584,72 +250,34 @@ def _optimizer(args: PretrainArguments) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
-    from transformers import TrainingArguments
+    from fastplm.train.trainer import training_arguments
 
-    on_gpu = torch.cuda.is_available()
-    bf16 = hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16"
-    check(
-        not (bf16 and on_gpu) or hardware_has_bf16(),
+    return training_arguments(
         "pretrain",
-        "precision",
-        "bf16",
-        "a GPU that has it",
-        "Use --precision fp32.",
-    )
-    return TrainingArguments(
-        output_dir=str(out),
+        args,
+        out,
+        bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.gradient_accumulation,
         learning_rate=args.lr,
         warmup_steps=args.warmup,
-        lr_scheduler_type="linear",
         weight_decay=0.01,
         adam_epsilon=1e-6,
-        max_grad_norm=1.0,
-        bf16=bf16,
-        use_cpu=not on_gpu,
         seed=args.seed,
         train_sampling_strategy="sequential",
-        remove_unused_columns=False,
         dataloader_num_workers=args.workers,
         dataloader_persistent_workers=args.workers > 0,
-        dataloader_pin_memory=on_gpu,
         ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
-        logging_steps=args.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_steps=args.save_every,
         save_total_limit=_KEPT_CHECKPOINTS,
-        disable_tqdm=True,
-        report_to="none",
     )
-
-
-def _tokenizer(
-    args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
-) -> PreTrainedTokenizerBase:
-    needs = _objective(args).needs
-    given = args.tokenizer if checkpoint is None else checkpoint
-    if given is not None:
-        expected = "a directory that tokenizer.save_pretrained wrote"
-        return loaded(
-            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
-        )
-    kind = FAMILIES[args.preset.family].tokenizer
-    return train_tokenizer(documents, args.vocab_size, args.cache, kind)
 
 
 # --- what a run is, and whether it is the same one ------------------------------------------------
 
 
-def check_out(where: str, out: str | Path) -> None:
-    """An empty name would be the current folder."""
-    check(str(out).strip() != "", where, "out", repr(out), "a folder", "Name one.")
-
-
-def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
-    """A longer run keeps the warm-up that it began with, and cannot be shorter than it is."""
+def _check_steps(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
+    """Check the steps of a resumed run, and keep the warm-up with which it began."""
     if args.usual_warmup and not args.two_stage:
         args.warmup = before["warmup"]
     check(
@@ -657,7 +285,7 @@ def _take_over(args: PretrainArguments, before: dict[str, Any], done: int) -> No
         "pretrain",
         "steps",
         args.steps,
-        f"{done} or more, as so many were made",
+        f"{done} or more, the steps that are done",
         "Raise it.",
     )
     check(
@@ -674,7 +302,7 @@ def _record(
     args: PretrainArguments, data: RunData, training_arguments: TrainingArguments
 ) -> dict[str, Any]:
     """What the loss curve depends on, and some of what it does not."""
-    settings = asdict(args)
+    settings = settings_of(args)
     names = sorted(settings.keys() - _FREE_ON_RESUME - _SEEN_APART)
     description = data.tokenizer.backend_tokenizer.to_str()
     return {
@@ -739,7 +367,7 @@ def _finish(
     run: dict[str, Any],
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
-    from fastplm.train.report import curve, plot_losses, versions, write_json
+    from fastplm.train.report import curve, plot_losses, versions
 
     model = trainer.model
     models = {"model": model}
@@ -747,15 +375,10 @@ def _finish(
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
-    for name, part in models.items():
-        scratch = out / f".{name}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        part.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        replace_folder(scratch, out / name)
+    save_models(out, models, tokenizer)
     history = curve(trainer.state.log_history)
     metrics = {
-        "arguments": json.loads(json.dumps(asdict(args), default=str)),
+        "arguments": settings_of(args),
         "versions": versions(),
         "device": str(trainer.args.device),
         "precision": "bf16" if trainer.args.bf16 else "fp32",
@@ -777,7 +400,7 @@ def _finish(
     }
     if held_out is not None:
         metrics["held_out"] = evaluate(
-            model, held_out, collator, args.batch_size, _objective(args).token_loss
+            model, held_out, collator, args.batch_size, objective_of(args).token_loss
         )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)

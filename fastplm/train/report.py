@@ -1,10 +1,10 @@
-"""What a run leaves behind besides its checkpoints: figures and a picture."""
+"""The figures and the picture of a run."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,13 @@ def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+def settings_of(arguments: Any) -> dict[str, Any]:
+    """The fields of a dataclass of arguments, as JSON has them."""
+    return json.loads(json.dumps(asdict(arguments), default=str))
+
+
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
+    """The versions of the libraries."""
     import tokenizers
     import transformers
 
@@ -35,16 +40,6 @@ def versions() -> dict[str, str]:
         "tokenizers": tokenizers.__version__,
         "platform": platform.platform(),
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there whole or not at all."""
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:
@@ -92,6 +87,6 @@ def summary(metrics: dict[str, Any]) -> str:
 
 
 def _of_all(metrics: dict[str, Any]) -> str:
-    """What a figure of a resumed run is of."""
+    """Says of a resumed run that a figure is of all its steps."""
     resumed = ", ".join(f"{step:,}" for step in metrics.get("starts", []) if step)
     return f" (all steps; resumed at {resumed})" if resumed else ""

@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastplm._checks import DivergenceError
-from fastplm.train._run_folder import last_checkpoint, place_checkpoint, say, writing
+from fastplm._checks import DivergenceError, check
+from fastplm.data._folder import say
+from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
+from fastplm.train._threads import hardware_has_bf16
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
@@ -46,13 +48,56 @@ _SCRATCH = ".incomplete"
 __all__ = ["PretrainingTrainer", "RunTrainer", "detection", "last_checkpoint"]
 
 
+def training_arguments(
+    where: str, args: Any, out: Path, *, bf16: bool, **settings: Any
+) -> TrainingArguments:
+    """What the Trainer of any run is told.
+
+    Args:
+        where: the command.
+        args: of the command.
+        out: the folder of the run.
+        bf16: under autocast to bfloat16.
+        settings: of ``TrainingArguments`` beside those of every run.
+
+    Raises:
+        ArgumentValueError: a GPU without bf16.
+    """
+    on_gpu = torch.cuda.is_available()
+    check(
+        not (bf16 and on_gpu) or hardware_has_bf16(),
+        where,
+        "bf16",
+        True,
+        "a GPU that has it",
+        "Train in fp32 (--precision fp32, or without --bf16).",
+    )
+    return TrainingArguments(
+        output_dir=str(out),
+        bf16=bf16,
+        use_cpu=not on_gpu,
+        lr_scheduler_type="linear",
+        max_grad_norm=1.0,
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu,
+        logging_steps=args.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=args.save_every,
+        disable_tqdm=True,
+        report_to="none",
+        **settings,
+    )
+
+
 class RunTrainer(Trainer):
     """Trainer of a run that may be killed, run out of disk or diverge at any moment.
 
     - A checkpoint is written under another name, sealed with a manifest and renamed when all
       processes are done; only then an older one goes. One that cannot be written leaves nothing.
-    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it. Whether
-      there was one is seen where the loss is logged, and the device is waited for anyway.
+    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it: on the
+      CPU in that step; on a GPU, which is never waited for, a step or two later; with several
+      processes, which must stop together, when the loss is logged.
     - What it logs has ``seconds`` and ``tokens_per_second``; a window ends at each checkpoint, so
       that the sums over the history are those of all steps that count, however often the run was
       resumed, and the loss curve is the same.
@@ -71,7 +116,7 @@ class RunTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.add_callback(LogWhereSaved())
         self.add_callback(Progress())
-        self._first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
         self._window_step = 0
         self._scratch: str | None = None
@@ -91,15 +136,30 @@ class RunTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> Any:
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed after the last step; the Trainer looks at the number of steps after a step.
+            self.control.should_training_stop = True
+            return [], None
         if not self._window_began:
             self._window_began, self._window_step = time.perf_counter(), self.state.global_step
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        first = ~torch.isfinite(loss) & (self._first_bad == 0)
-        self._first_bad = torch.where(first, self.state.global_step + 1, self._first_bad)
+        self._check_finite("the loss", loss)
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if type(norm) is Tensor:  # a distributed one is looked at when it is logged
+            self._check_finite("the norm of the gradient", norm.to(self.args.device))
+        return norm
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        self._finite.add(name, value.detach(), self.state.global_step + 1)
+        # Several processes stop together: one alone would leave the others waiting for it.
+        if self.args.world_size == 1:
+            self._stop_at(self._finite.known())
 
     def window_tokens(self) -> float:
         """The tokens of all processes since the last log; they are then forgotten."""
@@ -111,7 +171,10 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            self._check_finite(logs)
+            # The device was waited for already: the logged loss is a number of the host.
+            self._stop_at(self.accelerator.gather(self._finite.steps[None]))
+            if not math.isfinite(logs.get("grad_norm", 0.0)):
+                self._diverged(self.state.global_step, f"{FiniteCheck.NAMES[1]} is not finite")
             logs.update(self.window_parts())
             tokens = self.window_tokens()
             now = time.perf_counter()
@@ -120,14 +183,15 @@ class RunTrainer(Trainer):
             self._window_began, self._window_step = now, self.state.global_step
         super().log(logs, start_time)
 
-    def _check_finite(self, logs: dict[str, float]) -> None:
-        if not math.isfinite(logs["loss"]):
-            seen = self.accelerator.gather(self._first_bad.reshape(1))
-            step = int(seen[seen > 0].min()) if seen.any() else self.state.global_step
-            self._diverged(step, f"the loss is {logs['loss']}")
-        norm = logs.get("grad_norm", 0.0)
-        if not math.isfinite(norm):
-            self._diverged(self.state.global_step, f"the norm of the gradient is {norm}")
+    def _stop_at(self, steps: Tensor) -> None:
+        """Stop if one of the first steps at which something was not finite is known."""
+        first, name = min(
+            (step, name)
+            for row in steps.reshape(-1, len(FiniteCheck.NAMES)).tolist()
+            for step, name in zip(row, FiniteCheck.NAMES, strict=True)
+        )
+        if first < FiniteCheck.NEVER:
+            self._diverged(first, f"{name} is not finite")
 
     def _diverged(self, step: int, what: str) -> NoReturn:
         out = Path(self.args.output_dir)
@@ -196,6 +260,44 @@ class RunTrainer(Trainer):
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight is a number."""
     return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
+
+
+class FiniteCheck:
+    """The first steps at which values were not finite, found without waiting for a GPU.
+
+    Args:
+        device: of the values.
+
+    Attributes:
+        steps: int64 [names], on the device: the first step of each name, or ``NEVER``.
+    """
+
+    NAMES = ("the loss", "the norm of the gradient")
+    NEVER = torch.iinfo(torch.int64).max
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = torch.full((len(self.NAMES),), self.NEVER, device=device)
+        self._each = dict(zip(self.NAMES, self.steps.unbind(), strict=True))
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._copy = torch.full_like(self.steps, self.NEVER, device="cpu").pin_memory()
+            self._copied = torch.cuda.Event()
+
+    def add(self, name: str, value: Tensor, step: int) -> None:
+        """Look at a value of a step, which a 0-d tensor holds."""
+        seen = self._each[name]
+        torch.minimum(seen, torch.where(value.isfinite(), self.NEVER, step), out=seen)
+
+    def known(self) -> Tensor:
+        """``steps`` as far as the host knows them; on a GPU those of a step or two before."""
+        if not self._on_gpu:
+            return self.steps
+        known = self._copy
+        if self._copied.query():  # which does not wait
+            known = self._copy.clone()
+            self._copy.copy_(self.steps, non_blocking=True)
+            self._copied.record()
+        return known
 
 
 class PretrainingTrainer(RunTrainer):
@@ -365,13 +467,7 @@ class LogWhereSaved(TrainerCallback):
     No mean of losses then runs over a step where a run may be resumed.
     """
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
             control.should_log = True
 
@@ -387,13 +483,7 @@ class Stopwatch(TrainerCallback):
         """The median time of a step."""
         return statistics.median(after - before for before, after in pairwise(self._ends))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step < _WARM_UP_STEPS:
             return
         self._ends.append(time.perf_counter())
@@ -411,13 +501,7 @@ class Progress(TrainerCallback):
         self._first_step = 0
         self._estimated = False
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self._began, self._first_step = time.perf_counter(), state.global_step
             self._estimated = False
@@ -429,13 +513,7 @@ class Progress(TrainerCallback):
                 disable=not _is_terminal(),
             )
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is None:
             return
         self.bar.update()
@@ -445,14 +523,7 @@ class Progress(TrainerCallback):
             self._estimated = True
             say(f"about {duration(self._to_go(state))} to go")
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.bar is None or logs is None or "loss" not in logs:
             return
         shown = {
@@ -469,13 +540,7 @@ class Progress(TrainerCallback):
         else:
             self.bar.set_postfix(shown)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

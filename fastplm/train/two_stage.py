@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -14,8 +14,8 @@ from fastplm.train.trainer import PretrainingTrainer
 class TwoStageTrainer(PretrainingTrainer):
     """Trains a model of ``config.stage`` 1, and from a step on in stage 2.
 
-    Each stage has its own warm-up and linear decay. The optimizer needs no second beginning: its
-    moments of the discriminator are empty until that has a gradient.
+    Each stage has its own warm-up and linear decay. The optimizer is not reset: the
+    discriminator has no moments in it before its first gradient.
 
     Args:
         args, kwargs: of ``PretrainingTrainer``.
@@ -56,33 +56,17 @@ class _ChangeOfStage(TrainerCallback):
         self.first_stage = first_stage
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         if state.global_step > self.first_stage:
             model.config.stage = 2  # the weights are those of the checkpoint
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         if state.global_step == self.first_stage and model.config.stage == 1:
             model.start_second_stage()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.first_stage:
             control.should_log = True  # no mean of losses runs over both stages

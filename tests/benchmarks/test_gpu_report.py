@@ -183,7 +183,7 @@ def test_a_build_that_is_not_possible_leaves_the_sources(tmp_path, monkeypatch):
     step = Step("build", [], 1)
     gpu_report.build(step, 10)
     assert step.outcome.startswith("not started") and "csrc/ is not built" in step.outcome
-    assert (tmp_path / "site/fastplm/triton_kernels/attention.py").exists()
+    assert (tmp_path / "site/fastplm/triton_kernels/attention/launch.py").exists()
 
 
 # --- tests, and what follows from red ones --------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The compilations that several files of this lane look at, made once for all of them."""
+"""Kernels are compiled in a process of their own, as this one may have TRITON_INTERPRET set."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*arguments: str) -> list:
+    """The JSON values that a Python prints, one a line."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folders = [str(ROOT / "tools"), str(ROOT / "benchmarks"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, cwd=ROOT)
+    assert run.returncode in (0, 1) and run.stdout, run.stderr.decode()
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
 
 def _run_reports(*arguments: str):
-    """The reports that a Python prints as JSON lines, in a process without the interpreter."""
-    from fastplm.triton_kernels._compile import Report
+    from compile_kernels import Report
 
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    reports = [Report(**json.loads(line)) for line in run.stdout.splitlines()]
-    assert reports, run.stderr
-    return reports
+    return [Report(**report) for report in _run(*arguments)]
+
+
+@pytest.fixture(scope="session")
+def run():
+    return _run
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +44,7 @@ def run_reports():
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory):
     """Of every kernel; where pytest has several workers, one compiles and the others wait."""
-    from fastplm.triton_kernels._compile import Report
+    from compile_kernels import Report
 
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -41,6 +53,5 @@ def reports(tmp_path_factory):
     with Path(folder, "reports.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            found = _run_reports("-m", "fastplm.triton_kernels._compile", "--json")
-            kept.write_text(json.dumps([vars(report) for report in found]))
+            kept.write_text(json.dumps(_run("tools/compile_kernels.py", "--json")))
     return [Report(**report) for report in json.loads(kept.read_text())]

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import pytest
 import triton
 
-from fastplm.triton_kernels import _hazards, _sass
-from fastplm.triton_kernels._compile import ARCHS, Report
+import machine_code
+from compile_kernels import ARCHS, Report
+from hazards import find_hazards
 
 pytestmark = pytest.mark.compile
 
@@ -79,15 +80,15 @@ SCRIPT = """
 import dataclasses, json, pathlib, sys
 import triton
 import fastplm.triton_kernels
-from fastplm.triton_kernels import _compile
+import compile_kernels
 
 folder = pathlib.Path(sys.argv[1])
 fastplm.triton_kernels.__path__.append(str(folder))
 compile, made = triton.compile, []
 triton.compile = lambda *given, **options: made.append(compile(*given, **options)) or made[-1]
-for arch, uneven in (*((arch, False) for arch in _compile.ARCHS), (90, True)):
+for arch, uneven in (*((arch, False) for arch in compile_kernels.ARCHS), (90, True)):
     made.clear()
-    reports = _compile.compile_op("planted_hazards", arch, uneven=uneven)
+    reports = compile_kernels.compile_op("planted_hazards", arch, uneven=uneven)
     for compiled, report in zip(made, reports, strict=True):
         case = "uneven " * uneven + report.case
         texts = [compiled.asm[name] for name in ("ttgir", "ptx")]
@@ -105,7 +106,7 @@ class Planted(NamedTuple):
 
     def hazards(self, ttgir: str = "", ptx: str = "") -> dict[str, list[str]]:
         stages = self.report.stages
-        return _hazards.hazards(ttgir or self.ttgir, ptx or self.ptx, stages)
+        return find_hazards(ttgir or self.ttgir, ptx or self.ptx, stages)
 
 
 @pytest.fixture(scope="module")
@@ -452,7 +453,7 @@ EXIT
 def test_which_registers_are_written_too_early(old, new, overwritten):
     lines = MATMULS.replace(old, new, 1).strip().splitlines()
     sass = "".join(f"  /*{16 * i:04x}*/  {line} ;  /* 0x0 */\n" for i, line in enumerate(lines))
-    assert bool(_sass.overwritten(sass)) == overwritten
+    assert bool(machine_code.overwritten(sass)) == overwritten
 
 
 @pytest.mark.parametrize("arch", (90, 100))
@@ -526,7 +527,7 @@ UNEVEN_SPILLS: dict[str, tuple[int, ...]] = {
 
 @pytest.mark.slow
 def test_sizes_that_16_does_not_divide_bring_no_race_and_no_other_spill(run_reports, capsys):
-    uneven = run_reports("-m", "fastplm.triton_kernels._compile", "--json", "--uneven")
+    uneven = run_reports("tools/compile_kernels.py", "--json", "--uneven")
     costs = {(r.kernel, r.arch, finding) for r in uneven for finding in r.hazards["findings"]}
     with capsys.disabled():
         print()

@@ -1,29 +1,18 @@
-"""A launch on a GPU finds the kernel that Triton's JIT would: with the driver stubbed, no GPU.
-
-Runs in a process of its own, because this one may have switched Triton's interpreter on.
-"""
+"""A launch on a GPU takes the kernel that Triton's JIT would take. The driver is stubbed."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.compile
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 HEAD = """
 import importlib, itertools, json, sys
-sys.path.insert(0, sys.argv[1])
 import host_time, torch, triton
 from fastplm import ops
-from fastplm.triton_kernels import _compile, _launch
+import compile_kernels
+from fastplm.triton_kernels import _launch
 
 
 def planted(self, arguments):  # a rule that forgets what is divisible by 16
@@ -46,7 +35,7 @@ def others(value):
 
 
 def cases():
-    for op in _compile.kernel_modules():
+    for op in compile_kernels.kernel_modules():
         module = importlib.import_module(f"fastplm.triton_kernels.{op}")
         for label, case in module.compile_cases():
             if label.startswith("slow: "):
@@ -56,13 +45,13 @@ def cases():
             yield from launches
 
 
-if len(sys.argv) > 2:
-    _launch._Found.key = planted
+if len(sys.argv) > 1:
+    _launch._CompiledKernels.key = planted
 told, seen, wrong = {}, set(), set()
 with host_time.stubbed():
     for launch in cases():
         kernel, given = launch.kernel, launch.arguments
-        found = _launch._found(kernel, 0, tuple(given))
+        found = _launch._compiled_kernels(kernel, 0, tuple(given))
         every = [given]
         for parameter in kernel.params:
             if not parameter.is_constexpr:
@@ -123,9 +112,9 @@ def ours(launch):  # where the JIT passes hooks without a listener, there is non
             and x != "None"]
 
 
-if len(sys.argv) > 2:
-    _launch._Found.key = planted
-    _launch._Found.agrees = lambda *_: True
+if len(sys.argv) > 1:
+    _launch._CompiledKernels.key = planted
+    _launch._CompiledKernels.agrees = lambda *_: True
 jit = []
 real = triton.JITFunction.run
 triton.JITFunction.run = lambda self, *a, **k: (jit.append(self), real(self, *a, **k))[1]
@@ -135,7 +124,7 @@ with torch.no_grad(), host_time.stubbed() as driver:
     jit.clear()
     fast = launched(driver, every)
     left = len(jit)
-    _launch._is_watched = lambda kernel: True
+    _launch._needs_jit = lambda kernel: True
     slow = launched(driver, every)
 same = [ours(a) == ours(b) for a, b in zip(fast, slow, strict=True)]
 print(json.dumps(dict(launches=len(fast), left_to_the_jit=left, jit=len(jit), same=all(same),
@@ -143,8 +132,8 @@ print(json.dumps(dict(launches=len(fast), left_to_the_jit=left, jit=len(jit), sa
 """
 )
 
-#: Who listens, debugs or instruments gets what the JIT gives.
-WATCHED = (
+#: With hooks, debugging or instrumentation a launch is the JIT's.
+HOOKED = (
     HEAD
     + """
 from triton import knobs
@@ -222,11 +211,11 @@ def kernels(longest, heads):
             with _launch.record_launches(90) as launches:
                 step(rows, slots, longest, heads)
             for launch in launches:
-                if len(sys.argv) > 2:
+                if len(sys.argv) > 1:
                     for parameter in launch.kernel.params:
                         parameter.do_not_specialize = False
                 name = launch.kernel.__name__
-                found.setdefault(name, set()).add(_compile._source(launch)[2])
+                found.setdefault(name, set()).add(compile_kernels.source_of(launch)[2])
     return {name: len(keys) for name, keys in found.items()}
 
 
@@ -235,42 +224,25 @@ print(json.dumps([kernels(128, 12), kernels(512, 4)]))
 )
 
 
-def run(script: str, *arguments: str):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, str(BENCHMARKS), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def keys():
-    return run(KEYS)
-
-
-def test_launches_that_share_a_kernel_are_specialised_alike_by_the_jit(keys):
+def test_launches_that_share_a_kernel_are_specialised_alike_by_the_jit(run):
+    (keys,) = run("-c", KEYS)
     assert keys["seen"] == keys["kernels"] and len(keys["seen"]) >= 10
     assert keys["wrong"] == []
+    assert keys["told"] > 1000 and keys["finer"] == 0  # and by nothing that the JIT ignores
+    (planted,) = run("-c", KEYS, "planted")
+    assert planted["wrong"] == planted["seen"]
 
 
-def test_no_key_tells_apart_what_the_jit_does_not(keys):
-    assert keys["told"] > 1000 and keys["finer"] == 0
-
-
-def test_a_wrong_rule_of_specialisation_is_seen():
-    found = run(KEYS, "planted")
-    assert found["wrong"] == found["seen"]
-
-
-def test_what_is_launched_is_what_the_jit_launches():
-    found = run(CALLS)
+def test_what_is_launched_is_what_the_jit_launches(run):
+    (found,) = run("-c", CALLS)
     assert found["same"] and found["kernels"] > 2
     assert found["left_to_the_jit"] == 0 and found["jit"] == found["launches"]
-    assert not run(CALLS, "planted")["same"]
+    (planted,) = run("-c", CALLS, "planted")
+    assert not planted["same"]
 
 
-def test_the_jit_launches_where_somebody_watches():
-    found = run(WATCHED)
+def test_the_jit_launches_where_hooks_or_debugging_ask_for_it(run):
+    (found,) = run("-c", HOOKED)
     assert found["hook"] == found["debug"] == found["pre-run hook"] == 1
     assert found["nobody"] == found["nobody again"] == found["nobody at last"] == 0
     assert found["stream"] == 99 and found["jit after"] == 0
@@ -285,16 +257,13 @@ TWICE = {
 }
 
 
-def test_batches_of_other_sizes_compile_no_kernel_again():
-    for found in run(STEPS):
+def test_batches_of_other_sizes_compile_no_kernel_again(run):
+    for found in run("-c", STEPS)[0]:
         assert len(found) >= 8
         assert all(found.pop(name) <= 2 for name in TWICE)
         assert set(found.values()) == {1}
-
-
-def test_a_size_that_is_specialised_is_seen():
-    for found in run(STEPS, "planted"):
-        assert min(found.values()) > 1
+    for specialised in run("-c", STEPS, "planted")[0]:
+        assert min(specialised.values()) > 1
 
 
 def test_plain_integers_are_those_of_triton():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fastplm.triton_kernels import _sass
-from fastplm.triton_kernels._compile import (
+import machine_code
+from compile_kernels import (
     ARCHS,
     SMALLER_ARCHS,
     Report,
@@ -117,10 +117,10 @@ def compile_cases():
 SCRIPT = """
 import dataclasses, json, sys
 import fastplm.triton_kernels
-from fastplm.triton_kernels import _compile
+import compile_kernels
 fastplm.triton_kernels.__path__.append(sys.argv[1])
-for arch in _compile.ARCHS:
-    for report in _compile.compile_op("planted", arch):
+for arch in compile_kernels.ARCHS:
+    for report in compile_kernels.compile_op("planted", arch):
         print(json.dumps(dataclasses.asdict(report)))
 """
 
@@ -165,7 +165,7 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
 def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
     """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
     options = ("--json", "--arch", "120", "attention", "gather_rows", "linear_cross_entropy")
-    found = run_reports("-m", "fastplm.triton_kernels._compile", *options)
+    found = run_reports("tools/compile_kernels.py", *options)
     assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
     assert_shippable(found)
 
@@ -174,7 +174,7 @@ def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
 @pytest.mark.parametrize("arch", ARCHS + SMALLER_ARCHS)
 def test_the_long_list_of_configurations(run_reports, arch):
     options = ("--json", "--all", "--arch", str(arch))
-    assert_shippable(run_reports("-m", "fastplm.triton_kernels._compile", *options))
+    assert_shippable(run_reports("tools/compile_kernels.py", *options))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_the_gate_sees_a_spill(planted, arch):
 def test_a_matmul_loop_costs_its_flops(planted, arch):
     report = planted["matmul", arch]
     flops = {80: 2 * 16 * 8 * 16 * 4, 90: 2 * 64 * 64 * 16, 100: 2 * 64 * 64 * 16}[arch]
-    assert report.cycles["tensor"] == 2 * 64**3 / _sass.TENSOR_FLOPS[arch]
+    assert report.cycles["tensor"] == 2 * 64**3 / machine_code.TENSOR_FLOPS[arch]
     assert report.mix["tensor"] == 2 * 64**3 // flops
     assert report.hgmma == (arch == 90)
     assert report.mix["mufu"] == 0
@@ -242,7 +242,7 @@ def sass(*instructions: str) -> str:
 
 
 def names(text: str) -> list[str]:
-    return [instruction.name for instruction in _sass.inner_loop(_sass.parse(text))]
+    return [instruction.name for instruction in machine_code.inner_loop(machine_code.parse(text))]
 
 
 def test_the_inner_loop_is_the_innermost_with_the_most_tensor_work():
@@ -297,4 +297,4 @@ def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
     ],
 )
 def test_blocks_per_sm(arch, warps, registers, shared, columns, blocks):
-    assert _sass.blocks_per_sm(arch, warps, registers, shared, columns) == blocks
+    assert machine_code.blocks_per_sm(arch, warps, registers, shared, columns) == blocks

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from fastplm.data import TokenStore, embedded_corpus, tokenize, train_tokenizer
 
@@ -50,3 +52,50 @@ def tokenizer(documents, tmp_path_factory):
 @pytest.fixture(scope="session")
 def store(documents, tokenizer, tmp_path_factory) -> TokenStore:
     return tokenize(documents, tokenizer, tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session")
+def t5_tokenizer():
+    """Makes T5's layout: <pad> 0, </s> 1, <unk> 2, the words, and the sentinels from the end."""
+
+    def build(sentinels: int = 20) -> T5Tokenizer:
+        special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+        pieces = [(f"▁w{number}", -1.0) for number in range(60)]
+        extra = [(f"<extra_id_{i}>", 0.0) for i in reversed(range(sentinels))]
+        return T5Tokenizer(vocab=[*special, *pieces, *extra], extra_ids=sentinels)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def t5(t5_tokenizer):
+    """T5's tokenizer, and texts of 2 to 41 words with the EOS that it adds."""
+    tokenizer = t5_tokenizer()
+    texts = [" ".join(f"w{(3 * i + j) % 60}" for j in range(2 + i % 40)) for i in range(64)]
+    return tokenizer, [
+        {"input_ids": ids, "sample_index": 10**12 + index}
+        for index, ids in enumerate(tokenizer(texts)["input_ids"])
+    ]
+
+
+@pytest.fixture(scope="session")
+def bart(documents):
+    """Byte-level BPE with BART's special tokens: <s> 0, <pad> 1, </s> 2, <unk> 3, <mask> last;
+    and documents with BOS and EOS around them."""
+    roles = dict(bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=list(roles.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(documents, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, mask_token="<mask>", **roles)
+    texts = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    return tokenizer, [
+        {"input_ids": [0, *ids[: 20 + index % 43], 2], "sample_index": 10**12 + index}
+        for index, ids in enumerate(texts)
+    ]

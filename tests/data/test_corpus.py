@@ -3,6 +3,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
 import random
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from fastplm._checks import DataError
-from fastplm.data import embedded_corpus, read_documents
+from fastplm.data import embedded_corpus, read_documents, tokenize, train_tokenizer
 from fastplm.data.corpus import fingerprint
+from fastplm.data.tokenizer import KINDS
 
 
 def write(path, text, encoding="utf-8"):
@@ -129,33 +131,6 @@ def test_compressed_text_is_never_whole_in_memory(tmp_path):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("missing.txt", None, "does not exist"),
-        ("empty.txt", b"", "empty"),
-        ("blank.txt", b" \n\n\t\n", "empty"),
-        ("latin.txt", "déjà vu".encode("latin-1"), "not UTF-8"),
-        ("folder", "folder", "no text"),
-    ],
-)
-def test_bad_corpus_is_named(tmp_path, name, content, words):
-    path = tmp_path / name
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=words) as error:
-        read_documents([path])
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_no_paths():
-    with pytest.raises(DataError):
-        read_documents([])
-
-
 def test_fingerprint_sees_boundaries():
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
     assert fingerprint(["ab"]) == fingerprint(iter(["ab"]))
@@ -199,3 +174,100 @@ def test_real_text(real_text):
     assert 50 < len(articles) < 70
     assert all(article.startswith("= ") for article in articles)
     assert len(list(read_documents([real_text / "shakespeare.txt"]))) > 5000
+
+
+# --- how often a corpus is read -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def all_opened():
+    """The paths that are opened in this process, in whatever way."""
+    paths, end = [], []
+
+    def audit(event, arguments):
+        if event == "open" and not end:
+            paths.append(str(arguments[0]))
+
+    sys.addaudithook(audit)  # which cannot be removed
+    yield paths
+    end.append(True)
+
+
+@pytest.fixture
+def opened(tmp_path, all_opened):
+    """The names of the files in a folder that were opened since the last call."""
+    (tmp_path / "corpus").mkdir()
+
+    def names():
+        inside = (Path(path) for path in all_opened if Path(path).parent == tmp_path / "corpus")
+        found = sorted(path.name for path in inside)
+        all_opened.clear()
+        return found
+
+    return names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_is_read_once_and_then_never(kind, documents, opened, tmp_path, capsys):
+    folder, cache = tmp_path / "corpus", tmp_path / "cache"
+    (folder / "a.txt").write_text("\n\n".join(documents))
+    (folder / "b.txt.gz").write_bytes(gzip.compress("\n".join(documents[:9]).encode("utf-16")))
+    (folder / "c.txt").write_text(" \n")
+    files = ["a.txt", "b.txt.gz", "c.txt"]
+
+    def read(vocab_size=300):
+        corpus = read_documents([folder], cache=cache)
+        tokenizer = train_tokenizer(corpus, vocab_size, cache, kind)
+        return corpus, tokenize(corpus, tokenizer, cache)
+
+    opened()
+    corpus, store = read()
+    assert opened() == files
+    again, same = read()
+    assert opened() == [] and capsys.readouterr().err == ""
+    assert same.directory == store.directory and again.files == corpus.files
+    plain = read_documents([folder])
+    assert corpus.files == plain.files and list(corpus) == list(again) == list(plain)
+    assert fingerprint(corpus) == fingerprint(list(plain))
+    opened()
+    corpus.release()
+    assert list(corpus) == list(plain) and opened().count("a.txt") == 2
+    # Another vocabulary, a damaged cache, and a file that has changed, though not in size.
+    opened()
+    read(310)
+    assert opened() == files
+    (known,) = cache.glob("corpus-*/corpus.json")
+    known.write_text(known.read_text()[:-1])
+    read()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert opened() == files and f"the cache {known.parent} is damaged" in line
+    (folder / "a.txt").write_text("\n\n".join(documents[::-1]))
+    os.utime(folder / "a.txt", ns=(0, 0))
+    opened()
+    assert read()[1].directory != store.directory
+    assert opened() == files
+    assert not list(cache.glob(".*"))
+
+
+def test_documents_of_a_cached_corpus_can_be_read_side_by_side(tmp_path):
+    write(tmp_path / "a.txt", "".join(f"line {number}\n" for number in range(50)) + "é")
+    corpus = read_documents([tmp_path], cache=tmp_path / "cache")
+    expected = list(read_documents([tmp_path]))
+    assert list(zip(corpus, corpus, strict=True)) == list(zip(expected, expected, strict=True))
+    begun = iter(corpus)
+    first = next(begun)
+    corpus.release()
+    assert [first, *begun] == expected
+
+
+def test_a_corpus_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.txt", "one\n\ntwo")
+
+    def lines(path):
+        yield "one\n"
+        write(file, "one\n\ntwo\n\nthree")
+
+    monkeypatch.setattr("fastplm.data.corpus.lines_of", lines)
+    with pytest.raises(DataError, match="changed while it was read"):
+        read_documents([file], cache=tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())

@@ -20,6 +20,7 @@ from fastplm.data import (
     SentenceChunks,
     TokenStore,
     _cache,
+    _folder,
     read_documents,
     tokenize,
     train_tokenizer,
@@ -37,7 +38,7 @@ def corpus(documents, tmp_path_factory) -> Path:
 
 def results(corpus: Path, cache: Path, kind: str = "wordpiece") -> str:
     """A hash of all that training reads: vocabulary, ids, boundaries, runs and blocks."""
-    documents = read_documents([corpus])
+    documents = read_documents([corpus], cache=cache)
     tokenizer = train_tokenizer(documents, 300, cache, kind)
     store = tokenize(documents, tokenizer, cache)
     read = [tokenizer.backend_tokenizer.to_str().encode()]
@@ -86,7 +87,7 @@ def check_faults(whole, corpus, folder, capsys, number: int) -> None:
     capsys.readouterr()
     assert results(corpus, copied, kind) == expected, (file, damage)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the cache {file.parent} is damaged" in line and "made anew" in line
+    assert f"the cache {file.parent} is damaged" in line and "built again" in line
     # Now it is whole, and nothing else was left.
     assert results(corpus, copied, kind) == expected
     assert capsys.readouterr().err == ""
@@ -152,9 +153,9 @@ def write(folder: Path) -> None:
 
 def test_pages_of_large_files(tmp_path, monkeypatch):
     """A flip between two pages is seen by the whole hash, which the file's time calls for."""
-    monkeypatch.setattr(_cache, "_READ_WHOLE", 8999)
-    monkeypatch.setattr(_cache, "_SAMPLES", 2)
-    monkeypatch.setattr(_cache, "_PAGE", 100)
+    monkeypatch.setattr(_folder, "_LARGE", 8999)
+    monkeypatch.setattr(_folder, "_PAGES", 2)
+    monkeypatch.setattr(_folder, "_PAGE", 100)
     folder = _cache.build_once(tmp_path, "key", write)
     file = folder / "a.bin"
     data, times = file.read_bytes(), file.stat()
@@ -163,15 +164,15 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
         file.write_bytes(data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :])
         if not touched:
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        return _cache.damage(folder)
+        return _folder.damage(folder, cache=True)
 
     assert damage(10, touched=True) == damage(8999, touched=False) == "a.bin has other contents"
     assert damage(10, touched=False) is None
     file.write_bytes(data[:-1])
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert _cache.damage(folder) == "a.bin has 8999 bytes of 9000"
+    assert _folder.damage(folder, cache=True) == "a.bin has 8999 bytes of 9000"
     file.write_bytes(data)
-    assert _cache.damage(folder) is None
+    assert _folder.damage(folder, cache=True) is None
 
 
 def test_those_who_build_at_once_and_those_who_read(tmp_path):
@@ -211,7 +212,7 @@ def test_who_comes_second_takes_what_is_there(tmp_path):
 def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
     file = _cache.build_once(tmp_path, "key", write) / "a.bin"
     data = file.read_bytes()
-    with _cache._locked(tmp_path):
+    with _folder.locked(tmp_path):
         file.write_bytes(b"half")
         thread = threading.Thread(target=_cache.build_once, args=(tmp_path, "key", write))
         thread.start()
@@ -226,7 +227,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     for name in (".key-abandoned", ".key-building", ".other-abandoned"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.bin").write_bytes(b"half")
-    with _cache._locked(tmp_path / ".key-building"):
+    with _folder.locked(tmp_path / ".key-building"):
         _cache.build_once(tmp_path, "key", write)
     assert sorted(os.listdir(tmp_path)) == [".key-building", ".other-abandoned", "key"]
 
@@ -275,4 +276,4 @@ def test_a_manifest_is_what_it_says(tmp_path):
     assert manifest["files"]["a"]["size"] == 3
     manifest["files"]["a"]["changed"] += 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert _cache.damage(folder) == "manifest.json is not what was written"
+    assert _folder.damage(folder, cache=True) == "manifest.json is not what was written"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fastplm._checks import ArgumentValueError, DataError
-from fastplm.data import index
+from fastplm.data import _numbers, index
 
 compiled = pytest.mark.skipif(not index._COMPILED, reason="the extension was not built")
 INT64 = np.iinfo(np.int64)
@@ -25,20 +25,20 @@ def both(name):
     [([], -1), ([7], -1), ([0, 3, 9], -1), ([0, 0], 0), ([0, 5, 4, 3], 1), ([-2, -1, 8, 8], 2)],
 )
 def test_first_descent(boundaries, expected):
-    assert index.first_descent(np.array(boundaries, dtype=np.int64)) == expected
+    assert _numbers.first_descent(np.array(boundaries, dtype=np.int64)) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("place", [0, 500, 9999])
 def test_first_outside(dtype, place):
     ids = np.arange(10_000, dtype=dtype) % 1000
-    assert index.first_outside(ids, 1000) == -1
-    assert index.first_outside(ids, 999) == 999
+    assert _numbers.first_outside(ids, 1000) == -1
+    assert _numbers.first_outside(ids, 999) == 999
     ids[place] = ids[-1] = 1000
-    assert index.first_outside(ids, 1000) == place
+    assert _numbers.first_outside(ids, 1000) == place
     ids[place] = -1 if dtype == np.int32 else 65535
-    assert index.first_outside(ids, 1000) == place
-    assert index.first_outside(ids[:0], 0) == -1
+    assert _numbers.first_outside(ids, 1000) == place
+    assert _numbers.first_outside(ids[:0], 0) == -1
 
 
 @both("sentence_chunks")
@@ -129,14 +129,14 @@ def test_packing_at_other_capacities(lengths):
 
 
 def test_checks_work_in_pieces(monkeypatch):
-    monkeypatch.setattr(index, "_AT_ONCE", 3)
+    monkeypatch.setattr(_numbers, "_AT_ONCE", 3)
     for size in range(1, 9):
         for wrong in range(size):
             boundaries, ids = np.arange(size + 1), np.zeros(size, dtype=np.int32)
             boundaries[wrong + 1] = boundaries[wrong]
             ids[wrong] = 5
-            assert index.first_descent(boundaries) == wrong
-            assert index.first_outside(ids, 5) == wrong
+            assert _numbers.first_descent(boundaries) == wrong
+            assert _numbers.first_outside(ids, 5) == wrong
 
 
 @compiled
@@ -172,8 +172,8 @@ def test_operators_refuse_what_would_be_out_of_bounds():
 def test_memory_maps_in_and_out(tmp_path):
     sentences, documents = np.arange(0, 500, 5), np.array([0, 40, 99])
     sentences.tofile(tmp_path / "in.bin")
-    mapped = index.map_file(tmp_path / "in.bin", np.int64)
-    chunks = index.sentence_chunks(mapped, documents, 12, index.new_file(tmp_path / "out.bin"))
+    mapped = _numbers.map_file(tmp_path / "in.bin", np.int64)
+    chunks = index.sentence_chunks(mapped, documents, 12, _numbers.new_file(tmp_path / "out.bin"))
     assert not mapped.flags.writeable
     stored = np.fromfile(tmp_path / "out.bin", dtype=np.int64).reshape(3, -1)
     assert stored.tolist() == chunks.tolist()

@@ -94,7 +94,10 @@ CUTS = {
     "pip install torch": Cut("--dry-run", says="already satisfied: torch "),
     "pip install -v --no-build-isolation .": Cut(
         "--no-deps --target out/site",
-        leaves=("out/site/fastplm/_C.abi3.so", "out/site/fastplm/triton_kernels/attention.py"),
+        leaves=(
+            "out/site/fastplm/_C.abi3.so",
+            "out/site/fastplm/triton_kernels/attention/launch.py",
+        ),
         says=r"fastplm: compiled csrc/attention\.cpp in \d+ s",
         slow=True,
     ),

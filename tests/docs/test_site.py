@@ -144,6 +144,9 @@ def test_the_docstring_extension():
         *("**Source.** somebody 2020,", "§2.", "**Reference.** ``there``."),
     ]
     assert "Attributes:" in module.tidy(docstring, None)
+    attributes = "Args:\n    store: tokens.\n\nAttributes:\n    begin, end: rows."
+    tidied = module.tidy(attributes, ["store"])
+    assert tidied.endswith("Attributes:\n    begin: rows.\n    end: rows.")
 
 
 # --- the speeds of BERT's step --------------------------------------------------------------------

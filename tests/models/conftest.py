@@ -1,4 +1,4 @@
-"""Holding a model to its parent class: the parent in fp64 is the truth, in fp32 the measure."""
+"""Comparing a model with its parent class, whose error in fp32 is the error budget."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fastplm.testing import (
     rerounded,
 )
 
-#: Models of one shape that a check in fp32 or 16 bits takes together: there the error of one is a
-#: few draws of chance, common to whole tensors.
+#: The number of models that a check in fp32 or 16 bits compares together, as the error of a single
+#: small model varies too much.
 POOLED = 4
 
 
@@ -68,10 +68,10 @@ def _check(
 
 
 def _measures(model: nn.Module, run: Callable) -> list[tuple[Outputs, Outputs]]:
-    """What PyTorch itself errs: eager and, its own default for these models, SDPA.
+    """PyTorch's own errors: with eager attention and with SDPA, its default for these models.
 
-    Its sums in other orders too; and, as that hardly changes a sum of 16-bit products, which is
-    fp32, with every weight an error of one unit in its last place, which any algorithm may make.
+    Also with reductions in other orders, and with weights changed by one unit in the last place
+    (another order hardly changes 16-bit products, which are summed in fp32).
     """
     measures = []
     model = copy.deepcopy(model)
@@ -113,16 +113,15 @@ def _hold(
     parent_run: Callable[[nn.Module], Mapping[str, Tensor]] | None = None,
     in_fp64: bool = True,
 ) -> None:
-    """Every output, and every parameter's gradient of output "loss", within the error budget.
+    """Check every output, and every gradient of the output "loss", against the error budget.
 
     Args:
-        ours, parent: models of the same parameter names (or the same model, to hold one of its
-            paths to another); the parent is given the values of ours.
-        run: outputs by name; called on both.
-        parent_run: what is called on the parent instead.
-        in_fp64: run ours in fp64 too, if it is in fp32: through the same Python, by what the ops
-            have for fp64. Otherwise ours runs in its own dtype, by its kernels, and several models
-            of one shape are held together, as the error of one is a few draws of chance.
+        ours, parent: models with the same parameter names, or one model twice, to compare two calls
+            of it; the parent gets the parameters of ours.
+        run: called on both models; returns outputs by name.
+        parent_run: called on the parent instead of ``run``.
+        in_fp64: run an fp32 model in fp64, with the fp64 backends of the ops. Otherwise ours runs
+            in its own dtype, with its kernels, and ``POOLED`` models are compared together.
     """
     parent_run = parent_run or run
     if parent is not ours:
@@ -157,7 +156,7 @@ def _hold(
 
 
 def condition(model: nn.Module) -> float:
-    """What errors of 1 in each weight, relative to it, do to the loss that had these gradients."""
+    """The error of the loss if each weight has a relative error of 1."""
     products = (p.grad * p for p in model.parameters() if p.grad is not None)
     return (
         float(sum((product.detach().square().sum() for product in products), torch.zeros(())))
@@ -180,6 +179,7 @@ PADDINGS = {
     "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] + [1] * 8, [0] * 7 + [1] * 2]),
     "dead row": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [0] * 9]),
 }
+PADDINGS["boolean"] = PADDINGS["right"].bool()
 
 
 def parent_of(ours: type) -> type:
@@ -191,7 +191,20 @@ def parent_of(ours: type) -> type:
     )
 
 
-#: Classes whose logits are made on demand where there are labels.
+def eager_parent(ours: type, config: Any, **options: Any) -> nn.Module:
+    """A model of the parent class, with eager attention."""
+    options["attn_implementation"] = "eager"
+    return parent_of(ours)._from_config(copy.deepcopy(config), **options)
+
+
+def changed(config: Any, **fields: Any) -> Any:
+    """A copy of a configuration with other values."""
+    config = copy.deepcopy(config)
+    config.update(fields)
+    return config
+
+
+#: Classes that compute logits only on request if there are labels.
 VOCABULARY_HEADS = (
     *("MaskedLM", "ForPreTraining", "CausalLM", "LMHeadModel", "DoubleHeadsModel"),
     "ConditionalGeneration",
@@ -205,9 +218,9 @@ def has_decoder(name: str) -> bool:
 
 
 def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
-    """A batch for a class of this name: ids, mask, and labels where its loss has some.
+    """A batch for a class of this name: ids, mask, and labels if it has a loss.
 
-    Rows without a token, whose answer is nobody's business, have no label.
+    Rows without a token, whose output is not defined, have no label.
     """
     vocab, pad = config.vocab_size, config.pad_token_id or 0
     ids = torch.randint(max(4, pad + 1), vocab, (ROWS, LENGTH))
@@ -219,7 +232,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
         ids[torch.arange(ROWS), (seen * torch.arange(LENGTH)).argmax(1)] = config.eos_token_id
     predicted = seen
     if name.endswith(("CausalLM", "LMHeadModel", "DoubleHeadsModel")):
-        # What padding at the left predicts, having seen nothing, each implementation says itself.
+        # Padding at the left attends to no token: what it predicts is not defined.
         predicted = seen & seen.roll(1, 1)
     inputs = {"input_ids": ids}
     if mask is not None:
@@ -267,7 +280,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
         inputs["mc_token_ids"] = (places * seen).amax(1)
         for key in tuple(inputs):
             inputs[key] = torch.stack([inputs[key].roll(shift, 0) for shift in range(CHOICES)], 1)
-        # The last token is not always the one that is read: one behind it, which sees it.
+        # The position that is read is not always the last token; here it is after it.
         inputs["mc_token_ids"][:, 0] = LENGTH - 1
         inputs["mc_labels"] = torch.tensor([0, 2, 1, 2])
         if name.startswith("OpenAIGPT") and mask is not None:
@@ -276,11 +289,11 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
 
 
 def in_own_memory(model: nn.Module) -> nn.Module:
-    """A loaded model, its tensors moved to where those of a new one lie: same values, same bits.
+    """Copy the tensors of a loaded model to new, aligned memory.
 
-    A file is mapped as it is, and its tensors begin at any multiple of 4 bytes, not of 64. MKL's
-    products of one row or one column add in another order where an operand is not aligned to 16
-    bytes (unless MKL_CBWR is set), on some CPUs more of them than on others.
+    Loaded tensors are mapped from the file and aligned to only 4 bytes. For operands that are not
+    aligned to 16 bytes, MKL may sum products of one row or column in another order (unless MKL_CBWR
+    is set), so results would differ in the last bit.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
@@ -302,57 +315,62 @@ def _weights_like(value: Tensor) -> Tensor:
     )
 
 
-def _compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """What two models must agree on: nothing that belongs to padding."""
+def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The outputs that two models must agree on: all but those of padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and name.endswith("DoubleHeadsModel"):
         mask = mask.view(inputs["input_ids"].shape)
     token = slice(None) if mask is None else mask.bool()
     alive = slice(None) if mask is None else mask.bool().any(-1)
-    compared: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     if has_decoder(name):
-        # Padding of the source, and rows without one; the target has none.
-        outputs = {
-            f"{key} {index}": state[token if key.startswith("encoder") else alive]
-            if state.dim() > 0
-            else state
-            for key, values in outputs.items()
-            for index, state in enumerate(values if isinstance(values, tuple) else (values,))
-        }
-        compared = {key.removesuffix(" 0"): value for key, value in outputs.items()}
-        if "loss" in compared:
-            loss = compared["loss"]
-            compared["loss"] = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        # Padding of the source, rows without a source, and padding of the target.
+        decoder_mask = inputs.get("decoder_attention_mask")
+        target = alive
+        if decoder_mask is not None:
+            target = decoder_mask.bool() if mask is None else decoder_mask.bool() & alive[:, None]
+
+        def shown(key: str, state: Tensor) -> Tensor:
+            if key == "loss":
+                return state.to(torch.promote_types(state.dtype, torch.float32))
+            if key.startswith("encoder"):
+                return state[token]
+            return state[target if state.dim() == 3 else alive]
+
+        for key, values in outputs.items():
+            if isinstance(values, tuple):
+                found.update((f"{key} {i}", shown(key, state)) for i, state in enumerate(values))
+            elif isinstance(values, Tensor):
+                found[key] = shown(key, values)
         outputs = {}
     for key, value in outputs.items():
         if key in ("loss", "mc_loss"):
             # Ours is fp32 where the parent's has the dtype of its logits.
-            compared[key] = value.to(torch.promote_types(value.dtype, torch.float32))
+            found[key] = value.to(torch.promote_types(value.dtype, torch.float32))
         elif key == "hidden_states":
             flat = token if mask is None or mask.dim() == 2 else mask.flatten(0, 1).bool()
             states = (state.view(-1, *state.shape[-2:])[flat] for state in value)
-            compared.update((f"hidden {i}", state) for i, state in enumerate(states))
+            found.update((f"hidden {i}", state) for i, state in enumerate(states))
         elif isinstance(value, Tensor):
             per_token = mask is not None and value.shape[: mask.dim()] == mask.shape
-            compared[key] = value[token if per_token else alive]
-    if "mc_loss" in compared:
-        compared["loss"] = compared["loss"] + compared.pop("mc_loss")
-    if "loss" not in compared:
+            found[key] = value[token if per_token else alive]
+    if "mc_loss" in found:
+        found["loss"] = found["loss"] + found.pop("mc_loss")
+    if "loss" not in found:
         # Weighted, as the plain sum of squares behind a norm is a constant, with no gradient.
-        compared["loss"] = sum(
-            (value.square() * _weights_like(value)).sum() for value in compared.values()
+        found["loss"] = sum(
+            (value.square() * _weights_like(value)).sum() for value in found.values()
         )
-    return compared
+    return found
 
 
 @pytest.fixture
 def hold_drop_in(hold) -> Callable[..., None]:
-    """``check(ours, config, padding, dtype=…, **options)``: a class of ours equals its parent.
+    """``check(ours, config, padding, dtype=…, **options)``: a drop-in class equals its parent.
 
-    Loss, logits, hidden states and the gradient of every parameter stay within the error budget:
-    of one call that returns the whole of them and one that returns the loss alone, where ours
-    computes the rows alone that the loss needs. ``options`` go to ours. The padding is a name of
-    ``PADDINGS``; the dtype is fp64, or that of the models, in which their kernels run.
+    Loss, logits, hidden states and all gradients must be within the error budget, for one call that
+    returns all of them and one that returns only the loss. ``options`` are passed to ours;
+    ``padding`` is a name of ``PADDINGS``; ``dtype`` is fp64, or that of the models and kernels.
     """
 
     def check(ours, config, padding, dtype=torch.float64, **options):
@@ -370,21 +388,19 @@ def hold_drop_in(hold) -> Callable[..., None]:
         model = ours(copy.deepcopy(config)).to(dtype)
         if hasattr(model, "final_logits_bias"):
             nn.init.normal_(model.final_logits_bias)
-        parent = parent_of(ours)._from_config(
-            copy.deepcopy(config), attn_implementation="eager", dtype=dtype
-        )
+        parent = eager_parent(ours, config, dtype=dtype)
         assert model.state_dict().keys() == parent.state_dict().keys()
         logits = {"output_logits": True} if name.endswith(VOCABULARY_HEADS) else {}
         has_loss = "labels" in inputs or "start_positions" in inputs
 
         def whole(model, **extra):
             outputs = model(**inputs, output_hidden_states=True, **extra)
-            return _compared(outputs, inputs, name)
+            return compared(outputs, inputs, name)
 
         def run(model):
             outputs = whole(model, **logits, **options)
             if has_loss:
-                alone = _compared(model(**inputs, **options), inputs, name)["loss"]
+                alone = compared(model(**inputs, **options), inputs, name)["loss"]
                 outputs = {**outputs, "alone": alone, "loss": outputs["loss"] + alone}
             return outputs
 

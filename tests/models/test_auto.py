@@ -22,7 +22,7 @@ DISTIL = transformers.DistilBertConfig(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_ours_by_name_where_there_is_one(name, family):
+def test_auto_classes_return_drop_in_classes(name, family):
     theirs = getattr(transformers, name)
     config = small_config(family)
     if type(config) not in theirs._model_mapping:
@@ -48,7 +48,7 @@ def test_every_family_is_tried():
 
 @pytest.mark.parametrize("chosen", ["argument", "configuration"])
 @pytest.mark.parametrize("config", [BERT, DISTIL], ids=["bert", "distilbert"])
-def test_the_users_attention_stays(config, chosen, tmp_path):
+def test_auto_classes_keep_the_users_attention(config, chosen, tmp_path):
     config = copy.deepcopy(config)
     argument = {"attn_implementation": "eager"} if chosen == "argument" else {}
     if chosen == "configuration":
@@ -63,7 +63,7 @@ def test_the_users_attention_stays(config, chosen, tmp_path):
     assert model.config._attn_implementation == "eager"
 
 
-def test_loading_goes_both_ways(tmp_path):
+def test_from_pretrained(tmp_path):
     torch.manual_seed(0)
     theirs = transformers.BertForMaskedLM(copy.deepcopy(BERT)).eval()
     theirs.save_pretrained(tmp_path)
@@ -79,7 +79,7 @@ def test_loading_goes_both_ways(tmp_path):
     assert half.dtype is torch.bfloat16
 
 
-def test_others_are_transformers_with_our_attention(tmp_path):
+def test_other_models_get_fused_attention(tmp_path):
     config = copy.deepcopy(DISTIL)
     model = models.AutoModel.from_config(config)
     assert type(model) is transformers.DistilBertModel
@@ -91,7 +91,7 @@ def test_others_are_transformers_with_our_attention(tmp_path):
         assert either.config._attn_implementation == "fastplm"
 
 
-def test_code_of_a_checkpoint_is_used_where_it_is_trusted(tmp_path):
+def test_trust_remote_code(tmp_path):
     config = copy.deepcopy(BERT)
     config.auto_map = {"AutoModel": "own.OwnModel"}
     models.BertModel(config).save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_code_of_a_checkpoint_is_used_where_it_is_trusted(tmp_path):
     assert type(ours) is models.BertModel
 
 
-def test_transformers_own_classes_are_left_as_they_were():
+def test_transformers_auto_classes_are_not_changed():
     models.AutoModel.from_config(copy.deepcopy(BERT))
     theirs = transformers.AutoModel.from_config(copy.deepcopy(BERT))
     assert type(theirs) is transformers.BertModel

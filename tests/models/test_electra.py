@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 import transformers
 from torch import nn
-from transformers import ElectraConfig, Trainer, TrainingArguments
+from transformers import ElectraConfig
 
 from fastplm._backends import record_decisions, use_backend
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
@@ -22,31 +22,12 @@ from fastplm.models import (
     ElectraForPreTraining,
     ElectraJointConfig,
 )
-from fastplm.models._ragged import RaggedBatch
 
-from .conftest import in_own_memory
+from .conftest import LENGTH, PADDINGS, ROWS, eager_parent, in_own_memory, small_config
 
-VOCAB, ROWS, LENGTH = 37, 4, 9
-CONFIG = ElectraConfig(
-    vocab_size=VOCAB,
-    embedding_size=16,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=20,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-    initializer_range=0.3,
-    summary_last_dropout=0.0,
-)
-MASKS = {
-    "none": None,
-    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7]),
-    "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] + [1] * 8, [0] * 7 + [1] * 2]),
-    "dead row": torch.tensor([[1] * 9, [0] * 9, [1] * 8 + [0], [1] * 2 + [0] * 7]),
-}
-MASKS["boolean"] = MASKS["right"].bool()
+VOCAB = 37
+CONFIG = small_config("electra", embedding_size=16, hidden_size=32, intermediate_size=48)
+MASKS = {name: mask for name, mask in PADDINGS.items() if name != "full"}
 MASK_ID = 1
 
 
@@ -73,10 +54,6 @@ def kept(tensor, mask):
     return tensor if mask is None else tensor[mask.bool()]
 
 
-def eager(cls, config):
-    return cls._from_config(copy.deepcopy(config), attn_implementation="eager")
-
-
 # --- every class ----------------------------------------------------------------------------------
 
 
@@ -89,14 +66,14 @@ def config_of(ours, **fields):
 
 
 @pytest.mark.parametrize("ours", [ElectraForMaskedLM, ElectraForPreTraining])
-def test_embeddings_as_wide_as_the_hidden_rows_are_not_projected(hold_drop_in, ours):
+def test_embeddings_of_the_hidden_size_are_not_projected(hold_drop_in, ours):
     wide = config_of(ours, embedding_size=CONFIG.hidden_size)
     assert not hasattr(ours(wide).electra, "embeddings_project")
     hold_drop_in(ours, wide, "right")
 
 
 @pytest.mark.parametrize("summary", ["last", "mean", "cls_index"])
-def test_choices_may_be_summed_up_in_any_way(hold_drop_in, summary):
+def test_multiple_choice_with_any_summary_type(hold_drop_in, summary):
     """These read padding as well."""
     ours = ElectraForMultipleChoice
     hold_drop_in(ours, config_of(ours, summary_type=summary), "right")
@@ -117,86 +94,14 @@ def test_every_input_is_packed(hold, given):
         cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
         return {"loss": model(attention_mask=mask, labels=labels, **cast).loss}
 
-    parent = eager(transformers.ElectraForMaskedLM, config())
+    parent = eager_parent(ElectraForMaskedLM, config())
     hold(ElectraForMaskedLM(config()), parent, run)
 
 
 # --- the decoder ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded states", "packed states"])
-@pytest.mark.parametrize("padding", ["none", "right"])
-def test_cross_attention_of_two_paddings_equals_the_parents(hold, padding, packed):
-    mask = MASKS[padding]
-    ids, labels = batch(mask)
-    mask_of_states = torch.tensor([[1] * 3 + [0] * 4, [1] * 7, [0] * 6 + [1], [1] * 5 + [0] * 2])
-    states = torch.randn(ROWS, 7, CONFIG.hidden_size)
-    # What is padding must not matter, whatever it holds.
-    states = states.masked_fill(mask_of_states[..., None] == 0, 1e6)
-    given = {"encoder_hidden_states": states, "encoder_attention_mask": mask_of_states}
-    rows = RaggedBatch.of(mask_of_states)
-    ours_given = given
-    if packed:
-        ours_given = {"encoder_hidden_states": rows.pack_rows(states), "encoder_rows": rows}
-
-    def run(model, given=given, **extra):
-        states = given["encoder_hidden_states"].to(next(model.parameters()).dtype)
-        given = {**given, "encoder_hidden_states": states}
-        out = model(ids, attention_mask=mask, labels=labels, **given, **extra)
-        return {"loss": out.loss, "logits": kept(out.logits, mask)}
-
-    decoder = config_of(ElectraForCausalLM, add_cross_attention=True)
-    hold(
-        ElectraForCausalLM(decoder),
-        eager(transformers.ElectraForCausalLM, decoder),
-        lambda model: run(model, ours_given, output_logits=True),
-        run,
-    )
-
-
-def test_generation_is_the_parents_with_and_without_a_cache():
-    mask = MASKS["left"]
-    ids, _ = batch(mask)
-    decoder = config_of(ElectraForCausalLM)
-    ours = ElectraForCausalLM(decoder).eval()
-    parent = eager(transformers.ElectraForCausalLM, decoder).eval()
-    parent.load_state_dict(ours.state_dict())
-    settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
-    expected = parent.generate(ids, **settings)
-    for use_cache in (True, False):
-        assert torch.equal(ours.generate(ids, use_cache=use_cache, **settings), expected)
-
-
-def test_a_cache_continues_the_positions(hold):
-    ids, _ = batch()
-
-    def in_two_pieces(model):
-        first = model(ids[:, :4], use_cache=True)
-        out = model(ids[:, 4:], past_key_values=first.past_key_values)
-        return {"logits": torch.cat((first.logits, out.logits), 1).detach()}
-
-    model = ElectraForCausalLM(config_of(ElectraForCausalLM))
-    hold(model, model, in_two_pieces, lambda model: {"logits": model(ids).logits.detach()})
-
-
 # --- the two halves -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("padding", MASKS)
-def test_masked_lm_equals_its_parent(hold, padding):
-    mask = MASKS[padding]
-    ids, labels = batch(mask)
-    positions = torch.cat(((labels.flatten() != -100).nonzero().flatten(), torch.tensor([-1, -1])))
-
-    def run(model, **extra):
-        out = model(ids, attention_mask=mask, labels=labels, **extra)
-        return {"loss": out.loss, "logits": kept(out.logits, mask)}
-
-    parent = eager(transformers.ElectraForMaskedLM, config())
-    for given in ({}, {"masked_positions": positions}):
-        ours = ElectraForMaskedLM(config())
-        hold(ours, parent, lambda m, given=given: run(m, output_logits=True, **given), run)
-    assert ours(ids, labels=labels).logits is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
@@ -212,13 +117,13 @@ def test_pretraining_equals_its_parent(hold, padding, dtype):
 
     hold(
         ElectraForPreTraining(config()),
-        eager(transformers.ElectraForPreTraining, config()),
+        eager_parent(ElectraForPreTraining, config()),
         lambda model: run(model, labels.to(dtype), output_logits=True),
         lambda model: run(model, labels),
     )
 
 
-def test_pretraining_leaves_out_what_is_labelled_ignore(hold):
+def test_pretraining_ignores_labels_of_minus_100(hold):
     ids, _ = batch()
     labels = (torch.rand(ROWS, LENGTH) < 0.3).long()
     mask = MASKS["right"].bool()
@@ -231,12 +136,30 @@ def test_pretraining_leaves_out_what_is_labelled_ignore(hold):
         target = labels[mask].to(logits.dtype)
         return {"loss": nn.functional.binary_cross_entropy_with_logits(logits, target)}
 
-    parent = eager(transformers.ElectraForPreTraining, config())
+    parent = eager_parent(ElectraForPreTraining, config())
     ours = ElectraForPreTraining(config())
     hold(ours, parent, run, parent_run)
     assert ours(ids, labels=labels).logits is None
     assert ours(ids).logits.shape == (ROWS, LENGTH)
     assert ours(ids, labels=torch.full_like(labels, -100)).loss.item() == 0.0
+
+
+def test_hooks_on_the_detection_layer_are_called(hold):
+    """The loss reads its weight; with a hook or an adapter it calls the layer, as the parent."""
+    mask = MASKS["right"]
+    ids, _ = batch(mask)
+    ours, parent = (
+        ElectraForPreTraining(config()),
+        eager_parent(ElectraForPreTraining, CONFIG),
+    )
+    for model in (ours, parent):
+        layer = model.discriminator_predictions.dense_prediction
+        layer.register_forward_hook(lambda _, __, out: 3 * out - 1)
+
+    def run(model):
+        return {"loss": model(ids, attention_mask=mask, labels=ids % 2).loss}
+
+    hold(ours, parent, run, run)
 
 
 def rows_of(module):
@@ -276,55 +199,6 @@ def test_pretraining_on_the_padded_path_is_the_same(hold, extra):
     hold(model, model, lambda model: run(model, **extra), run)
 
 
-def test_pretraining_is_compiled_once_for_all_paddings(hold):
-    torch._dynamo.reset()
-    model = ElectraForPreTraining(config())
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for padding in ("right", "left"):
-        ids, _ = batch(MASKS[padding])
-        given = {"attention_mask": MASKS[padding], "labels": ids % 2}
-        hold(
-            model,
-            model,
-            lambda _, ids=ids, given=given: {"loss": compiled(ids, unpad=30, **given).loss},
-            lambda model, ids=ids, given=given: {"loss": model(ids, **given).loss},
-        )
-    assert counter.frame_count == 1
-
-
-def test_accumulated_half_batches_are_one_batch(hold):
-    ids, labels = batch()
-    mask = MASKS["right"].flip(0)
-    found = (torch.rand(ROWS, LENGTH) < 0.3).long()
-
-    def run(model, labels, rows, count):
-        pieces = [slice(i, i + rows) for i in range(0, ROWS, rows)]
-        return {
-            "loss": sum(
-                model(
-                    ids[piece],
-                    attention_mask=mask[piece],
-                    labels=labels[piece],
-                    num_items_in_batch=count,
-                ).loss
-                for piece in pieces
-            )
-        }
-
-    for cls, target, count in (
-        (ElectraForMaskedLM, labels, (labels != -100).sum()),
-        (ElectraForPreTraining, found, mask.sum()),
-    ):
-        model = cls(config())
-        hold(
-            model,
-            model,
-            lambda model, target=target, count=count: run(model, target, 2, count),
-            lambda model, target=target: run(model, target, ROWS, None),
-        )
-
-
 # --- the joint model ------------------------------------------------------------------------------
 
 
@@ -333,8 +207,8 @@ class Parts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.generator = eager(transformers.ElectraForMaskedLM, config.generator)
-        self.discriminator = eager(transformers.ElectraForPreTraining, config.discriminator)
+        self.generator = eager_parent(ElectraForMaskedLM, config.generator)
+        self.discriminator = eager_parent(ElectraForPreTraining, config.discriminator)
         theirs = self.discriminator.electra.embeddings
         ours = self.generator.electra.embeddings
         for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
@@ -466,7 +340,7 @@ def test_a_sample_that_equals_the_original_counts_as_original():
     assert torch.equal(out.replaced_ids[labels == -100], ids[labels == -100])
 
 
-def test_a_corrupted_token_that_was_not_masked_is_restored_first():
+def test_randomly_replaced_tokens_are_restored_first():
     ids, labels = batch()
     ids[labels != -100] = 9
     model = ElectraForJointPreTraining(joint_config())
@@ -522,7 +396,7 @@ def test_accumulated_half_batches_are_one_joint_batch(hold):
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def test_samples_depend_on_the_sample_and_position_alone():
+def test_samples_depend_only_on_sample_index_and_position():
     mask = MASKS["right"]
     ids, labels = batch(mask)
     index = torch.tensor([7, 2**33, 1, 4])
@@ -630,7 +504,7 @@ def test_each_part_loads_in_transformers_with_equal_outputs(hold, tmp_path, part
     )
 
 
-def test_a_resized_vocabulary_stays_one(tmp_path):
+def test_resize_token_embeddings_keeps_the_sharing(tmp_path):
     model = ElectraForJointPreTraining(joint_config())
     model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
     ids, labels = batch()
@@ -641,44 +515,6 @@ def test_a_resized_vocabulary_stays_one(tmp_path):
     assert loaded.get_input_embeddings().num_embeddings == VOCAB + 3
     word_embeddings = model.get_input_embeddings().weight
     assert model.generator.generator_lm_head.weight is word_embeddings
-
-
-def test_trainer_trains_and_resumes_the_joint_model(tmp_path):
-    ids, labels = batch()
-    samples = [
-        {"input_ids": i, "labels": label, "sample_index": torch.tensor(n)}
-        for n, (i, label) in enumerate(zip(ids, labels, strict=True))
-    ]
-
-    def collate(rows):
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def train(steps, **resume):
-        torch.manual_seed(0)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(steps)),
-            per_device_train_batch_size=2,
-            max_steps=4,
-            save_steps=2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            lr_scheduler_type="constant",
-        )
-        trainer = Trainer(
-            model=ElectraForJointPreTraining(joint_config()),
-            args=arguments,
-            train_dataset=samples,
-            data_collator=collate,
-        )
-        assert trainer.model_accepts_loss_kwargs
-        trainer.train(**resume)
-        return trainer.model.state_dict()
-
-    whole = train(4)
-    resumed = train(4, resume_from_checkpoint=str(tmp_path / "4" / "checkpoint-2"))
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
 
 
 def test_compiled_once_for_all_batches_of_a_shape(hold):

@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from transformers import ElectraConfig, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig, electra_joint
 from fastplm.nn import TokenMasker
 from fastplm.reference.linear_cross_entropy import sample_ref
 from fastplm.reference.philox import Stream, draw
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 
-from .conftest import in_own_memory
+from .conftest import in_own_memory, small_config
 
 VOCAB, ROWS, LENGTH, MASK_ID = 37, 4, 9, 1
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 3 + [0] * 6])
@@ -48,18 +48,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def joint_config(**options):
-    encoder = ElectraConfig(
-        vocab_size=VOCAB,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=20,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.3,
-    )
+    encoder = small_config("electra", embedding_size=16, hidden_size=32, intermediate_size=48)
     equal = options.get("embedding_sharing") == "all" or options.get("stage")
     return ElectraJointConfig.from_discriminator(
         encoder, generator_size=1 if equal else 0.5, **options
@@ -187,7 +176,7 @@ def losses(outputs):
 
 
 @every_option
-def test_losses_and_gradients_are_those_of_the_definition(hold, options):
+def test_losses_and_gradients_equal_the_definition(hold, options):
     ids, labels = batch()
     model, reference = build(**options), Reference(joint_config(**options))
     reference.load_state_dict(model.state_dict())
@@ -208,7 +197,7 @@ def test_losses_and_gradients_are_those_of_the_definition(hold, options):
 
 
 @every_option
-def test_gradients_reach_what_is_trained_and_nothing_else(options):
+def test_only_trained_parameters_get_gradients(options):
     model = build(**options)
     run(model, *batch()).loss.backward()
     reached = {n for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
@@ -269,7 +258,7 @@ def test_leaving_padding_out_changes_nothing(hold, options, unpad):
 
 
 @every_option
-def test_no_row_is_computed_for_nothing(options):
+def test_only_needed_rows_are_computed(options):
     """Padding nowhere, and in the last layer what a loss reads."""
     ids, labels = batch()
     model = build(**options)
@@ -331,7 +320,7 @@ def test_accumulated_half_batches_are_one_batch(hold, options):
 
 
 @every_option
-def test_a_batch_without_labels_trains_nothing_by_them(options):
+def test_a_batch_without_labels_has_finite_gradients(options):
     ids, _ = batch()
     model = build(**options)
     out = run(model, ids, torch.full_like(ids, -100), output_replaced_ids=True)
@@ -362,7 +351,7 @@ def flatten_heads(model, *, copy_bias=0.0, detection_bias=0.0):
 
 
 @pytest.mark.parametrize("objective", electra_joint.OBJECTIVES)
-def test_losses_by_hand(objective):
+def test_losses_equal_values_computed_by_hand(objective):
     # Three tokens and one of padding; two are chosen, and replaced by 5: one was a 5 before.
     ids = torch.tensor([[8, MASK_ID, MASK_ID, 3]])
     labels = torch.tensor([[-100, 5, 6, -100]])
@@ -407,7 +396,7 @@ def test_the_copy_mechanism_neither_overflows_nor_underflows(logit):
 
 
 @every_option
-def test_the_curve_falls(options):
+def test_the_loss_decreases(options):
     torch.manual_seed(0)  # few steps of so small a model are a draw
     model = build(**options)
     with torch.no_grad():
@@ -464,7 +453,7 @@ def train(model, forward):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("all shared", "all-tokens MLM")),
     ],
 )
-def test_twenty_steps_give_the_curve_of_transformers(name):
+def test_twenty_steps_give_the_losses_of_transformers(name):
     # Seeds under which no uniform number lies within rounding of a boundary between two tokens:
     # then all runs draw the same replacements, which is asserted.
     options = OPTIONS[name]
@@ -517,8 +506,8 @@ def test_unigram_samples_have_the_frequencies_of_the_corpus():
     rows = 4000
     model = build(generator_type="unigram")
     ids = torch.full((rows, 5), MASK_ID)
-    place = electra_joint._places(ids, torch.arange(5 * rows), torch.arange(rows))
-    samples = model._draw_by_frequency(torch.zeros(5 * rows, dtype=torch.int64), place)
+    counters = electra_joint._counters(ids, torch.arange(5 * rows), torch.arange(rows))
+    samples = model._draw_by_frequency(torch.zeros(5 * rows, dtype=torch.int64), counters)
     counts = samples.bincount(minlength=VOCAB).double()
     assert not counts[COUNTS == 0].any()
     expected = (COUNTS / COUNTS.sum() * counts.sum()).double()
@@ -569,7 +558,7 @@ class Step(nn.Module):
 
 
 def trace(options, device, planted=None, unpad=None):
-    """Masking, forward, backward and optimizer, on tensors that have no values to look at."""
+    """Masking, forward, backward and optimizer on fake tensors, which have no values."""
     with FakeTensorMode(), torch.device(device):
         model = ElectraForJointPreTraining(joint_config(**options))
         step = Step(model, unpad)
@@ -586,13 +575,13 @@ def trace(options, device, planted=None, unpad=None):
 # CPU tensors alone; on the CPU the fused operators show their fake implementations.
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @every_option
-def test_no_step_of_it_looks_at_a_value(options, device):
+def test_a_training_step_reads_no_tensor_value(options, device):
     out = trace(options, device)
     assert out.loss.shape == () and out.loss.device.type == device
 
 
 @pytest.mark.parametrize("name", ["default", "ELECTRA 15%", "all-tokens MLM"])
-def test_no_step_with_a_capacity_looks_at_a_value(name):
+def test_a_training_step_with_a_capacity_reads_no_tensor_value(name):
     assert trace(OPTIONS[name], "meta", unpad=30).loss.shape == ()
 
 
@@ -607,7 +596,7 @@ def test_no_step_with_a_capacity_looks_at_a_value(name):
     ],
     ids=["item", "nonzero", "boolean index", "if"],
 )
-def test_looking_at_a_value_does_not_trace(planted, device):
+def test_reading_a_value_fails_under_fake_tensors(planted, device):
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         trace({}, device, planted)
 
@@ -643,20 +632,20 @@ def check_compiled(hold, options, backend, unpad=None):
         ),
     ],
 )
-def test_traced_whole_it_equals_eager(hold, name):
+def test_a_traced_step_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager")
 
 
 @pytest.mark.parametrize(
     "name", ["default", pytest.param("all-tokens MLM", marks=pytest.mark.slow)]
 )
-def test_traced_whole_with_a_capacity_it_equals_eager(hold, name):
+def test_a_traced_step_with_a_capacity_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "aot_eager", unpad=30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_compiled_whole_it_equals_eager(hold, name):
+def test_a_compiled_step_equals_eager(hold, name):
     check_compiled(hold, OPTIONS[name], "inductor")
 
 
@@ -669,7 +658,7 @@ def device_batches(count):
 
 @pytest.mark.gpu
 @every_option
-def test_no_step_waits_for_the_device(options):
+def test_a_training_step_needs_no_sync(options):
     step = Step(build(**options).cuda())
     optimizer = torch.optim.AdamW(step.parameters(), capturable=True)
     mask = MASK.cuda()
@@ -762,7 +751,7 @@ def tied(model):
     return sorted(group for group in names.values() if len(group) > 1)
 
 
-def test_what_is_shared():
+def test_shared_parameters():
     def shared(**options):
         model = build(**options)
         ours, theirs = model.generator.electra, model.discriminator.electra
@@ -781,7 +770,7 @@ def test_what_is_shared():
 
 
 @every_option
-def test_options_survive_saving_and_loading(tmp_path, options):
+def test_checkpoints_keep_the_options(tmp_path, options):
     ids, labels = batch()
     model = build(**options, temperature=0.5, sampling_seed=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -822,7 +811,7 @@ def test_the_discriminator_loads_in_transformers(hold, tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [OPTIONS[n] for n in ("all shared", "all-tokens MLM", "unigram", "second stage")],
+    [OPTIONS[n] for n in ("default", "all shared", "all-tokens MLM", "unigram", "second stage")],
     ids=str,
 )
 def test_trainer_resumes(tmp_path, options):
@@ -853,6 +842,7 @@ def test_trainer_resumes(tmp_path, options):
             train_dataset=samples,
             data_collator=collate,
         )
+        assert trainer.model_accepts_loss_kwargs
         trainer.train(**resume)
         return trainer.model
 
@@ -863,7 +853,7 @@ def test_trainer_resumes(tmp_path, options):
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_the_frozen_generator_keeps_nothing_for_a_backward():
+def test_the_frozen_generator_saves_no_tensors_for_backward():
     for stage in (1, 2):
         model = build(stage=stage, embedding_sharing="none")
         kept = []
@@ -942,7 +932,7 @@ def test_bad_options_raise_typed_errors(options, words):
 @pytest.mark.parametrize(
     "options", [{"embedding_sharing": "all"}, {"stage": 1, "embedding_sharing": "none"}], ids=str
 )
-def test_equal_sizes_are_asked_for(options):
+def test_different_sizes_raise_typed_errors(options):
     encoder = joint_config().discriminator
     with pytest.raises(ArgumentValueError, match=r"generator\.hidden_size.*generator_size=1"):
         ElectraJointConfig.from_discriminator(encoder, generator_size=0.5, **options)
@@ -972,3 +962,22 @@ def test_slots_that_do_not_fit_raise_typed_errors():
         run(model, ids, labels.flatten()[:3], masked_positions=torch.arange(4))
     with pytest.raises(ArgumentValueError, match="labels"):
         run(model, ids, labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "part, options",
+    [
+        ("generator", {}),
+        *(("discriminator", OPTIONS[n]) for n in ("replace MLM", "all-tokens MLM")),
+    ],
+    ids=str,
+)
+def test_a_projection_to_the_vocabulary_with_a_hook_is_refused(part, options):
+    """Only its weight is used: adapters and hooks would be ignored."""
+    model, (ids, labels) = build(**options), batch()
+    decoder = getattr(model, part).generator_lm_head
+    hook = decoder.register_forward_hook(lambda _, __, out: 2 * out)
+    with pytest.raises(UnsupportedError, match="generator_lm_head.*merge the adapter"):
+        model(ids, MASK, labels=labels)
+    hook.remove()
+    model(ids, MASK, labels=labels)

@@ -1,4 +1,4 @@
-"""What users do to the models beside calling them by the book; BERT stands for its kin."""
+"""Unusual inputs, configurations and changes of models, for BERT as an example of all encoders."""
 
 from __future__ import annotations
 
@@ -8,38 +8,28 @@ import pytest
 import torch
 import torch._dynamo.testing
 import transformers
+from accelerate.utils import send_to_device
 from torch import nn
-from transformers import BertConfig, GPT2Config
+from transformers import GPT2Config
 from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm._checks import ArgumentValueError
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 
-VOCAB, ROWS, LENGTH = 37, 4, 9
-CONFIG = BertConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=20,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-    initializer_range=0.3,
-    num_labels=3,
+from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, small_config
+
+VOCAB = 37
+CONFIG = small_config(
+    "bert", num_hidden_layers=3, num_labels=3, hidden_size=32, intermediate_size=48
 )
-MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
+MASK = PADDINGS["right"]
 HOLES = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0, 1], [0] * 8 + [1], [1, 1, 0] * 3, [1] * 9])
 
 
 def pair(name="BertForMaskedLM", **changes):
-    own = copy.deepcopy(CONFIG)
-    for key, value in changes.items():
-        setattr(own, key, value)
-    parent = getattr(transformers, name)._from_config(
-        copy.deepcopy(own), attn_implementation="eager"
-    )
-    return getattr(models, name)(own), parent
+    ours = getattr(models, name)(changed(CONFIG, **changes))
+    return ours, eager_parent(type(ours), changed(CONFIG, **changes))
 
 
 def batch(mask=MASK):
@@ -88,7 +78,7 @@ def test_a_mask_of_another_shape_is_an_error(name, shape):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OpenAIGPTLMHeadModel"])
-def test_so_it_is_for_causal_models(name):
+def test_a_mask_of_another_shape_is_an_error_in_causal_models(name):
     cls = getattr(models, name)
     model = cls(cls.config_class(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20))
     ids, labels = batch()
@@ -97,7 +87,7 @@ def test_so_it_is_for_causal_models(name):
             model(ids, attention_mask=torch.ones(ROWS, columns), labels=labels)
 
 
-def test_positions_in_any_order_twice_or_beside_a_label(hold):
+def test_masked_positions_in_any_order_repeated_or_without_label(hold):
     """The loss is of what the positions name, each time that they do."""
     ids, labels = batch()
     positions = torch.tensor([18, -1, 0, 9, 0, 5, -1])
@@ -111,15 +101,6 @@ def test_positions_in_any_order_twice_or_beside_a_label(hold):
         input_ids=ids, attention_mask=MASK, labels=labels.int(), masked_positions=positions
     )
     hold(*pair(), run, parent_run)
-
-
-def test_labels_of_tokens_may_come_in_one_line(hold):
-    ids, _ = batch()
-    labels = (ids % 3).masked_fill(MASK == 0, -100)
-    hold(
-        *pair("BertForTokenClassification"),
-        loss_of(input_ids=ids, attention_mask=MASK, labels=labels.flatten()),
-    )
 
 
 def test_a_sequence_of_one_token(hold):
@@ -137,17 +118,6 @@ def test_embeddings_of_the_callers_get_their_gradient():
         model(inputs_embeds=embeds, attention_mask=MASK, labels=labels).loss.backward()
         gradients.append(embeds.grad)
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForTokenClassification"])
-def test_nothing_labelled_in_an_accumulated_batch_is_loss_0(name):
-    ids, _ = batch()
-    shape = (ROWS,) if "Sequence" in name else (ROWS, LENGTH)
-    model, _ = pair(name)
-    loss = model(ids, labels=torch.full(shape, -100), num_items_in_batch=torch.tensor(5)).loss
-    loss.backward()
-    assert loss.item() == 0.0
-    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -278,7 +248,7 @@ def frozen(model):
         frozen,
     ],
 )
-def test_a_change_of_the_users_acts_as_in_the_parent(hold, change):
+def test_user_changes_of_a_model_equal_the_parent(hold, change):
     ids, labels = batch()
     ours, parent = pair()
     change(ours)
@@ -286,7 +256,7 @@ def test_a_change_of_the_users_acts_as_in_the_parent(hold, change):
     hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
 
 
-def test_the_table_may_be_larger_than_the_configuration_says():
+def test_larger_input_embeddings():
     model, parent = pair("BertModel")
     for each in (model, parent):
         each.set_input_embeddings(nn.Embedding(VOCAB + 8, 32))
@@ -298,7 +268,7 @@ def test_the_table_may_be_larger_than_the_configuration_says():
 
 
 def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
-    """It would not leave out the rows that it is told to, and the head would read others."""
+    """It would return all rows, and the head would read the wrong ones."""
     model, parent = pair()
     model.bert = parent.bert
     ids, labels = batch()
@@ -359,27 +329,13 @@ def test_checkpointing_changes_no_bit(reentrant):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.slow
-def test_compiled_once_for_all_sums_of_lengths(hold):
-    torch._dynamo.reset()
-    model, _ = pair()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for rows in (MASK, MASK.roll(1, 0), torch.ones_like(MASK).tril(), MASK.flip(1)):
-        ids, labels = batch(rows)
-        positions = torch.full((12,), -1)
-        found = (labels.flatten() != -100).nonzero().flatten()[:12]
-        positions[: len(found)] = found
-        given = {
-            "input_ids": ids,
-            "attention_mask": rows,
-            "labels": labels,
-            "masked_positions": positions,
-        }
-        hold(
-            model,
-            model,
-            lambda _, given=given: {"loss": compiled(**given, unpad=45 - 10).loss},
-            loss_of(**given, unpad=False),
-        )
-    assert counter.frame_count == 1
+def test_what_the_layers_are_told_moves_to_another_device():
+    """As Accelerate moves the arguments of a layer that lies on another device."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    own = RaggedBatch.of(mask)
+    last = LastRows.of(1, mask.bool(), 3, own, None)
+    moved = send_to_device({"rows": Rows(own, None, last)}, torch.device("meta"))["rows"]
+    tensors = [value for part in (moved.own, moved.last) for value in vars(part).values()]
+    tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6 and all(value.is_meta for value in tensors)
+    assert moved.own.max_seqlen == own.max_seqlen and moved.last.layer == 1

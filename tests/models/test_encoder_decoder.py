@@ -13,13 +13,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
-    AlbertConfig,
-    BartConfig,
-    BertConfig,
-    ElectraConfig,
     EncoderDecoderConfig,
-    GPT2Config,
-    RobertaConfig,
 )
 
 import fastplm
@@ -27,39 +21,19 @@ from fastplm import models
 from fastplm._checks import ArgumentValueError
 from fastplm.models import EncoderDecoderModel, _ragged
 
-from .conftest import in_own_memory
+from .conftest import in_own_memory, small_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
 
 VOCAB, ROWS, SOURCE, TARGET = 37, 4, 9, 7
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 20,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.3,
-}
+WIDE = {"hidden_size": 32, "intermediate_size": 48}
 CONFIGS = {
-    "bert": BertConfig(**SIZES),
-    "roberta": RobertaConfig(**SIZES),
-    "albert": AlbertConfig(**{**SIZES, "embedding_size": 16}),
-    "electra": ElectraConfig(**SIZES, embedding_size=16),
-    # Narrower than the encoder, whose states have to be projected then.
-    "gpt2": GPT2Config(
-        vocab_size=VOCAB + 4,
-        n_embd=24,
-        n_layer=2,
-        n_head=2,
-        n_positions=20,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        initializer_range=0.3,
-    ),
+    "bert": small_config("bert", **WIDE),
+    "roberta": small_config("roberta", **WIDE),
+    "albert": small_config("albert", **WIDE, embedding_size=16),
+    "electra": small_config("electra", **WIDE, embedding_size=16),
+    # Narrower than the encoder, so its states have to be projected.
+    "gpt2": small_config("gpt2", vocab_size=VOCAB + 4, n_embd=24, n_inner=None),
 }
 LENGTHS = {
     "none": None,
@@ -135,7 +109,7 @@ def loss_alone(model, inputs, **extra):
 
 
 def hold_pair(hold, ours, parent, inputs, **options):
-    """Once with the whole of the outputs, once with the loss alone, in one comparison."""
+    """Compare all outputs, and the loss of a call that returns only the loss."""
 
     def whole(model, **extra):
         return compared(model(**inputs, output_hidden_states=True, **extra), inputs)
@@ -262,16 +236,7 @@ def test_a_mask_of_four_dimensions_gives_the_same_loss():
 
 def test_a_bart_decoder_equals_its_parent(hold):
     importlib.import_module("fastplm.models.bart")
-    decoder = BartConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        decoder_layers=1,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=48,
-        max_position_embeddings=20,
-        dropout=0.0,
-        attention_dropout=0.0,
-    )
+    decoder = small_config("bart", d_model=32, decoder_layers=1, decoder_ffn_dim=48)
     settings = EncoderDecoderConfig.from_encoder_decoder_configs(
         copy.deepcopy(CONFIGS["bert"]), decoder, pad_token_id=1, decoder_start_token_id=3
     )

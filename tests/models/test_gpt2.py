@@ -7,8 +7,6 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-import transformers
-from transformers import GPT2Config
 
 from fastplm import models
 from fastplm._checks import ArgumentValueError
@@ -20,40 +18,17 @@ from fastplm.models import (
     _gpt,
 )
 
-VOCAB, ROWS, LENGTH = 37, 4, 9
-CONFIG = GPT2Config(
-    vocab_size=VOCAB,
-    n_embd=32,
-    n_layer=2,
-    n_head=2,
-    n_inner=48,
-    n_positions=40,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    summary_first_dropout=0.0,
-    classifier_dropout=0.0,
-    initializer_range=0.3,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    use_cache=False,
-)
+from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, small_config
+
+VOCAB = 37
+CONFIG = small_config("gpt2", n_embd=32, n_inner=48, n_positions=40, use_cache=False)
 CLASSES = [getattr(models, name) for name in models.__all__ if name.startswith("GPT2")]
-RIGHT = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7])
-LEFT = RIGHT.flip(1)
+RIGHT = PADDINGS["right"]
 NAME = dict(ids=lambda value: getattr(value, "__name__", None))
 
 
-def config(**changed):
-    config = copy.deepcopy(CONFIG)
-    config.update(changed)
-    return config
-
-
-def parent_of(ours, config):
-    parent = getattr(transformers, ours.__name__)
-    return parent._from_config(config, attn_implementation="eager")
+def config(**changes):
+    return changed(CONFIG, **changes)
 
 
 def batch(mask=None):
@@ -76,7 +51,7 @@ def rows_computed(model, **inputs):
 def test_padding_is_left_out(ours):
     inputs = {"input_ids": batch(RIGHT), "attention_mask": RIGHT}
     if ours in (GPT2Model, GPT2LMHeadModel, GPT2DoubleHeadsModel):
-        # The others have no cache unless they are told to.
+        # By default, the other classes return no cache.
         inputs["use_cache"] = False
     if "QuestionAnswering" in ours.__name__:
         inputs["exclude_padding"] = True
@@ -101,7 +76,7 @@ def test_a_cache_keeps_the_parents_padded_path(hold, use_cache):
         out = model(ids[:, 5:], past_key_values=out.past_key_values, use_cache=use_cache)
         return {"logits": out.logits, "loss": out.logits.square().sum()}
 
-    hold(ours, parent_of(GPT2LMHeadModel, config(use_cache=True)), run)
+    hold(ours, eager_parent(GPT2LMHeadModel, config(use_cache=True)), run)
 
 
 @pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "scale_attn_weights"])
@@ -109,57 +84,12 @@ def test_the_scale_of_attention_is_the_parents(hold_drop_in, option):
     hold_drop_in(GPT2LMHeadModel, config(**{option: not getattr(CONFIG, option)}), "right")
 
 
-def test_the_order_of_the_upcast_is_of_eager_attention_alone():
+def test_reorder_and_upcast_attn_affects_only_eager_attention():
     """As in the parent, whose other implementations do not read the option either."""
     models = [GPT2Model(config(reorder_and_upcast_attn=option)) for option in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     ids = batch(RIGHT)
     assert torch.equal(*(model(ids, attention_mask=RIGHT)[0] for model in models))
-
-
-@pytest.mark.parametrize("embedded", [False, True], ids=["ids", "inputs_embeds"])
-def test_token_types_and_positions_of_the_users(hold, embedded):
-    ids, types = batch(LEFT), torch.randint(4, VOCAB, (ROWS, LENGTH))
-    positions = (LEFT.cumsum(1) - 1).clamp(min=0)
-    labels = ids.masked_fill((LEFT * LEFT.roll(1, 1)) == 0, -100)
-
-    def run(model):
-        given = {"inputs_embeds": model.transformer.wte(ids)} if embedded else {"input_ids": ids}
-        given.update(attention_mask=LEFT, token_type_ids=types, position_ids=positions)
-        return {"loss": model(**given, labels=labels).loss}
-
-    ours = GPT2LMHeadModel(config())
-    hold(ours, parent_of(GPT2LMHeadModel, config()), run)
-
-
-@pytest.mark.parametrize("ours", [GPT2LMHeadModel, GPT2DoubleHeadsModel], **NAME)
-def test_labels_on_padding_count(hold, ours):
-    """As with labels=input_ids."""
-    ids = batch(RIGHT)
-    run = lambda model: {"loss": model(ids, attention_mask=RIGHT, labels=ids).loss}  # noqa: E731
-    hold(ours(config()), parent_of(ours, config()), run)
-
-
-@pytest.mark.parametrize("ours", [GPT2LMHeadModel, GPT2ForSequenceClassification], **NAME)
-def test_accumulated_batches_are_one_batch(hold, ours):
-    ids = batch(RIGHT)
-    labels = torch.tensor([0, 1, -100, 1])
-    if ours is GPT2LMHeadModel:
-        labels = ids.masked_fill(RIGHT == 0, -100)
-    count = int((labels[:, 1:] if labels.dim() == 2 else labels).ne(-100).sum())
-
-    def run(model, rows, **items):
-        pieces = [slice(i, i + rows) for i in range(0, ROWS, rows)]
-        inputs = [{"attention_mask": RIGHT[p], "labels": labels[p], **items} for p in pieces]
-        return {
-            "loss": sum(
-                model(ids[p], **given).loss for p, given in zip(pieces, inputs, strict=True)
-            )
-        }
-
-    parent = parent_of(ours, config())
-    accumulated = lambda model: run(model, 1, num_items_in_batch=torch.tensor(count))  # noqa: E731
-    hold(ours(config()), parent, accumulated, lambda model: run(model, ROWS))
 
 
 # --- cross-attention ------------------------------------------------------------------------------
@@ -183,7 +113,7 @@ def test_cross_attention_equals_the_parents(hold, padding):
         return {"loss": out.loss}
 
     ours = GPT2LMHeadModel(config(add_cross_attention=True))
-    hold(ours, parent_of(GPT2LMHeadModel, config(add_cross_attention=True)), run)
+    hold(ours, eager_parent(GPT2LMHeadModel, config(add_cross_attention=True)), run)
     garbage = states.masked_fill(SOURCE_MASK[:, :, None] == 0, 1e6)
     assert torch.equal(run(ours, garbage)["loss"], run(ours)["loss"])
 
@@ -216,7 +146,7 @@ def test_classification_with_other_losses(hold, kind):
         return {"loss": out.loss, "logits": out.logits}
 
     ours = GPT2ForSequenceClassification(copy.deepcopy(changed))
-    hold(ours, parent_of(GPT2ForSequenceClassification, changed), run)
+    hold(ours, eager_parent(GPT2ForSequenceClassification, changed), run)
 
 
 def test_classification_reads_one_row_a_sequence():
@@ -226,24 +156,13 @@ def test_classification_reads_one_row_a_sequence():
     ids = batch(RIGHT)
     model(ids, attention_mask=RIGHT)
     assert seen == [(ROWS, CONFIG.n_embd)]
-    parent = parent_of(GPT2ForSequenceClassification, config())
+    parent = eager_parent(GPT2ForSequenceClassification, config())
     parent.load_state_dict(model.state_dict())
     embedded = {"inputs_embeds": model.transformer.wte(ids)}
     close = torch.testing.assert_close
     close(model(**embedded).logits, parent(**embedded).logits)
     # Without a mask padding is a token as any other, but still not the last.
     close(model(ids).logits, parent(ids).logits)
-
-
-def test_classification_without_a_padding_token_takes_one_sequence():
-    model = GPT2ForSequenceClassification(config(pad_token_id=None))
-    parent = parent_of(GPT2ForSequenceClassification, config(pad_token_id=None))
-    parent.load_state_dict(model.state_dict())
-    ids = batch()
-    torch.testing.assert_close(model(ids[:1]).logits, parent(ids[:1]).logits)
-    for each, error in ((parent, ValueError), (model, ArgumentValueError)):
-        with pytest.raises(error, match="pad"):
-            each(ids)
 
 
 def test_double_heads_read_the_rows_of_a_loss_alone():
@@ -272,10 +191,10 @@ def test_double_heads_with_any_summary(hold, summary, choices):
         return {"mc_logits": out.mc_logits, "loss": out.mc_logits.square().sum()}
 
     ours = GPT2DoubleHeadsModel(copy.deepcopy(changed))
-    hold(ours, parent_of(GPT2DoubleHeadsModel, changed), run)
+    hold(ours, eager_parent(GPT2DoubleHeadsModel, changed), run)
 
 
-def test_attentions_are_the_parents_and_said_to_be_slow(hold, monkeypatch):
+def test_output_attentions_equal_the_parents_and_warn(hold, monkeypatch):
     ids, warnings = batch(RIGHT), []
     states = torch.randn(ROWS, 6, CONFIG.n_embd)
 
@@ -291,7 +210,7 @@ def test_attentions_are_the_parents_and_said_to_be_slow(hold, monkeypatch):
         weights = dict(zip(names, out.attentions + out.cross_attentions, strict=True))
         return {**weights, "loss": sum(w.square().sum() for w in weights.values())}
 
-    parent = parent_of(GPT2Model, config(add_cross_attention=True))
+    parent = eager_parent(GPT2Model, config(add_cross_attention=True))
     # It has no weights.
     parent._supports_sdpa = False
     monkeypatch.setattr(_gpt._logger, "warning_once", warnings.append)
@@ -299,7 +218,7 @@ def test_attentions_are_the_parents_and_said_to_be_slow(hold, monkeypatch):
     assert len(warnings) == 1 and "output_attentions" in warnings[0]
 
 
-def test_a_mask_of_4_dimensions_is_the_users(hold):
+def test_a_4d_mask_is_used_unchanged(hold):
     ids = batch()
     mask = torch.rand(ROWS, 1, LENGTH, LENGTH) < 0.5
     mask |= torch.eye(LENGTH, dtype=torch.bool)
@@ -309,66 +228,11 @@ def test_a_mask_of_4_dimensions_is_the_users(hold):
         hidden = model(ids, attention_mask=mask)[0]
         return {"hidden": hidden, "loss": hidden.square().sum()}
 
-    parent = parent_of(GPT2Model, config())
+    parent = eager_parent(GPT2Model, config())
     hold(GPT2Model(config()), parent, run, lambda m: run(m, additive.to(m.dtype)))
 
 
 # --- generation -----------------------------------------------------------------------------------
 
-SEARCHES = {
-    "greedy": {"do_sample": False},
-    "beam": {"num_beams": 3},
-    "sampling": {"do_sample": True, "top_k": 20},
-}
-CACHES = {
-    "none": {"use_cache": False},
-    "dynamic": {"use_cache": True},
-    "static": {"use_cache": True, "cache_implementation": "static"},
-}
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("search", SEARCHES)
-def test_generation_gives_the_parents_tokens(search, cache):
-    ours = GPT2LMHeadModel(config()).eval()
-    parent = parent_of(GPT2LMHeadModel, config()).eval()
-    parent.load_state_dict(ours.state_dict())
-    options = {"max_new_tokens": 8, "eos_token_id": None, **SEARCHES[search], **CACHES[cache]}
-    ids, tokens = batch(LEFT), []
-    for model in (parent, ours):
-        torch.manual_seed(0)
-        tokens.append(model.generate(ids, attention_mask=LEFT, **options))
-    assert tokens[0].shape == (ROWS, LENGTH + 8)
-    assert torch.equal(*tokens)
-
 
 # --- the compiler ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "ours",
-    [GPT2LMHeadModel, pytest.param(GPT2DoubleHeadsModel, marks=pytest.mark.slow)],
-    **NAME,
-)
-def test_compiled_once_for_all_batches_of_a_shape(hold, ours):
-    torch._dynamo.reset()
-    model = ours(config())
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for step in range(2):
-        mask = RIGHT.roll(step, 0)
-        inputs = {"input_ids": batch(mask), "attention_mask": mask, "labels": batch()}
-        inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
-        if ours is GPT2DoubleHeadsModel:
-            inputs["mc_token_ids"] = mask.sum(1) - 1
-
-        def run(model, inputs=inputs, **more):
-            return {"loss": model(**inputs, **more).loss}
-
-        hold(
-            model,
-            model,
-            lambda _, run=run: run(compiled, unpad=30),
-            lambda m, run=run: run(m, unpad=False),
-        )
-    assert counter.frame_count == 1

@@ -112,7 +112,7 @@ PUBLISHED = [
 
 @functools.cache
 def count(row: int) -> int:
-    """Parameters of a model, tied ones once, made of shapes alone."""
+    """The number of parameters, tied ones once, on the meta device."""
     _, _, name, config, _, _ = PUBLISHED[row]
     with torch.device("meta"):
         model = getattr(models, name)(config)

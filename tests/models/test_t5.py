@@ -7,49 +7,29 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-import transformers
-from transformers import T5Config
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.t5 import modeling_t5
 
 import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentValueError, UnsupportedError
 from fastplm.models import T5EncoderModel, T5ForConditionalGeneration, T5Model, _ragged
-from fastplm.models._base import restore_modules, switch_modules
 
-VOCAB, ROWS, LENGTH, TARGETS = 37, 4, 9, 6
-CONFIG = T5Config(
-    vocab_size=VOCAB,
-    d_model=16,
-    d_kv=8,
-    d_ff=24,
-    num_layers=2,
-    num_heads=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=6,
-    dropout_rate=0.0,
-    decoder_start_token_id=0,
-    num_labels=3,
-)
+from . import conftest
+from .conftest import LENGTH, PADDINGS, ROWS, changed, compared, eager_parent, small_config
+
+VOCAB, TARGETS = 37, 6
+CONFIG = small_config("t5", num_labels=3)
 MASKS = {
-    "none": None,
-    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [1] * 2 + [0] * 7]),
-    "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] + [1] * 8, [0] * 7 + [1] * 2]),
-    "dead row": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 8 + [0], [0] * 9]),
+    **PADDINGS,
     "holes": torch.tensor(
         [[1, 0, 1, 1, 1, 1, 0, 0, 1], [0, 1, 1, 0, 0, 1, 1, 0, 0], [1] * 8 + [0], [0] * 3 + [1] * 6]
     ),
 }
-ENCODERS = ("T5EncoderModel", "T5ForTokenClassification")
 
 
 def config(**changes):
-    changed = copy.deepcopy(CONFIG)
-    for key, value in changes.items():
-        setattr(changed, key, value)
-    return changed
+    return changed(CONFIG, **changes)
 
 
 def v1_1():
@@ -62,15 +42,6 @@ def v1_1():
     )
 
 
-def config_of(ours):
-    return config(num_labels=2 if ours.__name__ == "T5ForQuestionAnswering" else 3)
-
-
-def parent_of(ours, config, dtype=torch.float32):
-    parent = getattr(transformers, ours.__name__)
-    return parent._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
-
-
 def batch(padding="right"):
     """Ids, and labels with a tail, a gap and a row of nothing without label."""
     ids = torch.randint(2, VOCAB, (ROWS, LENGTH))
@@ -80,61 +51,14 @@ def batch(padding="right"):
 
 
 def inputs_of(name, padding):
-    mask, given = MASKS[padding], batch(padding)
-    ids, labels = given["input_ids"], given.pop("labels")
-    if name == "T5ForConditionalGeneration":
-        given["labels"] = labels
-    if name == "T5Model":
-        given.update(decoder_input_ids=labels.clamp(min=0), use_cache=False)
-    if name == "T5ForSequenceClassification":
-        ids[:] = ids.masked_fill(ids == 1, 2)
-        ids[torch.arange(ROWS), torch.tensor([8, 4, 7, 1])] = 1
-        given["labels"] = torch.tensor([0, 2, 1, -100])
-    if name == "T5ForTokenClassification":
-        seen = torch.ones_like(ids) if mask is None else mask
-        given["labels"] = (ids % 3).masked_fill(seen == 0, -100)
-    if name == "T5ForQuestionAnswering":
-        given["start_positions"] = torch.tensor([0, 2, 1, 3])
-        given["end_positions"] = torch.tensor([4, 2, 7, 30])
-    return given
-
-
-def compared(outputs, inputs, name):
-    """What two models must agree on: nothing that belongs to padding, or saw nothing else."""
-    mask = inputs.get("attention_mask")
-    token = torch.ones(ROWS, LENGTH, dtype=torch.bool) if mask is None else mask.bool()
-    shown = token.any(1)
-    decoder_mask = inputs.get("decoder_attention_mask")
-
-    def rows(key, value):
-        if key.startswith("encoder") or name in ENCODERS and value.shape[1:2] == (LENGTH,):
-            return value[token]
-        if decoder_mask is not None and value.dim() == 3:
-            return value[decoder_mask.bool() & shown[:, None]]
-        return value[shown]
-
-    found = {}
-    for key, value in outputs.items():
-        if key == "loss":
-            found[key] = value.to(torch.promote_types(value.dtype, torch.float32))
-        elif isinstance(value, tuple):
-            found.update((f"{key} {i}", rows(key, state)) for i, state in enumerate(value))
-        elif isinstance(value, torch.Tensor):
-            found[key] = rows(key, value)
-    if "loss" not in found:
-        # Weighted, as the plain squares sum up to the same whatever comes before a norm.
-        found["loss"] = sum(
-            (value.square() * torch.arange(value.numel()).sin().abs().view_as(value)).sum()
-            for value in found.values()
-        )
-    return found
+    return conftest.inputs_of(name, CONFIG, MASKS[padding])
 
 
 def hold_class(hold, ours, config, inputs, **options):
     """Loss, outputs and gradients; where labels leave rows out, without hidden states too."""
     name = ours.__name__
     model = ours(copy.deepcopy(config))
-    parent = parent_of(ours, config)
+    parent = eager_parent(ours, config)
     assert model.state_dict().keys() == parent.state_dict().keys()
 
     def everything(model, **extra):
@@ -152,9 +76,6 @@ def hold_class(hold, ours, config, inputs, **options):
         hold(model, parent, lambda m: everything(m, **logits, **options), everything)
     if "labels" in inputs or "start_positions" in inputs:
         hold(model, parent, lambda m: without_states(m, **options), without_states)
-
-
-CLASSES = [getattr(models, name) for name in models.__all__ if name.startswith("T5")]
 
 
 def test_an_untied_gated_model_equals_its_parent(hold):
@@ -214,7 +135,7 @@ def test_reentrant_checkpointing_loses_no_gradient(hold):
     model = T5ForConditionalGeneration(config()).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
-    hold(model, parent_of(T5ForConditionalGeneration, config()), run)
+    hold(model, eager_parent(T5ForConditionalGeneration, config()), run)
 
 
 def test_no_layer_gets_a_dense_bias(monkeypatch):
@@ -296,58 +217,14 @@ def test_encoder_states_of_the_callers_equal_the_parents(hold):
         assert torch.equal(out.encoder_last_hidden_state, encoder_outputs[0])
         return {"loss": out.loss}
 
-    hold(T5ForConditionalGeneration(config()), parent_of(T5ForConditionalGeneration, config()), run)
-
-
-def test_accumulated_half_batches_are_one_batch(hold):
-    given = batch()
-    total = int((given["labels"] != -100).sum())
-
-    def halves(model):
-        loss = 0.0
-        for part in (slice(0, 2), slice(2, 4)):
-            inputs = {key: value[part] for key, value in given.items()}
-            loss = loss + model(**inputs, num_items_in_batch=total).loss
-        return {"loss": loss}
-
-    parent = parent_of(T5ForConditionalGeneration, config())
-    model = T5ForConditionalGeneration(config())
-    hold(model, parent, halves, lambda model: {"loss": model(**given).loss})
-
-
-def test_nothing_labelled_is_loss_0_with_gradients_0():
-    given = batch()
-    given["labels"] = torch.full_like(given["labels"], -100)
-    found = loss_and_gradients(T5ForConditionalGeneration(config()), **given)
-    assert not any(value.any() for value in found)
+    hold(
+        T5ForConditionalGeneration(config()),
+        eager_parent(T5ForConditionalGeneration, config()),
+        run,
+    )
 
 
 # --- generation -----------------------------------------------------------------------------------
-
-WAYS = {
-    "greedy": {},
-    "without cache": {"use_cache": False},
-    "static cache": {"cache_implementation": "static"},
-    "beam": {"num_beams": 3},
-    "sampling": {"do_sample": True, "top_k": 0},
-}
-
-
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("way", WAYS)
-def test_generated_tokens_are_the_parents(way, padding):
-    given = batch(padding)
-    del given["labels"]
-    # An untied head of large weights, or every token is the first one again.
-    ours = T5ForConditionalGeneration(v1_1()).eval()
-    parent = parent_of(T5ForConditionalGeneration, v1_1()).eval()
-    parent.load_state_dict(ours.state_dict())
-    tokens = []
-    for model in (ours, parent):
-        torch.manual_seed(1)
-        tokens.append(model.generate(**given, **WAYS[way], max_new_tokens=6, eos_token_id=None))
-    assert torch.equal(*tokens)
-    assert tokens[0].unique().numel() > 3
 
 
 # --- what else users do ---------------------------------------------------------------------------
@@ -357,7 +234,7 @@ def test_weights_given_back_equal_the_parents():
     """``output_attentions`` takes the parent's padded path."""
     given = batch()
     ours = T5ForConditionalGeneration(config()).double()
-    parent = parent_of(T5ForConditionalGeneration, config(), torch.float64)
+    parent = eager_parent(T5ForConditionalGeneration, config(), dtype=torch.float64)
     parent.load_state_dict(ours.state_dict())
     out, gold = (model(**given, output_attentions=True) for model in (ours, parent))
     for key in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
@@ -375,7 +252,7 @@ def test_a_mask_of_four_dimensions_gives_the_same_loss(hold):
         return lambda model: {"loss": model(**inputs).loss}
 
     model = T5ForConditionalGeneration(config())
-    hold(model, parent_of(T5ForConditionalGeneration, config()), run(whole), run(given))
+    hold(model, eager_parent(T5ForConditionalGeneration, config()), run(whole), run(given))
 
 
 def test_a_table_does_not_go_with_a_complete_mask():
@@ -388,52 +265,16 @@ def test_a_table_does_not_go_with_a_complete_mask():
         )
 
 
-def test_a_live_model_is_switched_and_back():
-    model = parent_of(T5ForConditionalGeneration, config()).eval()
-    given = batch()
-    before = model(**given).loss
-    switch_modules(model)
-    assert type(model) is T5ForConditionalGeneration
-    assert type(model.encoder.block[0].layer[0].SelfAttention) is models.t5.T5Attention
-    model.set_attn_implementation("fastplm")
-    assert model(**given).logits is None
-    restore_modules(model)
-    model.set_attn_implementation("eager")
-    assert type(model.decoder) is modeling_t5.T5Stack
-    assert torch.equal(model(**given).loss, before)
-
-
-def test_another_implementation_is_the_parents_to_the_bit():
+def test_eager_attention_equals_the_parent_bit_for_bit():
     given = batch("none")
     ours = T5Model._from_config(config(), attn_implementation="eager")
-    parent = parent_of(T5Model, config())
+    parent = eager_parent(T5Model, config())
     parent.load_state_dict(ours.state_dict())
     inputs = dict(input_ids=given["input_ids"], decoder_input_ids=given["labels"].clamp(min=0))
     assert same_bits((ours(**inputs)[0],), (parent(**inputs)[0],))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"unpad": 30, "decoder_unpad": 20}, marks=pytest.mark.slow)]
-)
-def test_a_compiled_step_is_one_graph_and_compiled_once(hold, options):
-    """In the padded form, and packed into a capacity; the batch may change."""
-    torch._dynamo.reset()
-    small = config(num_layers=1, num_decoder_layers=1)
-    model = T5ForConditionalGeneration(small)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for padding in ("right", "left"):
-        given = batch(padding)
-
-        def run(model, given=given, **options):
-            return {"loss": model(**given, **options).loss}
-
-        parent = parent_of(T5ForConditionalGeneration, small)
-        hold(model, parent, lambda _, run=run: run(compiled, **options), run)
-    assert counter.frame_count == 1
-
-
-def test_hooks_on_the_word_embeddings_are_heard():
+def test_hooks_on_the_word_embeddings_are_called():
     model, given, heard = T5ForConditionalGeneration(config()), batch(), []
     for stack in (model.encoder, model.decoder):
         stack.embed_tokens.register_forward_hook(lambda *_: heard.append(None))

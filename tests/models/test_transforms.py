@@ -15,8 +15,8 @@ from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.testing import KeptDouble, check_in_fp64
 
-from .conftest import PADDINGS, inputs_of, parent_of, with_classes
-from .test_contract import config_of
+from .conftest import PADDINGS, inputs_of, with_classes
+from .test_contract import config_of, pair
 
 #: A class of each family, and one whose last layer computes few rows.
 NAMES = (
@@ -33,16 +33,6 @@ NAMES = (
 every_family = pytest.mark.parametrize("name", NAMES)
 
 
-def pair(name):
-    """A drop-in model, its parent with the same weights and attention in plain PyTorch; inputs."""
-    config = with_classes(name, config_of(name))
-    model = getattr(models, name)(copy.deepcopy(config)).eval()
-    config._attn_implementation = "eager"
-    parent = parent_of(type(model))(config).eval()
-    parent.load_state_dict(model.state_dict())
-    return model, parent, inputs_of(name, config, PADDINGS["right"])
-
-
 def loss_of(model, inputs):
     """The loss as a function of the parameters, and those."""
     parameters = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -55,7 +45,8 @@ def loss_of(model, inputs):
 
 @every_family
 def test_torch_func_grad_is_that_of_the_parent(name):
-    model, parent, inputs = pair(name)
+    model, parent = pair(name)
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
 
     def gradients(model):
         model.zero_grad()
@@ -74,7 +65,8 @@ def test_torch_func_grad_is_that_of_the_parent(name):
 
 @every_family
 def test_tangents_are_those_of_the_parent(name):
-    model, parent, inputs = pair(name)
+    model, parent = pair(name)
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
     directions = {
         name: torch.linspace(-1, 1, weight.numel()).view_as(weight)
         for name, weight in model.named_parameters()
@@ -171,7 +163,7 @@ def test_torch_export_keeps_operators_unless_told_otherwise(name):
     torch.testing.assert_close(program.module()(*model.inputs), model(*model.inputs))
 
 
-def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
+def test_onnx_export_by_torch_export_uses_no_fastplm_operators(monkeypatch):
     model = Plain("BertForSequenceClassification")
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     program = torch.export.export(model, model.inputs)
@@ -179,7 +171,7 @@ def test_an_exporter_to_onnx_by_torch_export_needs_no_word(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
-def test_quantization_says_whom_it_leaves_out():
+def test_quantization_warns_about_drop_in_linear_layers():
     """It looks for nn.Linear by its exact class, and ours would stay in fp32 in silence."""
     parent = transformers.BertModel(config_of("BertModel"))
     model = models.BertModel(config_of("BertModel"))

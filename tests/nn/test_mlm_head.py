@@ -34,7 +34,7 @@ def some_labels():
 
 @pytest.fixture(params=["exact", "static"])
 def search(request, monkeypatch):
-    """Both ways to find labels: counting them, and one slot a token."""
+    """Both searches for labels: counting them, and one slot for each token."""
     if request.param == "static":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     return request.param

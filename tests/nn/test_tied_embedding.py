@@ -68,7 +68,7 @@ def test_the_bits_are_those_of_plain_autograd_in_fp32():
 
 @pytest.mark.parametrize("padding", [None, 0, PADDING])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
-def test_padding_gives_no_gradient_whatever_it_holds(padding, ids_dtype):
+def test_padding_gives_no_gradient(padding, ids_dtype):
     ids = some_ids().to(ids_dtype)
     ids[0, 0] = 0
     weight = torch.randn(VOCAB, WIDTH, requires_grad=True)
@@ -100,7 +100,7 @@ def test_half_precision_rows_are_added_up_in_fp32(dtype):
     assert (weight.grad[6] == 5.0).all()
 
 
-def test_either_use_alone():
+def test_only_one_of_the_two_uses():
     ids, weight = some_ids(), torch.randn(VOCAB, WIDTH, requires_grad=True)
     rows, _ = tied_embedding(ids, weight, PADDING)
     upstream = torch.randn_like(rows)
@@ -119,10 +119,10 @@ def test_no_tokens():
     assert (weight.grad == 1).all()
 
 
-# --- nobody's tensor is written over --------------------------------------------------------------
+# --- no tensor of others is overwritten -----------------------------------------------------------
 
 
-def test_the_callers_gradient_is_left_alone():
+def test_the_callers_gradient_is_not_changed():
     ids, weight = some_ids(), torch.randn(VOCAB, WIDTH, requires_grad=True)
     for sole_use in (False, True):
         rows, head = tied_embedding(ids, weight, sole_use=sole_use)
@@ -132,7 +132,7 @@ def test_the_callers_gradient_is_left_alone():
         assert given.any() == sole_use
 
 
-def test_a_gradient_that_several_places_share_is_left_alone():
+def test_a_shared_gradient_is_not_changed():
     ids = some_ids()
     weight, other = (torch.randn(VOCAB, WIDTH, requires_grad=True) for _ in range(2))
     rows, head = tied_embedding(ids, weight)
@@ -196,7 +196,7 @@ class DenseGradients(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.numel() == VOCAB * WIDTH:
-                # Memory kept alive is given to nobody else. (A tensor kept alive would make
+                # Memory that is kept alive is not allocated again. (A tensor kept alive would make
                 # autograd copy it, as it may not hand it on.)
                 storage = tensor.untyped_storage()
                 self.storages[storage.data_ptr()] = storage
@@ -299,7 +299,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("change", REFUSALS.values(), ids=REFUSALS)
-def test_stands_in_for_a_plain_lookup_in_the_decoders_table_alone(change):
+def test_replaces_only_a_plain_lookup_in_the_decoders_table(change):
     embedding, decoder = pair()
     assert shares_table(embedding, decoder)
     with torch.no_grad():

@@ -89,8 +89,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 half_precision = pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 
 
-def kernels():
-    return importlib.import_module("fastplm.triton_kernels.linear_cross_entropy")
+def configs():
+    return importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.configs")
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -192,10 +192,10 @@ def chunked(monkeypatch):
     """Chunks, splits and scratch so small that a small vocabulary needs several of each."""
     monkeypatch.setattr(torch_module, "_CHUNK_ELEMENTS", 1 << 10)
     monkeypatch.setattr(torch_module, "_CHUNK_COLUMNS", 16)
-    monkeypatch.setattr(kernels(), "_SPLIT_COLUMNS", 128)
-    monkeypatch.setattr(kernels(), "_SCRATCH_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(kernels(), "_ROWS_TILE", (4, 64, 4))
-    monkeypatch.setattr(kernels(), "_BIAS_TILE", (16, 32, 4))
+    monkeypatch.setattr(configs(), "_SPLIT_COLUMNS", 128)
+    monkeypatch.setattr(configs(), "_SCRATCH_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(configs(), "rows_config", lambda input: (4, 64, 4))
+    monkeypatch.setattr(configs(), "BIAS_TILE", (16, 32, 4))
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_dtypes(device, way, dtype, bias):
 def test_chunks_and_splits(device, way, dtype, smoothing, chunked):
     inputs = ignore(make(device, rows=60, vocab=300, width=way.width, dtype=dtype), 0.3)
     kept = (inputs["target"] >= 0).nonzero()[:, 0]
-    steps = (torch_module._chunk_sizes(len(kept), 300)[0], kernels()._SPLIT_COLUMNS)
+    steps = (torch_module._chunk_sizes(len(kept), 300)[0], configs()._SPLIT_COLUMNS)
     firsts = torch.tensor([first for step in steps for first in range(step, 300, step)])
     assert len(firsts) < len(kept)
     inputs["target"][kept[: len(firsts)]] = firsts.to(device)
@@ -1144,7 +1144,7 @@ class Calls(TorchDispatchMode):
     eager=EAGER,
 )
 def test_no_matrix_of_logits(way, chunked, monkeypatch):
-    monkeypatch.setattr(kernels(), "_SPLIT_COLUMNS", 256)  # each split has a gradient of the rows
+    monkeypatch.setattr(configs(), "_SPLIT_COLUMNS", 256)  # each split has a gradient of the rows
     rows, vocab = 330, 400
     inputs = make("cpu", rows=rows, vocab=vocab, width=way.width)
     if way.backend == "triton":  # its shapes are static, so that this saves time and no memory
@@ -1283,15 +1283,15 @@ def test_more_or_fewer_targets_than_expected(device, expected, weight, width, ch
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):
     """Of 1,400 columns one chunk holds 704, in two splits; of the second the last is cut short."""
     splits = []
-    columns_of = kernels()._wide_split_columns
+    columns_of = configs().wide_split_columns
 
     def record(rows, width, chunk_columns, config):
         columns = columns_of(rows, width, chunk_columns, config)
         splits.append((chunk_columns, columns))
         return columns
 
-    monkeypatch.setattr(kernels(), "_SCRATCH_PARTS", 2)
-    monkeypatch.setattr(kernels(), "_wide_split_columns", record)
+    monkeypatch.setattr(configs(), "_SCRATCH_PARTS", 2)
+    monkeypatch.setattr(configs(), "wide_split_columns", record)
     inputs = ignore(make(device, rows=20, vocab=1400, width=160), 0.3)
     check(Way("triton", 0), inputs)
     assert set(splits) == {(704, 352)}

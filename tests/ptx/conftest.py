@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
-if str(TOOLS) not in sys.path:
-    sys.path.insert(0, str(TOOLS))
-
 
 class Worker:
     """Runs the functions of ``checks.py``; what they raise, it raises as an AssertionError."""

@@ -1,4 +1,4 @@
-"""The kernel of roles (``_attention_sm90``) as machine code, and in the emulator.
+"""The kernel of roles (``attention/ping_pong.py``) as machine code, and in the emulator.
 
 All schedules must give the reference's numbers and the same bits, and a fault in the order of the
 roles must be seen.
@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from fastplm.triton_kernels import _sass
+from fastplm.triton_kernels._launch import shared_limit
 
 pytestmark = pytest.mark.compile
 slow = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_machine_code(emulate, dtype, is_causal, ragged, has_mask):
     options = dict(dtype=dtype, is_causal=is_causal, ragged=ragged, has_mask=has_mask)
     kernel, warps, shared, sass = emulate("with_ping_pong", name="machine_code", **options)
     assert (kernel, warps) == (KERNEL, 12)
-    assert shared <= _sass.shared_limit(90)
+    assert shared <= shared_limit(90)
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "spills"
     # In the loop of each consumer: the scores, the output, a wait for the scores alone.
     names = re.findall(r"HGMMA\.64x\d+|DEPBAR\.LE gsb0, 0x\d", sass)

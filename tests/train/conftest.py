@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -80,6 +81,41 @@ def run(arguments):
         return json.loads((out / "metrics.json").read_text())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def curve():
+    """The loss curve of a run, of its metrics or of its folder, without what a clock said."""
+
+    def curve(run: dict | Path) -> list[dict]:
+        metrics = json.loads((run / "metrics.json").read_text()) if isinstance(run, Path) else run
+        return [
+            {k: v for k, v in entry.items() if "second" not in k} for entry in metrics["history"]
+        ]
+
+    return curve
+
+
+@pytest.fixture
+def refused(capsys):
+    """The command ends with one line of an error that has the words; returns the line."""
+
+    def refused(argv: list[str], *words: str, code: int = 2) -> str:
+        capsys.readouterr()
+        try:
+            found = main(argv)
+        except SystemExit as exit:  # what argparse raises
+            found = exit.code
+        shown = capsys.readouterr()
+        *before, line = shown.err.splitlines()
+        assert found == code and not shown.out, shown
+        assert re.match("fastplm( pretrain| finetune)?: error: ", line), shown.err
+        assert not any("error" in text or "Traceback" in text for text in before)
+        for word in words:
+            assert word in line
+        return line
+
+    return refused
 
 
 @pytest.fixture(scope="session")

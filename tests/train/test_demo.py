@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastplm.cli import main
 from fastplm.data import DataCollatorForMaskedTokens, load_tokenizer
 from fastplm.models import ElectraForJointPreTraining
 from fastplm.train import compare, demo, trainer
@@ -116,3 +117,11 @@ def test_a_slow_machine_compares_fewer_times(seconds, rounds, clock, electra, mo
 @pytest.mark.parametrize("seed", [1, 2])
 def test_checks_hold_after_the_least_steps(seed, tmp_path, capsys):
     assert demo.demo(tmp_path, minutes=0.001, seed=seed), capsys.readouterr().out
+
+
+def test_threads_are_those_asked_for(tmp_path, monkeypatch):
+    """A busy machine prints a hint that names the option."""
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(demo, "_demo", lambda *_: seen.append(torch.get_num_threads()) or True)
+    assert main(["demo", "--out", str(tmp_path), "--threads", "3"]) == 0
+    assert seen == [3] and torch.get_num_threads() == before

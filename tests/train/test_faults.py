@@ -158,43 +158,26 @@ def report(capsys, name, counts):
             print(f"  {count:4}  {what}")
 
 
-@pytest.mark.parametrize("state, faults", [("stopped", 45), ("whole", 15)])
-def test_damaged_files(training, state, faults, tmp_path, capsys, request):
-    draw, counts = random.Random(state), Counter()
+@pytest.mark.parametrize(
+    "state, damaged, faults",
+    [("stopped", "out", 45), ("whole", "out", 15), ("stopped", "cache", 40)],
+)
+def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, request):
+    if damaged == "cache" and not isinstance(training, Pretraining):
+        pytest.skip("fine-tuning has no cache")
+    draw, counts = random.Random(state + damaged), Counter()
     folder = getattr(training, state)
     for number in range(faults):
         work = tmp_path / str(number)
-        out = work / "out"
-        shutil.copytree(folder, out)
-        if (folder.parent / "cache").is_dir():
-            shutil.copytree(folder.parent / "cache", work / "cache")
-        files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != "run.lock")
-        path = draw.choice(files)
-        way = spoil(path, draw)
-        # The folder that the finished run names is another one, and its record says so.
-        text = f"{way} {path.relative_to(work)}"
-        try:
-            counts[outcome(training, out, capsys)] += 1
-        except Exception as error:
-            raise AssertionError(f"after {text}") from error
-        shutil.rmtree(work)
-    report(capsys, f"{request.node.name}: {faults} faults", counts)
-
-
-@pytest.mark.parametrize("faults", [40])
-def test_damaged_cache(training, faults, tmp_path, capsys, request):
-    if not isinstance(training, Pretraining):
-        pytest.skip("fine-tuning has no cache")
-    draw, counts = random.Random("cache"), Counter()
-    for number in range(faults):
-        work = tmp_path / str(number)
-        out = work / "out"
-        shutil.copytree(training.stopped, out)
-        shutil.copytree(training.stopped.parent / "cache", work / "cache")
-        path = draw.choice(sorted(p for p in (work / "cache").rglob("*") if p.is_file()))
+        for name in "out", "cache":
+            source = folder if name == "out" else folder.parent / name
+            if source.is_dir():
+                shutil.copytree(source, work / name)
+        files = (path for path in (work / damaged).rglob("*") if path.is_file())
+        path = draw.choice(sorted(path for path in files if path.name != "run.lock"))
         way = spoil(path, draw)
         try:
-            counts[outcome(training, out, capsys)] += 1
+            counts[outcome(training, work / "out", capsys)] += 1
         except Exception as error:
             raise AssertionError(f"after {way} {path.relative_to(work)}") from error
         shutil.rmtree(work)
@@ -303,8 +286,8 @@ def test_a_disk_that_fills(training, faults, tmp_path, capsys, request):
 
 BUSY = """
 import hashlib, sys
-from fastplm.train._interrupt import answered
-with answered(["pretrain"], sys.argv[1]):
+from fastplm.train._interrupt import interruptible
+with interruptible(["pretrain"], sys.argv[1]):
     print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 28)  # minutes, and it looks at no signal
 """

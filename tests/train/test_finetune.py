@@ -319,6 +319,30 @@ def test_resume_within_a_seed(arguments, monkeypatch):
     assert not list(Path(parts["seeds"][0]["model"]).parent.glob("checkpoint-*"))
 
 
+def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
+    """Killed when all steps were done, in the middle of an epoch: none is added."""
+    whole = finetune(arguments("tagging", "whole"))
+    predict, step, steps = module.predict, module.FinetuningTrainer.training_step, []
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    def counted(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.FinetuningTrainer, "training_step", counted)
+    monkeypatch.setattr(module, "predict", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(arguments("tagging", "parts"))
+    monkeypatch.setattr(module, "predict", predict)
+    (parts,) = finetune(arguments("tagging", "parts", resume=True))["seeds"]
+    assert steps == [0, 1, 2] and parts["steps"] == 3
+    assert [parts[name] for name in ("loss", "scores")] == [
+        whole["seeds"][0][name] for name in ("loss", "scores")
+    ]
+
+
 def test_bf16(arguments):
     seen = set()
 

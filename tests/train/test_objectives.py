@@ -11,18 +11,14 @@ import pytest
 import torch
 import transformers
 
-from fastplm.cli import main
-from fastplm.data import TokenStore
+from fastplm._checks import TooLittleTextError
+from fastplm.data import TokenStore, tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
+from fastplm.train.arguments import choose_objective, choose_unit
+from fastplm.train.choices import MASKED
 from fastplm.train.evaluate import evaluate
-from fastplm.train.objectives import (
-    FAMILIES,
-    OBJECTIVES,
-    EndedDocuments,
-    choose_objective,
-    choose_unit,
-)
+from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
 from fastplm.train.presets import PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -39,13 +35,6 @@ def short_run(run):
         return run(out, arch=arch, **{"vocab_size": VOCABULARIES[kind], **options})
 
     return short_run
-
-
-def losses(metrics):
-    return [
-        {name: value for name, value in entry.items() if "second" not in name}
-        for entry in metrics["history"]
-    ]
 
 
 # --- which architecture learns what ---------------------------------------------------------------
@@ -71,6 +60,8 @@ def test_every_preset_and_objective_is_reached():
     assert {preset.family for preset in PRESETS.values()} == set(FAMILIES)
     learned = {objective for family in FAMILIES.values() for objective in family.classes}
     assert learned == set(OBJECTIVES)
+    masked = {name for name, kind in OBJECTIVES.items() if issubclass(kind, MaskedTokens)}
+    assert masked == set(MASKED)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -113,7 +104,7 @@ def check_held_out_loss(metrics, token_loss, kind):
     args = module.PretrainArguments(**metrics["arguments"])
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
     _, dataset = module.hold_out(args, store, tokenizer)
     collator = module.make_collator(args, tokenizer)
     batch = collator([dataset[i] for i in range(len(dataset))])
@@ -139,7 +130,7 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     args = module.PretrainArguments(**settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
     blocks = torch.tensor(with_ends(store.split(0.05)[1], tokenizer.eos_token_id))
     blocks = blocks[: len(blocks) // 32 * 32].view(-1, 32)
     assert (blocks == tokenizer.eos_token_id).sum() > 3
@@ -178,16 +169,35 @@ def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
     """Documents of one token, of several sentences and longer than a block; whole and split."""
     text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
     tokenizer = words(1)
-    store = module.tokenize(text, tokenizer, tmp_path)
+    store = tokenize(text, tokenizer, tmp_path)
     for part in (store, *store.split(0.3)):
         expected = with_ends(part, 2)
-        blocks = EndedDocuments(part, block_size, tokenizer.eos_token_id)
+        blocks = DocumentBlocks(part, block_size, tokenizer.eos_token_id)
         ids = [block["input_ids"].tolist() for block in (blocks[i] for i in range(len(blocks)))]
         assert len(ids) == len(expected) // block_size
         assert sum(ids, []) == expected[: len(ids) * block_size]
         assert blocks[len(ids) - 1]["input_ids"].tolist() == ids[-1]
     with pytest.raises(IndexError):
         blocks[len(blocks)]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
+    tokenizer = word_tokenizer(["<unk>", *special.values(), "<extra_id_0>", "a"], **special)
+    arch = next(arch for arch in PRESETS if name in FAMILIES[PRESETS[arch].family].classes)
+    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name)
+    answers = set()
+    # Documents of so many tokens each.
+    for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
+        store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
+        try:
+            gives_one = len(module.make_dataset(args, store, tokenizer)) > 0
+        except TooLittleTextError:
+            gives_one = False
+        assert OBJECTIVES[name](args, tokenizer).enough(store) == gives_one, sizes
+        answers.add(gives_one)
+    assert answers == {True, False}
 
 
 @pytest.mark.parametrize(("sentinels", "block_size"), [(20, 512), (200, 2048)])
@@ -197,7 +207,7 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
 ):
     args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
     tokenizer = words(sentinels)
-    store = module.tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
     dataset = module.make_dataset(args, store, tokenizer)
     batch = module.make_collator(args, tokenizer)([dataset[0], dataset[1]])
     assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
@@ -239,7 +249,7 @@ def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["t5-tiny", "albert-tiny"])
-def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch):
+def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
     """What samples are corrupted by: this process, two workers, or the trainer as on a GPU."""
     options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
     whole = short_run(tmp_path / "whole", arch, **options)
@@ -255,62 +265,15 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
     monkeypatch.setattr(PretrainingTrainer, "_corrupted", counted)
     device = short_run(tmp_path / "device", arch, workers=2, **options)
     assert len(corrupted) == 8
-    assert losses(workers) == losses(device) == losses(whole)
+    assert curve(workers) == curve(device) == curve(whole)
     assert workers["held_out"] == device["held_out"] == whole["held_out"]
 
 
 @pytest.mark.parametrize(
     ("arch", "options"), [("bart-tiny", {}), ("albert-tiny", {"optimizer": "lamb"})], ids=str
 )
-def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options):
+def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve):
     out = tmp_path / "out"
     whole = short_run(out, arch, save_every=3, **options)
     shutil.rmtree(out / "checkpoint-6")
-    assert losses(short_run(out, arch, save_every=3, resume=True, **options)) == losses(whole)
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"arch": "bert-tiny", "objective": "rtd"}, ["rtd with bert-tiny", "mlm+nsp or mlm"]),
-        ({"arch": "electra-tiny", "no_nsp": True}, ["mlm with electra-tiny", "rtd"]),
-        ({"arch": "t5-tiny", "objective": "denoise"}, ["denoise with t5-tiny", "spans"]),
-        ({"arch": "t5-tiny", "unit": "word"}, ["word with objective spans"]),
-        ({"arch": "t5-tiny", "attention_dropout": 0.3}, ["attention_dropout", "one rate"]),
-        ({"arch": "bert-tiny", "objective": "nsp"}, ["objective", "mlm+nsp"]),
-        ({"arch": "bert-tiny", "objective": "mlm", "no_nsp": True}, ["no-nsp", "not allowed"]),
-        ({"arch": "albert-tiny", "unit": "letter"}, ["unit", "ngram"]),
-        ({"arch": "albert-tiny", "optimizer": "sgd"}, ["optimizer", "lamb"]),
-        ({"arch": "bart-tiny", "vocab_size": 99}, ["vocab_size", "got 99"]),
-    ],
-    ids=str,
-)
-def test_bad_options(arguments, tmp_path, capsys, options, words):
-    try:
-        code = main(arguments(tmp_path / "out", **options))
-    except SystemExit as exit:  # what argparse raises
-        code = exit.code
-    shown = capsys.readouterr()
-    assert code == 2 and shown.out == ""
-    line = shown.err.rstrip("\n")
-    assert "\n" not in line and "Traceback" not in line and line.startswith("fastplm")
-    for word in words:
-        assert word in line
-
-
-def test_a_tokenizer_without_what_an_objective_needs(arguments, bert, tmp_path, capsys):
-    options = {"arch": "t5-tiny", "vocab_size": None, "tokenizer": bert / "tokenizer"}
-    assert main(arguments(tmp_path / "out", **options)) == 2
-    assert "without a eos_token" in capsys.readouterr().err
-
-
-def test_resume_with_another_objective(short_run, arguments, tmp_path, capsys):
-    out = tmp_path / "out"
-    short_run(out, "albert-tiny", steps=2)
-    for name, value in (("objective", "mlm"), ("unit", "token"), ("optimizer", "lamb")):
-        options = {"arch": "albert-tiny", "steps": 2, "resume": True, name: value}
-        assert main(arguments(out, **options)) == 2
-        assert f"`{name}` got {value}" in capsys.readouterr().err
+    assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)

@@ -20,9 +20,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from compile_kernels import kernel_modules, source_of
 from fastplm import use_backend
 from fastplm.triton_kernels import _launch
-from fastplm.triton_kernels._compile import _source, kernel_modules
 from fastplm.triton_kernels._launch import Launch, record_launches
 from ptx.machine import Program, Schedule
 from ptx.memory import GlobalMemory
@@ -30,7 +30,9 @@ from ptx.parse import PtxError
 
 #: How a plain parameter lies in memory, by its type in PTX.
 _PACKED = {"u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "f32": "<f", "f64": "<d"}
+#: The last programs, of which one may hold 100 MB once it has run.
 _programs: dict[Any, Program] = {}
+_MOST_PROGRAMS = 16
 
 # Before anybody sets TRITON_INTERPRET, as ``emulated`` does.
 for _name in kernel_modules():
@@ -52,7 +54,7 @@ def compile_program(
     launch: Launch, arch: int, edit: Callable[[str], str] | None = None
 ) -> tuple[Program, list[str]]:
     """The program of a launch, its text changed by ``edit``, and the names of its parameters."""
-    source, options, key = _source(launch)
+    source, options, key = source_of(launch)
     names = [parameter.name for parameter in launch.kernel.params]
     for index, name in enumerate(names):
         value = launch.arguments.get(name)
@@ -70,6 +72,8 @@ def compile_program(
             if edited == text:
                 raise ValueError(f"the edit changes nothing in {launch.kernel.__name__}")
             text = edited
+        if len(_programs) == _MOST_PROGRAMS:
+            del _programs[next(iter(_programs))]
         _programs[known] = Program(text, metadata.shared, 32 * metadata.num_warps)
     return _programs[known], passed
 

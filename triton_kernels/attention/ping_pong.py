@@ -1,24 +1,24 @@
-"""Attention forward for Hopper with a role for every warp group; chosen by hand until it is timed.
+"""A forward for sm_90 whose warp groups have roles. It is not chosen until it has been timed.
 
-A producer copies tiles of Q, K and V; two consumers of 64 queries each take turns: the softmax of
-one runs under the matmuls of the other, and under its own: the scores of the next tile of keys and
-the output of the last one are computed while this tile's softmax is.
+A producer copies tiles of Q, K and V. Two consumers of 64 queries each take turns: the softmax of
+one runs during the matmuls of the other. It also runs during its own: while it computes the softmax
+of a tile of keys, the scores of the next tile and the output of the last one are computed.
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), algorithm 2 and section 3.1.
 
-It serves what ``_attention_stream_fwd_kernel`` does, with its arguments, but for dropout and bias:
-those keep the other lanes busy longer than the tensor cores, so that there is nothing to hide. A
-block stays on its SM and takes one tile of queries after another, so that the copies of the next
-tile run under the end of this one.
+It does what ``_attention_stream_fwd_kernel`` does, with the same arguments, except dropout and
+bias: with those the other units are busy longer than the tensor cores, so nothing is left to hide.
+A block computes one tile of queries after another, so that the copies of the next tile run during
+the end of this one.
 
-Rows are copied one by one (``cp.async``), not by a tensor map: any stride, ragged rows and a key
-mask are served, and a masked key is 0 in shared memory, as everywhere.
+Rows are copied one by one (``cp.async``), not by a tensor map. So any stride, ragged rows and a key
+mask work, and a masked key is 0 in shared memory, as in the other kernels.
 
 Each buffer has two barriers: ``full`` counts the threads of the producer whose copies have landed,
 ``free`` the consumers that have read it. The n-th use of one of S buffers waits for the phase
-n // S. ``turns[w]`` is consumer w's leave to issue its matmuls, given by the other one.
+n // S. Consumer w may issue its matmuls when the other one has arrived at ``turns[w]``.
 
-Legend: as in ``attention.py``; W which consumer · n tiles of keys, done tiles of queries, so far
+Symbols: as in the package; W which consumer · n tiles of keys, done tiles of queries, so far
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastplm.triton_kernels._launch import INTERPRETED, Fixed, arch_of, cdiv, sm_count
-from fastplm.triton_kernels.attention import (
-    _COUNTS,
-    _bounds,
-    _head,
-    _keys_allowed,
-    _Shape,
-    _stats_head,
+from fastplm.triton_kernels.attention.launch import Shape
+from fastplm.triton_kernels.attention.tiles import (
+    COUNTS,
+    Tensor,
+    bounds,
+    keys_allowed,
+    rows_of,
+    stats_head,
 )
 
 
 @gluon.jit
 def _own(number, FACTOR: gl.constexpr = 1):
-    """An int32, a multiple of ``FACTOR``, that this role looks up for itself.
+    """``number``, an int32 and a multiple of ``FACTOR``, that the compiler computes in this role.
 
-    What follows from arguments alone is else computed before the roles part and kept by all of
-    them, in the few registers that neither the producer nor the tiles of a consumer need.
+    Else it would compute what follows from arguments alone before the roles separate, and all roles
+    would keep it in registers, which are scarce.
     """
     own = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -63,18 +64,18 @@ def _own(number, FACTOR: gl.constexpr = 1):
 
 @gluon.jit
 def _tile_of(item, sizes, cu_q_ptr, cu_k_ptr, options: gl.constexpr):
-    """Whose tile of queries it is, where it starts, both sequences, and its tiles of keys.
+    """The sequence and head of a tile of queries, its start, both sequences, its tiles of keys.
 
-    At least one tile: its keys are masked where there are none, so that both consumers and the
-    producer do the same number of steps. No tile where there are no queries.
+    There is at least one tile of keys, masked if there are no keys, so that both consumers and the
+    producer take the same number of steps. There is none if there are no queries.
     """
     num_tiles, num_heads, seqlen_q, seqlen_k = sizes
     BLOCK_Q: gl.constexpr = options[0]
     start_q = (num_tiles - 1 - item % num_tiles) * 2 * BLOCK_Q  # the longest causal ones first
     row = (item // num_tiles).to(gl.int64)  # flat (sequence, head)
     b, h = row // num_heads, row % num_heads
-    first_q, length_q = _bounds(cu_q_ptr, b, seqlen_q)
-    first_k, length_k = _bounds(cu_k_ptr, b, seqlen_k)
+    first_q, length_q = bounds(cu_q_ptr, b, seqlen_q)
+    first_k, length_k = bounds(cu_k_ptr, b, seqlen_k)
     end_k = length_k + 0
     if options[3]:
         end_k = gl.minimum(length_k, start_q + 2 * BLOCK_Q + length_k - length_q)
@@ -117,9 +118,9 @@ def _produce(pointers, items, sizes, strides, tiles, full, free, options: gl.con
             item, sizes, cu_q_ptr, cu_k_ptr, options
         )
         if tiles_k > 0:
-            q_head = _head(q_ptr, b, h, first_q, q_b, q_h, q_t)
-            k_head = _head(k_ptr, b, h, first_k, k_b, k_h, k_t)
-            v_head = _head(v_ptr, b, h, first_k, v_b, v_h, v_t)
+            q_head = rows_of(Tensor(q_ptr, q_b, q_h, q_t), b, h, first_q).ptr
+            k_head = rows_of(Tensor(k_ptr, k_b, k_h, k_t), b, h, first_k).ptr
+            v_head = rows_of(Tensor(v_ptr, v_b, v_h, v_t), b, h, first_k).ptr
             mask_row = mask_ptr
             if mask_ptr is not None:
                 mask_row = mask_ptr + b * stride_mb + first_k
@@ -133,7 +134,7 @@ def _produce(pointers, items, sizes, strides, tiles, full, free, options: gl.con
                 stage = n % STAGES
                 is_free = (n // STAGES & 1) ^ 1
                 offs_k = i * BLOCK_K + gl.arange(0, BLOCK_K, rows)
-                allowed = _keys_allowed(mask_row, offs_k, length_k)
+                allowed = keys_allowed(mask_row, offs_k, length_k)
                 mbarrier.wait(k_free.index(stage), is_free)
                 _copy_rows(k_tiles.index(stage), k_head, offs_k, allowed, k_t, layout)
                 async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
@@ -152,7 +153,7 @@ def _softmax(s, m_i, l_i, offs_q, start_k, mask_ptr, keys, factor, IS_CAUSAL: gl
         # A thread's columns share bits 1 and 2: the others are constants.
         columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         offs_k = start_k + _own(columns & 6) + (columns & -7)
-        allowed = gl.expand_dims(_keys_allowed(mask_ptr, offs_k, length_k), 0)
+        allowed = gl.expand_dims(keys_allowed(mask_ptr, offs_k, length_k), 0)
         if IS_CAUSAL:
             allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
         s = gl.where(allowed, s, float("-inf"))
@@ -267,12 +268,12 @@ def _consume(
             l_i = gl.where(alive, l_i, 1.0)
             out = acc * gl.convert_layout(1.0 / l_i, out_rows)[:, None]
             out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), store_layout)
-            head = _head(out_ptr, b, h, first_q, out_b, out_h, out_t)
+            head = rows_of(Tensor(out_ptr, out_b, out_h, out_t), b, h, first_q).ptr
             offs = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, store_layout))
             offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, store_layout))
             ptrs = head + offs.to(gl.int64)[:, None] * out_t + offs_d[None, :]
             gl.store(ptrs, out, mask=(offs < length_q)[:, None] & (offs_d >= 0)[None, :])
-            row = _stats_head(cu_q_ptr, b, h, first_q, sizes[2], stride_sh) + offs_q
+            row = stats_head(cu_q_ptr, b, h, first_q, sizes[2], stride_sh) + offs_q
             gl.store(m_ptr + row, gl.where(alive, m_i, 0.0), mask=offs_q < length_q)
             gl.store(log2l_ptr + row, gl.log2(l_i), mask=offs_q < length_q)
 
@@ -302,7 +303,7 @@ def _phases(size: gl.constexpr, threads: gl.constexpr):
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=[*_COUNTS, "num_rows"])
+@gluon.jit(do_not_specialize=[*COUNTS, "num_rows"])
 def _attention_ping_pong_fwd_kernel(
     # pointers
     q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, sample_ptr,
@@ -355,7 +356,7 @@ def _attention_ping_pong_fwd_kernel(
 
 
 def ping_pong(
-    shape: _Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    shape: Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[Any, tuple[int], Fixed] | None:
     """Kernel, grid and arguments of a forward that this kernel serves."""
     steps = [step for name, step in shape.shared.items() if name[:8] in _STEPS]
@@ -375,7 +376,7 @@ _STEPS = ("stride_q", "stride_k", "stride_v")
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_of(shape: _Shape) -> tuple[Any, tuple[int], Fixed]:
+def _launch_of(shape: Shape) -> tuple[Any, tuple[int], Fixed]:
     tiles = cdiv(shape.seqlen_q, 128) * shape.batch * shape.heads
     fixed = Fixed(
         num_rows=shape.rows_q,

@@ -1,39 +1,32 @@
-"""Hazards of compiled kernels: what a count of spills or of instructions does not show.
+"""Races of pipelined kernels, found by a simulation of their Triton GPU IR.
 
-``races`` executes the integers of a kernel's Triton GPU IR and follows what is in flight: copies
-to shared memory by commit group, asynchronous matmuls (wgmma on sm_90, tcgen05 on sm_100), barriers
-and their phases. Numbers that only a launch knows are drawn, until each pipelined loop was seen
-with many trip counts. A hazard is an access that nothing orders after one that is in flight:
+``find_races`` executes the integers of a kernel and follows what is in flight: copies to shared
+memory by commit group, asynchronous matmuls (wgmma on sm_90, tcgen05 on sm_100), barriers and their
+phases. It draws numbers that only a launch knows, until each pipelined loop ran with many trip
+counts. A race is an access that nothing orders after one that is in flight:
 
-- a buffer written while a matmul may still read it, or read before its copy was waited for;
-- two copies into one buffer at once; an accumulator used before its matmul was waited for;
-- registers stored to shared memory, then read by a matmul with no proxy fence between;
-- a buffer given back while in flight, an index past its buffers, a wait that can never end.
+- a buffer is written while a matmul may still read it, or read before its copy was waited for;
+- two copies go into one buffer at once; an accumulator is used before its matmul was waited for;
+- a matmul reads what was stored from registers to shared memory with no proxy fence in between;
+- a buffer is freed while in flight; an index lies past its buffers; a wait can never end.
 
-Behind this IR Triton places thread barriers between ordinary accesses, and proxy fences behind
-copies. In the PTX ``unordered`` looks for the barriers that a copy needs, so that no other warp
-still reads what it overwrites (as far as source places tell instructions apart, and in innermost
-loops), and ``unfenced`` for the fences.
-
-Not modelled: the addresses of allocations (two that share one are taken as apart); on sm_100 the
+Not modelled: the addresses of allocations (two that share one count as separate); on sm_100 the
 order of threads' own accesses to tensor memory, barriers of several arrivals, TMA, clusters and
-warp specialisation. A slice of a buffer counts as all of it, a masked copy as made. An operation
-of the GPU dialects that is not known is reported, never passed over.
+warp specialisation. A slice of a buffer counts as all of it, a masked copy as made. An operation of
+the GPU dialects that is not known is reported, never ignored.
 
-Upstream has no pass that proves this: its concurrency sanitizer instruments a kernel to be run.
+Triton has no pass that proves this: its concurrency sanitizer instruments a kernel that then runs.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # --- The IR as printed -----------------------------------------------------------------------
 
@@ -43,10 +36,10 @@ _BASE = re.compile(r"%[\w$.-]+")
 _OP = re.compile(rf"(?:((?:{_NAME}(?::\d+)?(?:, )?)+) = )?\"?([\w.]+)\"?(.*)")
 _FOR = re.compile(rf"({_NAME}) = ({_NAME}) to ({_NAME}) step ({_NAME})(?: iter_args\((.*?)\) ->)?")
 _LOC = re.compile(r"(#loc\d*) = loc\((.*)\)$")
-_TENSOR = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?([a-z]+)(\d+)")
+TENSOR = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?([a-z]+)(\d+)")
 
 
-_LOOPS = ("scf.for", "scf.while")
+LOOPS = ("scf.for", "scf.while")
 
 
 @dataclass(eq=False)
@@ -73,7 +66,7 @@ class Op:
         return _ARITHMETIC.get(name[1]) if name else None
 
     def number(self, attribute: str) -> int:
-        return int(_found(rf"\b{attribute} = (-?\d+)", self.text)[1])
+        return int(search(rf"\b{attribute} = (-?\d+)", self.text)[1])
 
     def result_type(self) -> str:
         return self.text.rsplit("->", 1)[-1].rsplit(" : ", 1)[-1]
@@ -153,7 +146,7 @@ class Module:
     def _open(self, op: Op, stack: list[Op], loops: list[Any]) -> None:
         op.regions.append([Block()])
         stack.append(op)
-        loops.append(op if op.name in _LOOPS else loops[-1])
+        loops.append(op if op.name in LOOPS else loops[-1])
         self._renamed.append(dict(self._renamed[-1]))
 
     def _define(self, name: str) -> str:
@@ -169,7 +162,7 @@ class Module:
         return _BASE.sub(lambda m: renamed.get(m[0], m[0]), text) if renamed else text
 
     def _op(self, code: str, loc: str, stack: list[Op], loops: list[Any]) -> Op:
-        results, name, text = _found(_OP, code).groups()
+        results, name, text = search(_OP, code).groups()
         op = Op(name, [], self._current(text), loc, parent=stack[-1], loop=loops[-1])
         for result in (results or "").split(", ") if results else ():
             result, _, count = result.partition(":")
@@ -178,7 +171,7 @@ class Module:
         self.made_by.update(dict.fromkeys(op.results, op))
         if code.endswith("{"):
             self._open(op, stack, loops)
-            if name in _LOOPS:
+            if name in LOOPS:
                 for argument in re.findall(rf"({_NAME}) = ", text):
                     self._define(argument)
             op.text = self._current(text)
@@ -223,10 +216,10 @@ class Module:
 
 def _header(op: Op) -> re.Match[str]:
     """(counter, start, stop, step, what is carried) of a loop."""
-    return _found(_FOR, op.text.strip())
+    return search(_FOR, op.text.strip())
 
 
-def _found(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
+def search(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
     match = re.search(pattern, text)
     if match is None:
         raise ValueError(f"not as Triton prints it: {text}")
@@ -464,7 +457,7 @@ class Simulation:
 
     def _step(self, op: Op) -> None:
         self._tick()
-        if op.name in _ASYNCHRONOUS:
+        if op.name in ASYNCHRONOUS:
             self.reached.add(id(op))
         handler = _HANDLERS.get(op.name)
         if handler not in _TAKES_RESULTS:
@@ -542,7 +535,7 @@ class Simulation:
             self.found[f"not modelled: a buffer that nothing computes ({self._at(op)})"] = None
             self._env[op.results[0]] = parent
             return
-        count = int(_found(r"memdesc<(\d+)x", op.text)[1])
+        count = int(search(r"memdesc<(\d+)x", op.text)[1])
         if not 0 <= index < count:
             self._report(op, f"takes buffer {index} of {count}")
         self._env[op.results[0]] = View(parent.alloc, (*parent.index, index))
@@ -804,12 +797,12 @@ class Followed:
     ordered: dict[tuple[int, int], tuple[Op, Op]] = field(default_factory=dict)
 
 
-def races(module: Module) -> Followed:
+def find_races(module: Module) -> Followed:
     """Every hazard of a kernel, and what follows from how its loops run."""
     seen = Followed()
     trips: dict[int, int] = {}
-    missing = {id(op): op for op in module.ops if op.name in _ASYNCHRONOUS}
-    pipelined = [op for op in module.ops if op.name in _LOOPS and _pipelined(module, op)]
+    missing = {id(op): op for op in module.ops if op.name in ASYNCHRONOUS}
+    pipelined = [op for op in module.ops if op.name in LOOPS and _pipelined(module, op)]
     seen.wrong.update((f"not modelled: {op.name}", None) for op in module.ops if _unknown(op))
 
     def run(world: int, stretched: Op | None = None) -> None:
@@ -845,7 +838,7 @@ def races(module: Module) -> Followed:
     return seen
 
 
-_ASYNCHRONOUS = (
+ASYNCHRONOUS = (
     "ttg.async_copy_global_to_local",
     "ttng.warp_group_dot",
     "ttng.tc_gen5_mma",
@@ -853,7 +846,7 @@ _ASYNCHRONOUS = (
 
 
 def _pipelined(module: Module, loop: Op) -> bool:
-    return any(op.loop is loop and op.name in _ASYNCHRONOUS for op in module.ops)
+    return any(op.loop is loop and op.name in ASYNCHRONOUS for op in module.ops)
 
 
 def _fixed(module: Module, loop: Op) -> bool:
@@ -861,262 +854,3 @@ def _fixed(module: Module, loop: Op) -> bool:
     bounds = _header(loop).groups()[1:4] if loop.name == "scf.for" else ()
     makers = [module.made_by.get(bound) for bound in bounds]
     return bool(bounds) and all(op is not None and op.name == "arith.constant" for op in makers)
-
-
-# --- What costs time -------------------------------------------------------------------------
-
-_DOTS = ("tt.dot", "ttng.warp_group_dot", "ttng.tc_gen5_mma")
-_FILE = re.compile(r'\s*\.file\s+(\d+) .*?([^"/]*)"$')
-_PLACE = re.compile(r"\s*\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?")
-_CALLER = re.compile(r"@\[ ([^\s:]+:\d+:\d+)")
-_LABEL = re.compile(r"(\$\w+):")
-_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
-_GLOBAL = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
-_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global .*?\], 0x([0-9a-f]+)")
-_ORDERS = {
-    "barrier": "bar.sync",
-    "wgmma.wait": "wgmma.wait_group",
-    "shared": "ld.shared",
-    "shared ": "ldmatrix",
-}
-_KINDS = {
-    "tt.load": "ld",
-    "tt.store": "st",
-    "ttg.async_copy_global_to_local": "cp.async",
-}
-
-
-Place = tuple[str, str]  # of an instruction, and of the call that it was inlined at
-
-
-class Access(NamedTuple):
-    """An instruction on memory, or one that orders them; its bytes for one thread."""
-
-    kind: str
-    width: int
-    place: Place
-
-
-def loop_accesses(ptx: str) -> list[list[Access]]:
-    """Of each loop that has no other in it, the instructions on memory and the barriers."""
-    lines = ptx.splitlines()
-    labels, files = {}, {}
-    for number, line in enumerate(lines):
-        if label := _LABEL.match(line):
-            labels[label[1]] = number
-        elif file := _FILE.match(line):
-            files[file[1]] = file[2]
-    places, place, inline = [], ("", ""), False
-    for before, line in zip(["", *lines], lines, strict=False):
-        inline = "// begin inline asm" in line or (inline and "// end inline asm" not in line)
-        # LLVM counts the lines of inline assembly on from its first.
-        counted = inline and "// begin inline asm" not in before
-        if not counted and (at := _PLACE.match(line)):
-            caller = _CALLER.search(line)
-            inlined = f"{files.get(at[4], at[4])}:{at[5]}:{at[6]}" if at[4] else ""
-            place = f"{files.get(at[1], at[1])}:{at[2]}:{at[3]}", caller[1] if caller else inlined
-        places.append(place)
-    loops: dict[int, int] = {}
-    for number, line in enumerate(lines):
-        if (branch := _BRANCH.search(line)) and labels.get(branch[1], number) < number:
-            loops[labels[branch[1]]] = number
-    inner = (
-        range(start, end)
-        for start, end in loops.items()
-        if not any(start < other and last <= end for other, last in loops.items())
-    )
-    return [[a for i in loop if (a := _access(lines[i], places[i]))] for loop in inner]
-
-
-def _access(line: str, place: Place) -> Access | None:
-    if found := _GLOBAL.search(line):
-        return Access(found[1], int(found[2] or 1) * int(found[3]) // 8, place)
-    if found := _COPY.search(line):
-        return Access("cp.async", int(found[1], 16), place)
-    for kind, pattern in _ORDERS.items():
-        if pattern in line:
-            return Access(kind.strip(), 0, place)
-    return None
-
-
-def _where(module: Module, op: Op) -> Place:
-    """As PTX has it."""
-    place, *callers = module.place(op.loc).split(" @[ ")
-    return place, callers[0].rstrip(" ]") if callers else ""
-
-
-def _instructions(module: Module, op: Op, kind: str, loop: list[Access]) -> list[int]:
-    """Where in a loop's machine code an operation is; operations of one place come in order."""
-    place = _where(module, op)
-    found = [i for i, access in enumerate(loop) if (access.kind, access.place) == (kind, place)]
-    alike = [
-        other
-        for other in module.ops
-        if (other.name, other.loop) == (op.name, op.loop) and _where(module, other) == place
-    ]
-    each = len(found) // len(alike)
-    if each * len(alike) != len(found):
-        return found
-    start = next(i for i, other in enumerate(alike) if other is op) * each
-    return found[start : start + each]
-
-
-def unordered(module: Module, seen: Followed, loops: list[list[Access]]) -> list[str]:
-    """Copies over a buffer that other warps may still read: no barrier came in between."""
-    found: dict[str, None] = {}
-    for reader, copy in seen.ordered.values():
-        for loop in loops if copy.loop and reader.loop is copy.loop else ():
-            if reader.name == "ttng.warp_group_dot":  # over where a thread has waited for it
-                reads = [i for i, access in enumerate(loop) if access.kind == "wgmma.wait"]
-            else:
-                reads = _instructions(module, reader, "shared", loop)
-            for i in _instructions(module, copy, "cp.async", loop):
-                for j in (*range(i - 1, -1, -1), *range(len(loop) - 1, i, -1)):
-                    if loop[j].kind == "barrier":
-                        break
-                    if j in reads:
-                        at = module.place(copy.loc).split(" @[")[0].rsplit(":", 1)[0]
-                        found[f"race: a copy ({at}) with no barrier since {reader.name}"] = None
-                        break
-    return list(found)
-
-
-_PROXIES = re.compile(
-    r"(?P<copies>cp\.async\.wait_\w+)|(?P<fence>fence\.proxy\.async)|wgmma\.mma_async|tcgen05\.mma\b"
-)
-
-
-def unfenced(ptx: str) -> list[str]:
-    """Matmuls after a wait for copies, with no fence that shows them to the asynchronous proxy.
-
-    A race on sm_90. On sm_100, where Triton leaves some out, it is a finding: ours to know of, not
-    to mend.
-    """
-    found: dict[str, None] = {}
-    fenced = True
-    for each in _PROXIES.finditer(ptx):
-        if not fenced and not each.lastgroup:
-            kind = "race" if each[0].startswith("wgmma") else "unfenced"
-            found[f"{kind}: {each[0]} with no fence since copies were waited for"] = None
-        fenced = each.lastgroup != "copies"
-    return list(found)
-
-
-def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
-    """Accesses in innermost loops that could be wider.
-
-    A tile that has 16 bytes for each thread is moved by 16 bytes; one that has not may still take
-    a thread many accesses of a byte or two, where its layout repeats it for many threads.
-    """
-    found: dict[str, None] = {}
-    for op in module.ops:
-        tile = _TENSOR.search(op.text)
-        if op.loop is None or op.name not in _KINDS or tile is None:
-            continue
-        kind = _KINDS[op.name]
-        key = kind, _where(module, op)
-        widths = [access.width for access in accesses if (access.kind, access.place) == key]
-        share = math.prod(map(int, tile[1].split("x")[:-1])) * int(tile[3]) // 8 / threads
-        if widths and min(widths) < (16 if share >= 16 else 4 if len(widths) >= 8 else 0):
-            pointer = module.pointer(op.operands[0])
-            found[f"narrow: {min(widths)}-byte {kind} of {pointer}"] = None
-    return list(found)
-
-
-def unpipelined(module: Module) -> list[str]:
-    """Loads whose data a matmul of the same iteration multiplies: it waits for memory."""
-    users: dict[str, list[Op]] = {}
-    for op in module.ops:
-        for name in op.operands:
-            users.setdefault(name, []).append(op)
-    found: dict[str, None] = {}
-    for load in module.ops:
-        if load.name != "tt.load" or load.loop is None:
-            continue
-        reached, stack = set(load.results), list(load.results)
-        while stack:
-            name = stack.pop()
-            for op in users.get(name, ()):
-                if op.name in _DOTS and name in op.operands[:2] and _within(op, load.loop):
-                    pointer = module.pointer(load.operands[0])
-                    found[f"unpipelined: {pointer} is loaded for a matmul that waits for it"] = None
-                for result in _handed_on(op, name):
-                    if result not in reached:
-                        reached.add(result)
-                        stack.append(result)
-    return list(found)
-
-
-def _within(op: Op, loop: Op) -> bool:
-    inner = op.loop
-    while inner is not None and inner is not loop:
-        inner = inner.parent.loop if inner.parent else None
-    return inner is loop
-
-
-def _handed_on(op: Op, name: str) -> list[str]:
-    """Where the data of a value goes, through one operation of the same iteration."""
-    if op.name in ("tt.load", "ttg.async_copy_global_to_local", *_DOTS):
-        return []  # as a pointer or mask; or as what is multiplied already
-    if op.name in ("ttg.local_store", "ttng.tmem_store"):
-        return [op.operands[1]] if name == op.operands[0] else []
-    if op.name == "scf.yield":
-        if op.parent and op.parent.name == "scf.if":
-            places = [i for i, operand in enumerate(op.operands) if operand == name]
-            return [op.parent.results[i] for i in places]
-        return []
-    return [] if op.regions and not op.name.endswith(("reduce", "scan")) else op.results
-
-
-def shallow(module: Module, ahead: Distances, stages: int) -> list[str]:
-    """Copies that are issued later than the stages allow, and loops that let none be in flight."""
-    found: dict[str, None] = {}
-    for loop in (op for op in module.ops if op.name in _LOOPS):
-        late: dict[int, set[str]] = {}
-        for (place, pointer), distances in ahead.items():
-            if place == id(loop) and min(distances) < stages - 1:
-                late.setdefault(min(distances), set()).add(pointer)
-        for distance, pointers in late.items():
-            names = ", ".join(sorted(pointers))
-            found[f"late: {distance} iterations ahead of {stages - 1}, the copies of {names}"] = (
-                None
-            )
-        inside = [op for op in module.ops if op.loop is loop]
-        waits = [op.number("num") for op in inside if op.name == "ttg.async_wait"]
-        if waits and stages > 2 and not any(waits) and not late:
-            copies = (op for op in inside if op.name == "ttg.async_copy_global_to_local")
-            names = ", ".join(sorted({module.pointer(op.operands[0]) for op in copies}))
-            found[f"drained: a loop waits for all of its copies, of {names}"] = None
-    return list(found)
-
-
-def hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
-    """What is wrong ("races"), what costs time ("findings"), and what the loops do:
-
-    the widths of their accesses, and how many iterations ahead they copy.
-    """
-    try:
-        module = Module(ttgir)
-        seen = races(module)
-    except (ValueError, LookupError) as error:  # of a Triton that prints another IR
-        wrong = [f"not modelled: {type(error).__name__}: {error}"]
-        return {"races": wrong, "findings": [], "widths": [], "ahead": []}
-    loops = loop_accesses(ptx)
-    accesses = [access for loop in loops for access in loop if access.width]
-    threads = 32 * int(_found(r'"ttg\.num-warps" = (\d+)', ttgir)[1])
-    proxies = unfenced(ptx)
-    findings = narrow(module, accesses, threads)
-    findings += (line for line in proxies if line.startswith("unfenced"))
-    if stages > 1:
-        findings += unpipelined(module) + shallow(module, seen.ahead, stages)
-    counts = Counter((access.kind, access.width) for access in accesses)
-    return {
-        "races": [
-            *seen.wrong,
-            *unordered(module, seen, loops),
-            *(line for line in proxies if line.startswith("race")),
-        ],
-        "findings": findings,
-        "widths": [f"{kind} {width}: {count}" for (kind, width), count in sorted(counts.items())],
-        "ahead": sorted(f"{name}: {sorted(each)}" for (_, name), each in seen.ahead.items()),
-    }

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastplm.triton_kernels._launch import SHARED_PER_SM
+
 
 class Device(NamedTuple):
     """Of an architecture: its SMs, their clock, and what its memory moves."""
@@ -49,17 +51,8 @@ DEVICES = {
 TENSOR_FLOPS = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 #: Of the fp32 lanes: 64, then 128, a product and a sum each.
 FP32_FLOPS = {80: 128, 86: 256, 89: 256, 90: 256, 100: 256, 120: 256}
-SHARED_PER_SM = {
-    arch: 1024 * size
-    for arch, size in {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}.items()
-}
 #: (blocks, warps) that an SM holds at most.
 _RESIDENT = {80: (32, 64), 86: (16, 48), 89: (24, 48), 90: (32, 64), 100: (32, 64), 120: (24, 48)}
-
-
-def shared_limit(arch: int) -> int:
-    """Bytes of shared memory one block may opt in to: 1 KB of an SM's is the system's own."""
-    return SHARED_PER_SM[arch] - 1024
 
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)

@@ -1,0 +1,179 @@
+"""What folders of caches and of runs have in common: a manifest of their files, and a lock."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows, where folders are not locked
+    fcntl = None  # type: ignore[assignment]
+
+#: The sizes and hashes of a folder's files; written last.
+MANIFEST = "manifest.json"
+_LARGE = 1 << 30  # bytes; in a cache, of a larger file only some pages are read
+_PAGES, _PAGE = 256, 1 << 12
+_AT_ONCE = 1 << 22
+
+
+def first_process() -> bool:
+    """Whether this process of torchrun is the one that writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """Print a line about what is done on stderr, beside the results."""
+    if line and first_process():
+        print(line, file=sys.stderr, flush=True)
+
+
+# --- files that are whole -------------------------------------------------------------------------
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there whole or not at all."""
+    _write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
+    """Write the manifest of a folder when its files are on the disk.
+
+    Args:
+        folder: with the files.
+        names: files and folders in it; all by default.
+        facts: recorded beside the files.
+    """
+    roots = [folder] if names is None else [folder / name for name in names]
+    inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(path for path in inside if path.is_file() and path != folder / MANIFEST):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        stat = path.stat()
+        noted = {"size": stat.st_size, "changed": stat.st_mtime_ns, "hash": file_hash(path)}
+        if stat.st_size > _LARGE:
+            noted["sample"] = file_hash(path, sampled=True)
+        files[path.relative_to(folder).as_posix()] = noted
+    _write_whole(folder / MANIFEST, _manifest(files, facts))
+
+
+def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
+    """What is wrong with a sealed folder, or None.
+
+    The size of each file is compared, and the hash of its bytes.
+
+    Args:
+        folder: with a manifest.
+        cache: the folder is read at every start. Of a file above 1 GiB whose time of change is
+            the recorded one, only 256 pages are hashed; and it may hold no other file.
+        facts: what ``seal`` must have recorded.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(text)
+        files = manifest.pop("files")
+        for name, value in facts.items():
+            if manifest[name] != value:
+                return f"{MANIFEST} is of {name} {manifest[name]}"
+        manifest.pop("digest", None)
+        # Runs of older versions named the hash after its function, and had no digest.
+        older = any("blake2b" in noted for noted in files.values())
+        if not older and text != _manifest(files, manifest):
+            return f"{MANIFEST} is not what was written"
+        for name, noted in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            stat = path.stat()
+            if stat.st_size != noted["size"]:
+                return f"{name} has {stat.st_size} bytes of {noted['size']}"
+            sampled = cache and stat.st_size > _LARGE and stat.st_mtime_ns == noted["changed"]
+            expected = noted["sample" if sampled else "blake2b" if older else "hash"]
+            if file_hash(path, sampled) != expected:
+                return f"{name} has other contents"
+        # Folders were derived later; but a file could change what a library reads of this one.
+        for path in folder.iterdir() if cache else ():
+            if path.name not in {MANIFEST, *files} and path.name[0] != "." and path.is_file():
+                return f"{path.name} was not written with it"
+    except FileNotFoundError:
+        return f"there is no {MANIFEST}, which is written last, or it is of an older version"
+    except OSError as error:
+        return f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
+    # A manifest with other contents is no JSON, no dict or has no such keys.
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
+        return f"{MANIFEST} is not what was written"
+    return None
+
+
+def file_hash(path: Path, sampled: bool = False) -> str:
+    """BLAKE2b of a file, or of pages at equal distances, the last one among them."""
+    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        if sampled:
+            for i in range(1, _PAGES + 1):
+                file.seek(max(0, size - _PAGE) * i // _PAGES)
+                digest.update(file.read(_PAGE))
+        else:
+            while part := file.read(_AT_ONCE):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def _manifest(files: dict[str, Any], facts: dict[str, Any]) -> bytes:
+    digest = hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
+    return json.dumps({**facts, "files": files, "digest": digest}, indent=1).encode()
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    scratch = path.with_name(f".{path.name}")
+    with scratch.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+# --- locks, which end with their process ----------------------------------------------------------
+
+
+def lock(descriptor: int, *, exclusive: bool = True, wait: bool = False) -> bool | None:
+    """Lock an open file; False if another process has it, None where there are no locks."""
+    if fcntl is None:
+        return None
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    try:
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+
+
+def unlock(descriptor: int) -> None:
+    """Unlock and close a file of ``lock``."""
+    # Closing is not enough: a process that was forked meanwhile has the same lock.
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, exclusive: bool = True, wait: bool = True) -> Iterator[bool]:
+    """Lock a folder, alone or with others that only read it; gives whether that was granted."""
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield lock(descriptor, exclusive=exclusive, wait=wait) is True
+    finally:
+        unlock(descriptor)

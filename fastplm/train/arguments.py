@@ -1,0 +1,496 @@
+"""The settings of a run, each declared once: for the command line and for Python.
+
+Nothing here imports PyTorch: ``fastplm --help`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fastplm.errors import check, check_choice
+from fastplm.models import _electra_options
+from fastplm.train.choices import (
+    BATCH_SIZES,
+    FAMILIES,
+    LIBRARIES,
+    MASKED,
+    OBJECTIVES,
+    PRECISIONS,
+    UNITS,
+)
+from fastplm.train.presets import OPTIMIZERS, PRESETS, Preset, lamb_learning_rate, preset
+
+#: Samples of a run; beyond it the libraries below end the process.
+_MOST_SAMPLES = 1 << 62
+_TABLES = ("classification", "pair")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number in a range; called, it reads one from the command line."""
+
+    kind: type
+    low: float
+    high: float
+    expected: str
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if not self.holds(value):
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}; expected {self.expected}")
+        return value
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is in the range."""
+        return self.low <= value <= self.high
+
+
+def whole(low: int = 1, high: int = 10**9) -> Number:
+    """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
+    return Number(int, low, high, f"a whole number from {low} to {high}")
+
+
+_LARGEST = sys.float_info.max
+_ANY = Number(float, -_LARGEST, _LARGEST, "a number")
+_POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
+NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
+_SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
+_SEED = whole(0, 2**32 - 1)
+_COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
+
+
+def setting(
+    help: str,
+    default: Any = MISSING,
+    *,
+    number: Number | None = None,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+    excludes: str | None = None,
+    on_command_line: Any = None,
+    default_factory: Any = MISSING,
+) -> Any:
+    """A field of the arguments of a command.
+
+    Args:
+        help: of the option.
+        default: of the field; without one the option is required.
+        number: the range of its values.
+        choices: its values.
+        metavar: how the help calls its value.
+        excludes: the name of a group of options of which at most one is given.
+        on_command_line: the default of an option whose field has none.
+        default_factory: of the field.
+    """
+    metadata = {
+        "help": help,
+        "number": number,
+        "choices": choices,
+        "metavar": metavar,
+        "excludes": excludes,
+        "default": on_command_line,
+    }
+    return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+def add_settings(parser: argparse.ArgumentParser, arguments: type) -> dict[str, Any]:
+    """Add an option for each field of a class of arguments; returns the groups by name."""
+    groups: dict[str, Any] = {}
+    for each in fields(arguments):
+        known = each.metadata
+        group = known["excludes"]
+        if group is not None and group not in groups:
+            groups[group] = parser.add_mutually_exclusive_group()
+        default = each.default if known["default"] is None else known["default"]
+        options: dict[str, Any] = {"action": "store_true"}
+        if each.type != "bool":
+            options = {"type": known["number"], "choices": known["choices"]}
+            options["metavar"] = known["metavar"]
+            options["nargs"] = "+" if "Sequence" in str(each.type) else None
+            options["required"] = default is MISSING and each.default_factory is MISSING
+        # Without a default of its own an option has none to show: its help says what happens.
+        shown = each.type != "bool" and default not in (None, MISSING)
+        (groups[group] if group else parser).add_argument(
+            f"--{each.name.replace('_', '-')}",
+            help=known["help"],
+            default=default if shown else argparse.SUPPRESS,
+            **options,
+        )
+    return groups
+
+
+def _check_settings(where: str, arguments: Any) -> None:
+    """The range and the choices of each setting."""
+    named = str(arguments.out).strip() != ""  # an empty name would be the current folder
+    check(named, where, "out", repr(arguments.out), "a folder", "Name one.")
+    for each in fields(arguments):
+        name, value = each.name, getattr(arguments, each.name)
+        number, choices = each.metadata["number"], each.metadata["choices"]
+        if value is not None and number is not None:
+            check(number.holds(value), where, name, value, number.expected, "Change it.")
+        if value is not None and choices is not None:
+            check_choice(where, name, value, tuple(choices))
+
+
+def _default_cache() -> Path:
+    from fastplm.data._cache import default_cache
+
+    return default_cache()
+
+
+_USUAL_OBJECTIVES = ", ".join(f"{name} {family.usual}" for name, family in FAMILIES.items())
+
+
+@dataclass
+class PretrainArguments:
+    """The settings of a pre-training; see ``fastplm pretrain --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    arch: str = setting("architecture", choices=tuple(PRESETS))
+    corpus: Sequence[str | Path] = setting(
+        "text files, plain or compressed, or folders of .txt files; documents are separated by "
+        "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
+        "English documentation inside Python",
+        metavar="PATH",
+        on_command_line=["embedded"],
+    )
+    steps: int = setting("optimizer steps of the run", number=_COUNT)
+    out: str | Path = setting("folder of all results", metavar="DIR")
+    tokenizer: str | Path | None = setting(
+        "folder of a saved tokenizer (default: train one)",
+        None,
+        metavar="DIR",
+        excludes="vocabulary",
+    )
+    vocab_size: int = setting(
+        "most tokens of a trained tokenizer",
+        30522,
+        number=whole(6, 2**22),
+        excludes="vocabulary",
+    )
+    block_size: int = setting("tokens of a sample", 128, number=whole(8))
+    batch_size: int = setting("samples of a micro-batch in each process", 32, number=whole())
+    lr: float | None = setting(
+        "peak learning rate (default: the published one)", None, number=_POSITIVE
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
+        None,
+        number=whole(0, 2**40),
+    )
+    seed: int = setting("seed of weights, order, masks and samples", 0, number=_SEED)
+    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
+    resume: bool = setting("continue from the last checkpoint in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    dropout: float = setting("dropout of hidden states and embeddings", 0.1, number=_SHARE)
+    attention_dropout: float = setting(
+        "dropout of attention weights; 0 keeps attention on the fused kernel", 0.0, number=_SHARE
+    )
+    precision: str = setting(
+        "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
+    )
+    workers: int = setting(
+        "processes that prepare batches; 0: the training process", 0, number=whole(0)
+    )
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    gradient_accumulation: int = setting("micro-batches of a step", 1, number=whole())
+    objective: str | None = setting(
+        f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
+        None,
+        choices=OBJECTIVES,
+        excludes="objective",
+    )
+    unit: str | None = setting(
+        "what is masked as a whole: tokens, words, or up to three words in a row (default: "
+        "token; for ALBERT ngram)",
+        None,
+        choices=UNITS,
+    )
+    optimizer: str = setting(
+        "lamb is ALBERT's; its default learning rate follows from the batch size",
+        "adamw",
+        choices=OPTIMIZERS,
+    )
+    electra_objective: str = setting(
+        "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
+        "masked ones; or the original tokens, of the masked ones or of all",
+        "rtd",
+        choices=_electra_options.OBJECTIVES,
+    )
+    electra_sharing: str | None = setting(
+        "weights that ELECTRA's two models share (default: embeddings)",
+        None,
+        choices=_electra_options.SHARINGS,
+    )
+    electra_generator: str = setting(
+        "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
+        "model",
+        choices=_electra_options.GENERATORS,
+    )
+    two_stage: bool = setting(
+        "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
+        "begins with its weights; each half has its own warm-up",
+        False,
+    )
+    cache: str | Path = setting(
+        "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
+        metavar="DIR",
+        default_factory=_default_cache,
+    )
+
+    def __post_init__(self) -> None:
+        _check_settings("pretrain", self)
+        family = self.preset.family
+        self.corpus = [str(path) for path in self.corpus]
+        self.objective = choose_objective(self.arch, family, self.objective)
+        self.unit = choose_unit(family, self.objective, self.unit)
+        self._check_electra(family)
+        samples = self.steps * self.batch_size * self.gradient_accumulation
+        check(
+            samples <= _MOST_SAMPLES,
+            "pretrain",
+            "batch_size",
+            f"{self.batch_size}, which makes {samples} samples of the run",
+            f"{_MOST_SAMPLES} at most",
+            "Lower it.",
+        )
+        if self.lr is None:
+            self.lr = self.preset.learning_rate
+            if self.optimizer == "lamb":
+                processes = int(os.environ.get("WORLD_SIZE", "1"))
+                self.lr = lamb_learning_rate(
+                    self.batch_size * self.gradient_accumulation * processes
+                )
+        self.usual_warmup = self.warmup is None
+        if self.warmup is None:
+            self.warmup = min(10_000, self.first_stage // 10)
+        check(
+            self.warmup <= self.first_stage,
+            "pretrain",
+            "warmup",
+            self.warmup,
+            f"0 to {self.first_stage}, the steps of {'a stage' if self.two_stage else 'the run'}",
+            "Choose a number of steps in between.",
+        )
+        if family == "t5":
+            check(
+                self.attention_dropout in (0, self.dropout),
+                "pretrain",
+                "attention_dropout",
+                self.attention_dropout,
+                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
+                "Choose it by --dropout.",
+            )
+            self.attention_dropout = self.dropout
+
+    @property
+    def preset(self) -> Preset:
+        """The architecture's."""
+        return preset(self.arch)
+
+    @property
+    def first_stage(self) -> int:
+        """The steps of the first stage of a two-stage training, or of the run."""
+        return self.steps // 2 if self.two_stage else self.steps
+
+    def _check_electra(self, family: str) -> None:
+        for each in fields(self):
+            if each.name.startswith("electra_") or each.name == "two_stage":
+                check(
+                    family == "electra" or getattr(self, each.name) == each.default,
+                    "pretrain",
+                    each.name,
+                    f"{getattr(self, each.name)} with {self.arch}",
+                    "an ELECTRA",
+                    "Leave the option out, or choose an electra architecture.",
+                )
+        if family != "electra":
+            return
+        if self.electra_sharing is None:
+            self.electra_sharing = "none" if self.two_stage else "embeddings"
+        for name, wanted, expected in (
+            ("electra_generator", "model", "model, a generator that can be trained first"),
+            ("electra_sharing", "none", "none, as the generator is frozen in the second stage"),
+        ):
+            check(
+                not self.two_stage or getattr(self, name) == wanted,
+                "pretrain",
+                name,
+                f"{getattr(self, name)} in a two-stage training",
+                expected,
+                "Leave one of the two options out.",
+            )
+        check(
+            not self.two_stage or self.steps > 1,
+            "pretrain",
+            "steps",
+            self.steps,
+            "2 or more, for two stages",
+            "Raise it.",
+        )
+
+    def joint_settings(self) -> dict[str, Any]:
+        """The fields of ``ElectraJointConfig`` that the settings name."""
+        return {
+            "objective": self.electra_objective,
+            "embedding_sharing": self.electra_sharing,
+            "generator_type": self.electra_generator,
+            "stage": 1 if self.two_stage else None,
+            "sampling_seed": self.seed,
+        }
+
+
+def choose_objective(arch: str, family: str, objective: str | None) -> str:
+    """The objective of a run; the family's usual one where none is named.
+
+    Raises:
+        ArgumentValueError: the family cannot learn it.
+    """
+    able = tuple(FAMILIES[family].classes)
+    if objective is None:
+        return FAMILIES[family].usual
+    check(
+        objective in able,
+        "pretrain",
+        "objective",
+        f"{objective} with {arch}",
+        f"{' or '.join(able)}, what {arch} can learn",
+        "Leave the option out, or choose another architecture.",
+    )
+    return objective
+
+
+def choose_unit(family: str, objective: str, unit: str | None) -> str | None:
+    """What masks are made of: the family's usual unit; None where nothing is masked.
+
+    Raises:
+        ArgumentValueError: the objective masks no tokens.
+    """
+    if objective in MASKED:
+        return FAMILIES[family].unit if unit is None else unit
+    check(
+        unit is None,
+        "pretrain",
+        "unit",
+        f"{unit} with objective {objective}",
+        "no unit, as this objective does not mask tokens",
+        "Leave the option out.",
+    )
+    return None
+
+
+@dataclass
+class FinetuneArguments:
+    """The settings of a fine-tuning; see ``fastplm finetune --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    task: str = setting(
+        "a label for a text (classification) or for two (pair), a tag for each word, the place of "
+        "an answer in a text (qa), or the right one of several answers (choice)",
+        choices=tuple(BATCH_SIZES),
+    )
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    data: str | Path = setting("file of examples to train on", metavar="FILE")
+    out: str | Path = setting("folder of all results", metavar="DIR")
+    eval_data: str | Path | None = setting(
+        "file of examples to score (default: a tenth of --data is held out)",
+        None,
+        metavar="FILE",
+    )
+    text_columns: Sequence[str] | None = setting(
+        "columns of the texts in a table; two for pair (default: the usual names)",
+        None,
+        metavar="NAME",
+    )
+    label_column: str | None = setting(
+        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
+    )
+    threshold: float | None = setting(
+        "labels are scores, and scores above it are the positive class (default: 0 if labels are "
+        "numbers with fractions)",
+        None,
+        number=_ANY,
+    )
+    epochs: float = setting(
+        "passes over the examples",
+        3.0,
+        number=Number(float, math.nextafter(0, 1), 1e9, "a number above 0, 1e9 at most"),
+        excludes="length",
+    )
+    steps: int | None = setting(
+        "optimizer steps instead of --epochs", None, number=_COUNT, excludes="length"
+    )
+    batch_size: int | None = setting(
+        "samples of a batch (default: 32; 16 for qa and choice)", None, number=whole()
+    )
+    learning_rate: float | None = setting(
+        "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
+        "on)",
+        None,
+        number=_POSITIVE,
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
+    )
+    weight_decay: float = setting("weight decay of AdamW", 0.01, number=NOT_NEGATIVE)
+    max_length: int | None = setting(
+        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
+    )
+    dropout: float | None = setting(
+        "every dropout of the model (default: those of the checkpoint)", None, number=_SHARE
+    )
+    max_samples: int | None = setting("train on N examples", None, number=_COUNT, metavar="N")
+    max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
+    seeds: int = setting(
+        "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
+    )
+    seed: int = setting("seed of the first run: of head, order and dropout", 0, number=_SEED)
+    bf16: bool = setting("train under autocast to bfloat16", False)
+    library: str = setting(
+        "whose classes are trained: the same samples in the same order, from the same weights",
+        "fastplm",
+        choices=LIBRARIES,
+    )
+    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    resume: bool = setting("continue the run in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+
+    def __post_init__(self) -> None:
+        _check_settings("finetune", self)
+        self.batch_size = self.batch_size or BATCH_SIZES[self.task]
+        check(
+            self.seed + self.seeds <= 1 << 32,
+            "finetune",
+            "seed",
+            f"{self.seed}, and {self.seeds} seeds from it on",
+            "seeds below 2^32",
+            "Lower it.",
+        )
+        for name in ("text_columns", "label_column", "threshold"):
+            check(
+                self.task in _TABLES or getattr(self, name) is None,
+                "finetune",
+                name,
+                f"{getattr(self, name)} with the task {self.task}",
+                " or ".join(_TABLES),
+                "Leave the option out.",
+            )

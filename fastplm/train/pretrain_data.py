@@ -1,0 +1,178 @@
+"""The data of a pre-training: the corpus, its tokenizer, its token ids and samples of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastplm.data import (
+    PretrainingStream,
+    TextFiles,
+    TokenStore,
+    embedded_corpus,
+    load_tokenizer,
+    read_documents,
+    tokenize,
+    train_tokenizer,
+)
+from fastplm.train._run_folder import loaded
+from fastplm.train.arguments import PretrainArguments
+from fastplm.train.choices import FAMILIES, HELD_OUT
+from fastplm.train.objectives import OBJECTIVES, Objective
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+#: The name of the corpus that needs no file.
+EMBEDDED = "embedded"
+
+#: The most samples of held-out text that a run is judged by.
+HELD_OUT_SAMPLES = 512
+_TOKENS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads.
+
+    Args:
+        tokenizer: of the run.
+        all: the tokens of the corpus.
+        store: those to train on.
+        samples: of the whole training, in order.
+        held_out: samples of the rest; None if the corpus is too small for them.
+        documents: of the corpus.
+        cached: what was found in the cache and not made now.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    all: TokenStore
+    store: TokenStore
+    samples: Dataset
+    held_out: Dataset | None
+    documents: Iterable[str]
+    cached: tuple[str, ...]
+
+
+def prepare_data(
+    args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
+) -> RunData:
+    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
+    with training_arguments.main_process_first(desc="preparing the data"):
+        cache = Path(args.cache)
+        there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
+        documents = open_corpus(args.corpus, args.cache)
+        tokenizer = _tokenizer(args, checkpoint, documents)
+        everything = tokenize(documents, tokenizer, args.cache)
+        store, held_out = hold_out(args, everything, tokenizer)
+        samples = args.steps * args.gradient_accumulation * args.batch_size
+        train_dataset = make_dataset(
+            args, store, tokenizer, length=samples * training_arguments.world_size
+        )
+        trained = args.tokenizer is None and checkpoint is None
+        kind = f"{FAMILIES[args.preset.family].tokenizer}-"
+        new = {path.name for path in cache.iterdir()} - there
+        if isinstance(documents, TextFiles):
+            documents.release()
+    cached = {
+        "tokens": everything.directory.name not in new,
+        "vocabulary": trained and not any(name.startswith(kind) for name in new),
+    }
+    found = tuple(name for name in cached if cached[name])
+    return RunData(tokenizer, everything, store, train_dataset, held_out, documents, found)
+
+
+def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
+    """The documents of the paths named, or of Python itself for the one name "embedded".
+
+    Args:
+        corpus: paths.
+        cache: see ``read_documents``.
+
+    Raises:
+        DataError: see ``read_documents``.
+    """
+    if list(corpus) == [EMBEDDED]:
+        return _embedded()
+    return read_documents(corpus, cache=cache)
+
+
+@functools.cache
+def _embedded() -> list[str]:
+    return embedded_corpus()  # takes seconds, and the demo asks several times
+
+
+def make_dataset(
+    args: PretrainArguments,
+    store: TokenStore,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int | None = None,
+    at_most: int | None = None,
+) -> Dataset:
+    """The training stream over a store: blocks of text, or pairs of segments.
+
+    Args:
+        length: the number of samples; by default each block or run of sentences once.
+        at_most: an upper bound of it.
+    """
+    objective = objective_of(args)(args, tokenizer)
+    source: Any = objective.source(store)
+    length = length or len(source)
+    if at_most is not None:
+        length = min(length, at_most)
+    stream = PretrainingStream(source, seed=args.seed, length=length)
+    return objective.samples(stream)
+
+
+def hold_out(
+    args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenStore, Dataset | None]:
+    """The tokens to train on, and samples of a tail held out where both parts are large enough."""
+    rest, tail = store.split(HELD_OUT)
+    objective = objective_of(args)(args, tokenizer)
+    if not (objective.enough(rest) and objective.enough(tail)):
+        return store, None
+    return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
+
+
+def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The collator of a run."""
+    return objective_of(args)(args, tokenizer).collator()
+
+
+def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """How often each token occurs, for a unigram generator: int64 [V].
+
+    0 for special tokens, which are never masked; nothing is added for tokens that do not occur.
+    """
+    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    for start in range(0, len(store), _TOKENS_AT_ONCE):
+        tokens = store.tokens[start : start + _TOKENS_AT_ONCE].astype("int64")
+        counts += torch.from_numpy(tokens).bincount(minlength=len(counts))
+    counts[torch.tensor(tokenizer.all_special_ids)] = 0
+    return counts
+
+
+def objective_of(args: PretrainArguments) -> type[Objective]:
+    return OBJECTIVES[str(args.objective)]
+
+
+def _tokenizer(
+    args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
+) -> PreTrainedTokenizerBase:
+    needs = objective_of(args).needs
+    given = args.tokenizer if checkpoint is None else checkpoint
+    if given is not None:
+        expected = "a directory that tokenizer.save_pretrained wrote"
+        return loaded(
+            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
+        )
+    kind = FAMILIES[args.preset.family].tokenizer
+    return train_tokenizer(documents, args.vocab_size, args.cache, kind)

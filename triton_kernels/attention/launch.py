@@ -1,0 +1,369 @@
+"""The launchers of attention's forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from fastplm.triton_kernels._launch import (
+    Fixed,
+    cdiv,
+    is_recording,
+    launch,
+    sm_count,
+    upcast_dot,
+)
+from fastplm.triton_kernels.attention.backward import (
+    _attention_stream_bwd_dkdv_kernel,
+    _attention_stream_bwd_dq_kernel,
+    _attention_tile_bwd_kernel,
+)
+from fastplm.triton_kernels.attention.bias import bias_gradient, bias_rows
+from fastplm.triton_kernels.attention.configs import (
+    DECODE_QUERIES,
+    STREAM_KINDS,
+    block_d_of,
+    config_of,
+    length_class,
+    needs_statistics,
+    row_limit,
+    tile_kind,
+)
+from fastplm.triton_kernels.attention.forward import (
+    _attention_row_fwd_kernel,
+    _attention_stream_fwd_kernel,
+)
+from fastplm.triton_kernels.attention.tiles import LOG2E
+
+
+class Call(NamedTuple):
+    """What forward and backward are given: the arguments of ``ops.attention``, or with
+    ``cu_seqlens`` those of ``ops.attention_varlen``, and
+
+    buckets: int64 [2 * max_distance + 1], the row of ``bias_weight`` for each distance.
+    dropout_threshold: bytes below it drop a probability.
+    allow_tf32: whether fp32 is multiplied in TF32; a backward takes that of its forward.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    bias_weight: torch.Tensor | None
+    buckets: torch.Tensor | None
+    seed: torch.Tensor | None
+    sample_index: torch.Tensor | None
+    dropout_threshold: int
+    is_causal: bool
+    scale: float
+    allow_tf32: bool
+
+
+class Shape:
+    """Sizes of a call in either layout, and what its launches take of them.
+
+    Made once for all calls of the same sizes, strides and options: the layers of a model.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        query_shape: tuple[int, ...],
+        key_shape: tuple[int, ...],
+        strides: tuple[tuple[int, ...], ...],
+        mask_stride: int,
+        num_seqs: int | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        has_bias: bool,
+        dropout_threshold: int | None,
+        is_causal: bool,
+        scale: float,
+        allow_tf32: bool,
+    ) -> None:
+        self.dtype, self.device, self.has_bias = dtype, device, has_bias
+        self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
+        self.ragged = num_seqs is not None
+        if num_seqs is not None:
+            self.batch, (self.rows_q, self.heads, self.head_dim) = num_seqs, query_shape
+            self.rows_k = key_shape[0]
+        else:
+            self.batch, self.heads, length, self.head_dim = query_shape
+            self.rows_q, self.rows_k = self.batch * length, self.batch * key_shape[2]
+        # Whether no query has a key.
+        self.is_empty = 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+        self.like_query, self.like_key = self.output(query_shape), self.output(key_shape)
+        self.block_d = block_d_of(self.head_dim)
+        self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
+        self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
+        # What a streaming kernel carries besides the scores; its registers hang on it.
+        has_dropout = dropout_threshold is not None
+        self.kind = STREAM_KINDS[2 * has_bias + has_dropout]
+        threshold, self.scale = dropout_threshold or 0, scale
+        self.shared = dict(
+            num_seqs=self.batch,
+            num_heads=self.heads,
+            seqlen_q=max_seqlen_q,
+            seqlen_k=max_seqlen_k,
+            scale_log2=scale * LOG2E.value,
+            threshold=threshold,
+            keep_scale=256 / (256 - threshold) if threshold < 256 else 0.0,
+            **self.strides("q", strides[0]),
+            **self.strides("k", strides[1]),
+            **self.strides("v", strides[2]),
+            stride_mb=mask_stride,
+            HEAD_DIM=self.head_dim,
+            BLOCK_D=self.block_d,
+            IS_CAUSAL=is_causal,
+            PRECISION=self.precision,
+        )
+
+    def strides(self, letter: str, steps: tuple[int, ...]) -> dict[str, int]:
+        """Keywords ``stride_<letter>b, …h, …t``."""
+        steps = (0, steps[1], steps[0]) if self.ragged else steps[:3]
+        return {f"stride_{letter}{axis}": step for axis, step in zip("bht", steps, strict=True)}
+
+    def output(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of [N, H, D], or [B, H, T, D] over the [B, T, H, D] of projections."""
+        width = max(self.heads, 1) * self.head_dim
+        if self.ragged:
+            return shape, (width, self.head_dim, 1)
+        return shape, (max(shape[2], 1) * width, self.head_dim, width, 1)
+
+    def empty_stats(self, query: torch.Tensor) -> torch.Tensor:
+        """fp32 [2, H, rows of query]: m and log2(l); no rows where the backward needs neither."""
+        if not self.streams:
+            return query.new_empty((2, self.heads, 0), dtype=torch.float32)
+        stats = query.new_empty((2, self.heads, self.rows_q), dtype=torch.float32)
+        return stats.zero_() if self.ragged else stats  # spare rows are written by no kernel
+
+    def grid(self, length: int, block: int) -> tuple[int]:
+        """A program for every tile of every head."""
+        return (cdiv(length, block) * self.batch * self.heads,)
+
+    @functools.cached_property
+    def forward(self) -> tuple[Any, tuple[int], Fixed]:
+        """Kernel, grid and arguments of the forward."""
+        kernel, config = _forward_config(self)
+        fixed = Fixed(
+            num_rows=self.rows_q,
+            stride_sh=self.rows_q if self.streams else 1,
+            HAS_STATS=self.streams,
+            **self.strides("o", self.like_query[1]),
+            **self.shared,
+            **config,
+        )
+        if kernel is _attention_stream_fwd_kernel:
+            fixed |= dict(scale=self.scale)
+        tiles = config.get("tiles_q", 1)
+        return kernel, self.grid(self.seqlen_q, config["BLOCK_Q"] * tiles), fixed
+
+    @functools.cached_property
+    def tile_backward(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the backward of a head in one tile."""
+        config = config_of("tile_bwd", self, tile_kind(self))
+        programs = self.batch * self.heads
+        if config["PERSISTENT"]:
+            programs = min(programs, sm_count(self.device))
+        fixed = Fixed(
+            num_rows_q=self.rows_q,
+            num_rows_k=self.rows_k,
+            scale=self.scale,
+            **self.strides("dq", self.like_query[1]),
+            **self.strides("dk", self.like_key[1]),
+            **self.shared,
+            **config,
+        )
+        return (programs,), fixed
+
+    @functools.cached_property
+    def stream_dq(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the streaming backward of the queries."""
+        config = config_of("stream_dq", self, self.kind)
+        fixed = Fixed(
+            num_rows=self.rows_q,
+            scale=self.scale,
+            stride_sh=self.rows_q,
+            **self.strides("o", self.like_query[1]),
+            **self.strides("dq", self.like_query[1]),
+            **self.shared,
+            **config,
+        )
+        return self.grid(self.seqlen_q, config["BLOCK_Q"]), fixed
+
+    @functools.cached_property
+    def stream_dkdv(self) -> tuple[tuple[int], Fixed]:
+        """Grid and arguments of the streaming backward of keys and values."""
+        config = config_of("stream_dkdv", self, self.kind)
+        fixed = Fixed(
+            num_rows=self.rows_k,
+            scale=self.scale,
+            stride_sh=self.rows_q,
+            **self.strides("dk", self.like_key[1]),
+            **self.shared,
+            **config,
+        )
+        return self.grid(self.seqlen_k, config["BLOCK_K"]), fixed
+
+
+def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
+    whole_row = not shape.has_bias and shape.seqlen_k <= row_limit(shape.dtype, shape.head_dim)
+    if shape.seqlen_q > DECODE_QUERIES and whole_row:
+        return _attention_row_fwd_kernel, config_of("row_fwd", shape, length_class(shape.seqlen_k))
+    kernel = "decode" if shape.seqlen_q <= DECODE_QUERIES else "stream_fwd"
+    return _attention_stream_fwd_kernel, config_of(kernel, shape, shape.kind)
+
+
+_kept_shape = functools.lru_cache(maxsize=1024)(Shape)
+
+
+def _shape_of(call: tuple[Any, ...]) -> Shape:
+    (query, key, value, key_mask, starts, _, seqlen_q, seqlen_k) = call[:8]
+    (bias_weight, _, seed, _, dropout_threshold, is_causal, scale, allow_tf32) = call[8:]
+    make = Shape if is_recording() else _kept_shape
+    return make(
+        query.dtype,
+        query.device,
+        query.shape,
+        key.shape,
+        (query.stride(), key.stride(), value.stride()),
+        0 if key_mask is None or starts is not None else key_mask.stride(0),
+        None if starts is None else starts.shape[0] - 1,
+        seqlen_q,
+        seqlen_k,
+        bias_weight is not None,
+        None if seed is None else dropout_threshold,
+        is_causal,
+        scale,
+        allow_tf32,
+    )
+
+
+def _pointers(call: tuple[Any, ...]) -> dict[str, Any]:
+    """Those that all kernels share."""
+    query, key, value, key_mask, starts_q, starts_k, _, _, _, _, seed, sample_index = call[:12]
+    return dict(
+        q_ptr=query,
+        k_ptr=key,
+        v_ptr=value,
+        mask_ptr=None if key_mask is None else key_mask.view(torch.uint8),
+        cu_q_ptr=starts_q,
+        cu_k_ptr=starts_k,
+        seed_ptr=seed,
+        sample_ptr=None if seed is None else sample_index,
+    )
+
+
+#: Queries and keys from which ``ping_pong`` is chosen; None: never, as it was not timed yet.
+ping_pong_from: int | None = None
+
+
+def attention_fwd(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; the arguments are the fields of a ``Call``.
+
+    Returns:
+        The output in the shape of ``query``, and the row statistics fp32 [2, H, rows or 0].
+    """
+    query, key, value, _, _, _, seqlen_q, seqlen_k, bias_weight, buckets = call[:10]
+    shape = _shape_of(call)
+    out, stats = query.new_empty_strided(*shape.like_query), shape.empty_stats(query)
+    if shape.is_empty:
+        return out.zero_(), stats.zero_()
+    kernel, grid, fixed = shape.forward
+    if ping_pong_from is not None and min(seqlen_q, seqlen_k) >= ping_pong_from:
+        # Which imports this module.
+        from fastplm.triton_kernels.attention.ping_pong import ping_pong
+
+        kernel, grid, fixed = ping_pong(shape, query, key, value) or shape.forward
+    pointers = _pointers(call)
+    if kernel is _attention_stream_fwd_kernel:
+        pointers |= bias_rows(bias_weight, buckets)
+    m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
+    launch(
+        kernel,
+        grid,
+        shape.device,
+        fixed=fixed,
+        out_ptr=out,
+        m_ptr=m,
+        log2l_ptr=log2l,
+        **pointers,
+    )
+    return out, stats
+
+
+def attention_bwd(
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    bias_grad: bool,
+    *call: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the backward of a ``Call``: gradients of query, key, value and, with ``bias_grad``,
+    bias_weight."""
+    query, (bias_weight, buckets) = call[0], call[8:10]
+    shape = _shape_of(call)
+    grad_query = query.new_empty_strided(*shape.like_query)
+    grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
+    grad_bias = query.new_empty(0)
+    if bias_weight is not None and bias_grad:
+        grad_bias = bias_weight.new_empty(bias_weight.shape)
+    if shape.is_empty:
+        grads = (grad_query, grad_key, grad_value, grad_bias)
+        return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
+    shared: dict[str, Any] = dict(
+        do_ptr=grad_out,
+        **shape.strides("do", grad_out.stride()),
+        **_pointers(call),
+    )
+    if not shape.streams:
+        grid, fixed = shape.tile_backward
+        launch(
+            _attention_tile_bwd_kernel,
+            grid,
+            shape.device,
+            fixed=fixed,
+            dq_ptr=grad_query,
+            dk_ptr=grad_key,
+            dv_ptr=grad_value,
+            **shared,
+        )
+        return grad_query, grad_key, grad_value, grad_bias
+
+    m, log2l = stats.unbind()
+    shared |= dict(m_ptr=m, log2l_ptr=log2l, delta_ptr=torch.empty_like(m))
+    shared |= bias_rows(bias_weight, buckets)
+    grid, fixed = shape.stream_dq
+    far = None
+    if bias_weight is not None and bias_grad:
+        far = query.new_empty(shape.heads, grid[0] // shape.heads, 2, dtype=torch.float32)
+    launch(
+        _attention_stream_bwd_dq_kernel,
+        grid,
+        shape.device,
+        fixed=fixed,
+        out_ptr=out,
+        dq_ptr=grad_query,
+        far_ptr=far,
+        **shared,
+    )
+    grid, fixed = shape.stream_dkdv
+    launch(
+        _attention_stream_bwd_dkdv_kernel,
+        grid,
+        shape.device,
+        fixed=fixed,
+        dk_ptr=grad_key,
+        dv_ptr=grad_value,
+        **shared,
+    )
+    if far is not None:
+        bias_gradient(shape, shared, far, buckets, grad_bias)
+    return grad_query, grad_key, grad_value, grad_bias

@@ -1,0 +1,224 @@
+"""What the attention kernels share: their argument structures, tiles in memory, dropout.
+
+The structures exist inside kernels alone; what the host passes is plain arguments. Give their
+fields by position: Triton keeps compiled code by the text of kernels, not by that of these classes,
+so a field that changes its place needs another text in every kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastplm.triton_kernels._launch import dot
+from fastplm.triton_kernels._philox import philox
+
+# Numbers that change from batch to batch, and by which Triton is not to specialise a kernel: a
+# kernel of its own for multiples of 16 would not be faster. ``stride_sh`` is the number of rows:
+# statistics start anywhere in it, so they are loaded one by one.
+COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_sh")
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# The stream of ``reference.philox.Stream.DROPOUT`` and its number of rounds.
+DROPOUT_STREAM = tl.constexpr(3)
+DROPOUT_ROUNDS = tl.constexpr(7)
+
+
+class Tensor(NamedTuple):
+    """[B, H, T, D], or [N, H, D] with ``stride_b`` 0."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_t: Any
+
+
+class Rows(NamedTuple):
+    """[T, D]: the rows of one head of one sequence."""
+
+    ptr: Any
+    stride: Any
+
+
+class Numbers(NamedTuple):
+    scale: Any
+    scale_log2: Any  # times log2(e)
+    max_distance: Any
+
+
+class Dropout(NamedTuple):
+    seed_ptr: Any
+    sample_ptr: Any
+    threshold: Any
+    keep_scale: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence, and what is the same for all of its tiles."""
+
+    b: Any
+    h: Any
+    length_q: Any
+    length_k: Any
+    diagonal: Any  # query i sees keys j <= i + diagonal
+    shift: Any  # and stands at position i + shift
+    mask_ptr: Any  # [T] of its keys
+    bias_ptr: Any  # [2 * max_distance + 1]
+    numbers: Numbers
+    dropout: Dropout
+
+
+class Tile(NamedTuple):
+    """The constants of a kernel."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    IS_CAUSAL: Any
+    PRECISION: Any
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in the dtype of the tiles; fp32 is multiplied in TF32 if PRECISION says so.
+
+    Triton passes such tiles to the tensor cores as they are. These ignore the low 13 bits, so the
+    operands are truncated, not rounded.
+    """
+    if PRECISION == "tf32":
+        return tl.dot(a, b, acc, input_precision="tf32")
+    return dot(a, b, acc, PRECISION == "upcast")
+
+
+# --- tiles in memory ------------------------------------------------------------------------------
+
+
+@triton.jit
+def bounds(cu_ptr, b, seqlen):
+    """(first packed row, length) of sequence ``b``; a dense batch has no packed rows."""
+    first = b * 0
+    length = seqlen
+    if cu_ptr is not None:
+        first = tl.load(cu_ptr + b).to(tl.int64)
+        length = (tl.load(cu_ptr + b + 1) - first).to(tl.int32)
+    return first, length
+
+
+@triton.jit
+def rows_of(tensor, b, h, first):
+    """The rows of head ``h`` of sequence ``b``; in a dense batch ``first`` is 0."""
+    ptr = tensor.ptr + b * tensor.stride_b + h * tensor.stride_h + first * tensor.stride_t
+    return Rows(ptr, tensor.stride_t)
+
+
+@triton.jit
+def stats_head(cu_ptr, b, h, first, seqlen, stride_h):
+    """Offset of that head's first row in the statistics [H, rows]."""
+    row = first
+    if cu_ptr is None:
+        row = b * seqlen
+    return h * stride_h + row
+
+
+@triton.jit
+def load_rows(rows, offs_t, mask_t, TILE: tl.constexpr):
+    """Rows ``offs_t`` as a [len(offs_t), BLOCK_D] tile, 0 where masked."""
+    offs_d = tl.arange(0, TILE.BLOCK_D)
+    ptrs = rows.ptr + offs_t.to(tl.int64)[:, None] * rows.stride + offs_d[None, :]
+    return tl.load(ptrs, mask=mask_t[:, None] & (offs_d < TILE.HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tile, offs_t, mask_t, TILE: tl.constexpr):
+    offs_d = tl.arange(0, TILE.BLOCK_D)
+    ptrs = rows.ptr + offs_t.to(tl.int64)[:, None] * rows.stride + offs_d[None, :]
+    mask = mask_t[:, None] & (offs_d < TILE.HEAD_DIM)[None, :]
+    tl.store(ptrs, tile.to(rows.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size):
+    """All programs together write 0 behind the last sequence of a contiguous [rows, H, D]."""
+    BLOCK: tl.constexpr = 1024
+    if cu_ptr is not None:
+        end = tl.full((), 0, tl.int64) + num_rows
+        end = end * row_size
+        # With many short sequences even the number of elements of all programs is past 2^31.
+        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size
+        begin += tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(begin, end, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            tl.store(ptr + offs, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offs < end)
+
+
+@triton.jit
+def keys_allowed(mask_ptr, offs_k, seqlen_k):
+    """[BLOCK_K] bool: the keys of this tile that exist and that the key mask lets through."""
+    allowed = (offs_k >= 0) & (offs_k < seqlen_k)
+    if mask_ptr is not None:
+        allowed = allowed & (tl.load(mask_ptr + offs_k, mask=allowed, other=0) != 0)
+    return allowed
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def keep_mask(head, offs_q, start_k, BLOCK_K: tl.constexpr):
+    """[BLOCK_Q, BLOCK_K] bool: the probabilities that dropout keeps (``dropout_keep_mask``).
+
+    One Philox call gives the bytes of 16 keys: those that one thread of a tensor-core tile holds in
+    64 columns, so that threads exchange nothing. ``start_k`` is a multiple of BLOCK_K.
+    """
+    BLOCK_Q: tl.constexpr = offs_q.shape[0]
+    GROUPS: tl.constexpr = (BLOCK_K + 63) // 64
+    WORDS: tl.constexpr = 4 if BLOCK_K >= 64 else BLOCK_K // 16
+    sample = head.b
+    if head.dropout.sample_ptr is not None:
+        sample = tl.load(head.dropout.sample_ptr + head.b)
+    call = (start_k // 64 * 4 + tl.arange(0, 4 * GROUPS)).to(tl.uint32)
+    last = (call << 16) | (head.h.to(tl.uint32) << 4) | DROPOUT_STREAM
+    zero = tl.zeros([BLOCK_Q, 4 * GROUPS], tl.uint32)
+    word0, word1, word2, word3 = philox(
+        tl.load(head.dropout.seed_ptr),
+        zero + offs_q.to(tl.uint32)[:, None],
+        zero + sample.to(tl.uint32),
+        zero + (sample >> 32).to(tl.uint32),
+        zero + last[None, :],
+        DROPOUT_ROUNDS,
+    )  # [BLOCK_Q, 4 * GROUPS] each
+    # key = 64 group + 16 word + 8 half + 2 call + parity, of the byte 2 half + parity of its word.
+    # All but the call are places in a thread's registers, so that index and shift are constants
+    # (but for the first word of a tile of fewer than 64 keys).
+    index = tl.reshape(tl.arange(0, WORDS), [1, 1, WORDS, 1, 1, 1])
+    if BLOCK_K < 64:
+        index += start_k % 64 // 16
+    half = tl.reshape(tl.arange(0, 2), [1, 1, 1, 2, 1, 1])
+    parity = tl.reshape(tl.arange(0, 2), [1, 1, 1, 1, 1, 2])
+    by_call: tl.constexpr = [BLOCK_Q, GROUPS, 1, 1, 4, 1]
+    words = tl.where(
+        index < 2,
+        tl.where(index == 0, tl.reshape(word0, by_call), tl.reshape(word1, by_call)),
+        tl.where(index == 2, tl.reshape(word2, by_call), tl.reshape(word3, by_call)),
+    )
+    byte = (words >> (16 * half + 8 * parity).to(tl.uint32)) & 0xFF
+    return tl.reshape(byte.to(tl.int32) >= head.dropout.threshold, [BLOCK_Q, BLOCK_K])
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, TILE: tl.constexpr):
+    """[BLOCK_Q, BLOCK_K] raw scores, -inf where a query may not see a key."""
+    s = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    s = multiply(q, tl.trans(k), s, TILE.PRECISION)
+    allowed = mask_k[None, :]
+    if TILE.IS_CAUSAL:
+        allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
+    return tl.where(allowed, s, float("-inf"))

@@ -1,0 +1,164 @@
+"""The launchers of the forward and the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastplm.triton_kernels._launch import upcast_dot
+from fastplm.triton_kernels.linear_cross_entropy.backward import backward_kept, backward_recomputed
+from fastplm.triton_kernels.linear_cross_entropy.forward import forward_kept, forward_recomputed
+from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, write_order
+
+# The way inside a tile of 128 rows is counted in 32 bits.
+_MAX_STRIDE = 1 << 23
+
+
+def _operands(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    parts: list[Part],
+) -> dict[str, Any]:
+    """The keywords that all product kernels share; those of rows that keep nothing read W."""
+    if not all(part.kept for part in parts):
+        linear_weight = linear_weight.to(input.dtype)
+    if linear_weight.stride(0) >= _MAX_STRIDE:
+        linear_weight = linear_weight.contiguous()
+    return dict(
+        x_ptr=input,
+        w_ptr=linear_weight,
+        # Without a bias the pointer is never read; any tensor will do.
+        bias_ptr=linear_weight if linear_bias is None else linear_bias,
+        V=linear_weight.shape[0],
+        stride_xn=input.stride(0),
+        stride_wv=linear_weight.stride(0),
+        E=input.shape[1],
+        HAS_BIAS=linear_bias is not None,
+        UPCAST=upcast_dot(input.dtype),
+    )
+
+
+def linear_cross_entropy_fwd(
+    loss: torch.Tensor,
+    log_probability: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    argmax: torch.Tensor,
+    sample: torch.Tensor,
+    grad_logits: torch.Tensor,
+    slots: torch.Tensor,
+    order: torch.Tensor,
+    *,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    seed: torch.Tensor | None,
+    sample_index: torch.Tensor | None,
+    position: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    temperature: float,
+    need_argmax: bool,
+    kept_rows: int,
+) -> None:
+    """Launch the forward, which writes the nine tensors before the keywords.
+
+    Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
+    [kept_rows, V padded] in the dtype of ``input``, or without elements. What a backward reads
+    again: the rows that keep their logits, ``slots`` [kept_rows, E]; ``order`` int64 [4 + N].
+    """
+    write_order(target, ignore_index, kept_rows, order)
+    parts = parts_of(order, kept_rows)
+    operands = _operands(input, linear_weight, linear_bias, parts)
+    statistics = dict(
+        target_ptr=target,
+        loss_ptr=loss,
+        log_probability_ptr=log_probability,
+        max_ptr=row_max,
+        sum_ptr=row_sum,
+        argmax_ptr=argmax if need_argmax else None,
+        label_smoothing=label_smoothing,
+    )
+    draw = None
+    if seed is not None:
+        draw = dict(
+            seed_ptr=seed,
+            sample_index_ptr=sample_index,
+            position_ptr=position,
+            sample_ptr=sample,
+            inverse_temperature=1.0 / temperature,
+        )
+    for part in parts:
+        if part.kept:
+            forward_kept(part, linear_weight, operands, statistics, draw, grad_logits, slots)
+        else:
+            forward_recomputed(part, operands, statistics, draw)
+
+
+def linear_cross_entropy_bwd(
+    grad_input: torch.Tensor,
+    grad_weight: torch.Tensor,
+    grad_bias: torch.Tensor,
+    *,
+    grad_loss: torch.Tensor,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    log_probability: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    grad_logits: torch.Tensor,
+    slots: torch.Tensor,
+    order: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> None:
+    """Launch the backward, which writes the three gradients; those not needed have no elements.
+
+    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same.
+    """
+    parts = parts_of(order, grad_logits.shape[0])
+    if not parts:
+        grad_weight.zero_()
+        grad_bias.zero_()
+        return
+    operands = _operands(input, linear_weight, linear_bias, parts)
+    dw, db = grad_weight, grad_bias
+    if len(parts) > 1:  # the parts add up in fp32
+        dw, db = dw.float(), db.float()
+    # What is not needed is None, here and below.
+    grads = dict(
+        dx_ptr=grad_input if need_input else None,
+        dw_ptr=dw if need_weight else None,
+        db_ptr=db if need_bias else None,
+    )
+    for number, part in enumerate(parts):
+        if part.kept:
+            backward_kept(
+                part, operands, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
+            )
+            continue
+        backward_recomputed(
+            part,
+            operands,
+            **grads,
+            accumulates=number > 0,
+            target_ptr=target,
+            g_ptr=grad_loss,
+            log_probability_ptr=log_probability,
+            max_ptr=row_max,
+            sum_ptr=row_sum,
+            label_smoothing=label_smoothing,
+            stride_g=grad_loss.stride(0),
+            SMOOTHED=label_smoothing > 0,
+        )
+    for grad, total in ((grad_weight, dw), (grad_bias, db)):
+        if total is not grad:
+            grad.copy_(total)
