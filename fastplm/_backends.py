@@ -94,7 +94,7 @@ class Backend:
             if reason is not None:
                 return reason
         reason = self.rejects(call, forced=forced)
-        if reason is not None or forced or self.measured is None or torch.compiler.is_compiling():
+        if reason is not None or self.measured is None or forced or torch.compiler.is_compiling():
             return reason
         if self.measured_for_layers and not for_layer:
             return None

@@ -12,7 +12,7 @@ function as in its fake kernel: a wrong call fails with the same words everywher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
@@ -93,6 +93,7 @@ class Signature:
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
         #: What to check of the tensors, in calls of padded and of packed rows.
         self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
+        self._fits = [_compiled(len(hints), tensors) for tensors in self.tensors]
 
     @property
     def schema(self) -> str:
@@ -100,17 +101,8 @@ class Signature:
             f"{kind} {name}" for kind, name in zip(self.types, self.names, strict=True)
         )
 
-    def flat(self, values: Any) -> tuple[Any, ...]:
-        """The arguments of the operator, from a value of the class declared."""
-        if self._parts is None:
-            return values
-        found: tuple[Any, ...] = ()
-        for value, part in zip(values, self._parts, strict=True):
-            found += (value,) if part is None else part.flat(value)
-        return found
-
     def build(self, arguments: Sequence[Any]) -> Any:
-        """The inverse of ``flat``."""
+        """A value of the class declared, from the arguments of the operator."""
         if self._parts is None:
             return self.declared(*arguments)
         values, start = [], 0
@@ -127,37 +119,68 @@ class Signature:
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
-        # Fields are unpacked, as access by name would cost microseconds in every call.
+        if not self._fits[packed](call):
+            self._explain(where, call, packed)
+
+    def _explain(self, where: str, call: Any, packed: bool) -> None:
+        """Raise the error of a call that does not fit."""
         sizes: dict[str, int] = {}
-        device = None
         for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:
             tensor = call[place]
             if tensor is None and optional:
                 continue
-            if not isinstance(tensor, Tensor):
-                check_tensor(where, name, tensor)
+            check_tensor(where, name, tensor)
             if shape is not None:
-                found, letters = tensor.shape, shape.sizes
-                if len(found) > len(letters) and shape.leading:
-                    found = found[len(found) - len(letters) :]
-                if len(found) != len(letters):
-                    raise _wrong_shape(where, name, shape, tensor, sizes, fix)
-                for at in shape.positive:
-                    if found[at] == 0:
-                        raise _wrong_shape(where, name, shape, tensor, {}, fix)
-                for size, (letter, more) in zip(found, letters, strict=True):
-                    if sizes.setdefault(letter, size - more) != size - more:
-                        raise _wrong_shape(where, name, shape, tensor, sizes, fix)
+                _check_shape(where, name, tensor, shape, sizes, fix)
             if dtype_of is not None:
-                if tensor.dtype is not call[dtype_of].dtype:
-                    other = self.names[dtype_of]
-                    check_same(where, **{other: call[dtype_of], name: tensor})
-            elif tensor.dtype not in dtypes:
+                check_same(where, **{self.names[dtype_of]: call[dtype_of], name: tensor})
+            else:
                 check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
-            if device is None:
-                device = tensor.device
-            elif tensor.device != device:
-                check_same_device(where, **{self.names[0]: call[0], name: tensor})
+            check_same_device(where, **{self.names[0]: call[0], name: tensor})
+
+
+def _compiled(count: int, tensors: Sequence[_TensorArgument]) -> Callable[[Any], bool]:
+    """``fits(call)``: whether ``_explain`` would find no error in a call of so many fields.
+
+    It is source code written for these arguments, as ``NamedTuple`` writes its own: a loop over
+    their declarations would cost several microseconds in each call.
+    """
+    lines = [f"{', '.join(f'a{at}' for at in range(count))}, = call"]
+    sure: set[str] = set()  # letters whose size is known, and those of an optional tensor
+    maybe = {letter for one in tensors if one.shape for letter, _ in one.shape.sizes}
+    lines += [f"{letter} = None" for letter in sorted(maybe)]
+    for at, (place, _, optional, _, dtype_of, shape, _) in enumerate(tensors):
+        tensor = f"a{place}"
+        wrong = [f"not isinstance({tensor}, Tensor)"]
+        wrong.append(
+            f"{tensor}.dtype not in dtypes[{at}]"
+            if dtype_of is None
+            else f"{tensor}.dtype is not a{dtype_of}.dtype"
+        )
+        if place:
+            wrong.append(f"{tensor}.device != a0.device")
+        body = [f"if {' or '.join(wrong)}: return False"]
+        if shape is not None:
+            body.append(f"shape = {tensor}.shape")
+            count = len(shape.sizes)
+            body.append(f"if len(shape) {'<' if shape.leading else '!='} {count}: return False")
+            for dimension, (letter, more) in enumerate(shape.sizes):
+                size = f"shape[{dimension - count}]"
+                if dimension in shape.positive:
+                    body.append(f"if {size} == 0: return False")
+                size += f" - {more}" if more else ""
+                if letter not in sure:
+                    body.append(f"if {letter} is None: {letter} = {size}")
+                body.append(f"if {letter} != {size}: return False")
+                if not optional:
+                    sure.add(letter)
+        if optional:
+            body = [f"if {tensor} is not None:", *(f"    {line}" for line in body)]
+        lines += body
+    source = "\n    ".join(["def fits(call):", *lines, "return True"])
+    names: dict[str, Any] = {"Tensor": Tensor, "dtypes": [frozenset(one.dtypes) for one in tensors]}
+    exec(source, names)  # of this file's own words and the letters of declarations
+    return names["fits"]
 
 
 def _arg_of(hint: Any) -> Arg | None:
@@ -192,15 +215,22 @@ def _shape(text: str | None) -> _Shape | None:
     return _Shape(text, pairs, positive, "..." in words)
 
 
-def _wrong_shape(
-    where: str, name: str, shape: _Shape, tensor: Tensor, sizes: dict[str, int], fix: str
-) -> ArgumentValueError:
+def _check_shape(
+    where: str, name: str, tensor: Tensor, shape: _Shape, sizes: dict[str, int], fix: str
+) -> None:
+    """The tensor has this shape, whose letters are added to ``sizes``."""
+    found, letters = tensor.shape, shape.sizes
+    if len(found) > len(letters) and shape.leading:
+        found = found[len(found) - len(letters) :]
     got, known = f"shape {tuple(tensor.shape)}", ""
-    if tensor.dim() != len(shape.sizes) and not shape.leading:
-        got = f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
-    else:
-        letters = dict.fromkeys(letter for letter, _ in shape.sizes)
-        known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
-    expected = shape.text + (f" with {known}" if known else "")
+    if len(found) != len(letters):
+        if not shape.leading:
+            got = f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
+    elif all(found[at] > 0 for at in shape.positive):
+        pairs = [(letter, size - more) for size, (letter, more) in zip(found, letters, strict=True)]
+        before = {letter: sizes[letter] for letter, _ in pairs if letter in sizes}
+        if all(sizes.setdefault(letter, size) == size for letter, size in pairs):
+            return
+        known = " with " * bool(before) + ", ".join(f"{key} = {before[key]}" for key in before)
     fix = fix or "Check the layout of the tensors of this call."
-    return ArgumentValueError(message(where, name, got, expected, fix))
+    raise ArgumentValueError(message(where, name, got, shape.text + known, fix))

@@ -197,16 +197,15 @@ class Op:
             return self._formula.apply(*call, backend)
         return _outside_autocast(self.backends[backend].forward, call)
 
-    def run_backward(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
-        """The gradients, from the gradient of the first output and what was saved."""
-        arguments = self.saved.flat(saved)
+    def run_backward(self, grad: torch.Tensor, arguments: tuple[Any, ...], backend: str) -> Any:
+        """The gradients, from the gradient of the first output and the fields of ``saved``."""
         if needs_dispatch((grad, *arguments)):
             return self._backward_operator(grad, *arguments, backend)
-        return _outside_autocast(self.backends[backend].backward, grad, saved)
+        return self._run_backward(grad, *arguments, backend)
 
     def _run_forward(self, *arguments: Any) -> Any:
-        call = self.call(*arguments[:-1])
-        return _outside_autocast(self.backends[arguments[-1]].forward, call)
+        *inputs, backend = arguments
+        return _outside_autocast(self.backends[backend].forward, self.call(*inputs))
 
     def _run_backward(self, grad: torch.Tensor, *arguments: Any) -> Any:
         saved = self.saved.build(arguments[:-1])
@@ -276,7 +275,7 @@ class _Formula:
         outputs = (output,) if self.single else output
         needs = ctx.needs_input_grad
         if self.properties:
-            needs = (*(getattr(call, name) for name in self.properties), *needs)
+            needs = (*[getattr(call, name) for name in self.properties], *needs)
         values = (*call, backend, *outputs, *needs)
         tensors, others = self.tensors(values), self.others(values)
         if self.unused is not None:
@@ -295,15 +294,16 @@ class _Formula:
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
-        saved = self.op.saved.build(self.order(ctx.saved_tensors + ctx.others))
+        saved = self.order(ctx.saved_tensors + ctx.others)
         if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, saved, ctx.backend)
+            grads = self.second(grad, self.op.saved.build(saved), ctx.backend)
         else:
             grads = self.op.run_backward(grad, saved, ctx.backend)
         if len(self.gradients) == 1:
             grads = (grads,)
+        needs = ctx.needs_input_grad
         for at, one in zip(self.gradients, grads, strict=True):
-            if ctx.needs_input_grad[at]:
+            if needs[at]:
                 found[at] = one
         return tuple(found)
 
@@ -422,8 +422,7 @@ def _direct_formula(
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            *inputs, backend = arguments
-            call = op.call(*inputs)
+            call, backend = op.call(*arguments[:-1]), arguments[-1]
             output = _outside_autocast(op.backends[backend].forward, call)
             save(ctx, call, backend, output)
             return output

@@ -75,13 +75,6 @@ def test_imports_point_down():
                     )
 
 
-#: Circles to be removed; no other may appear.
-KNOWN_CIRCLES = (
-    {"fastplm.train.announce", "fastplm.train.pretrain"},
-    {"fastplm.triton_kernels._attention_sm90", "fastplm.triton_kernels.attention"},
-)
-
-
 def import_graph() -> dict[str, set[str]]:
     """Which modules of fastplm each of them imports, in functions, too, but not for types alone."""
     paths = {}
@@ -122,7 +115,7 @@ def test_no_import_circles():
         for module in graph
         if module in below[module]
     }
-    assert circles <= set(map(frozenset, KNOWN_CIRCLES)), circles
+    assert not circles
 
 
 def test_kernels_import_nothing_of_fastplm_but_their_own_helpers():

@@ -278,7 +278,7 @@ def attention_fwd(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
     if ping_pong_from is not None and min(seqlen_q, seqlen_k) >= ping_pong_from:
-        # Which imports this module.
+        # Gluon, which no other forward needs, is imported with it.
         from fastplm.triton_kernels.attention.ping_pong import ping_pong
 
         kernel, grid, fixed = ping_pong(shape, query, key, value) or shape.forward

@@ -24,7 +24,7 @@ Symbols: as in the package; W which consumer · n tiles of keys, done tiles of q
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental import gluon
@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastplm.triton_kernels._launch import INTERPRETED, Fixed, arch_of, cdiv, sm_count
-from fastplm.triton_kernels.attention.launch import Shape
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
     Tensor,
@@ -47,6 +46,9 @@ from fastplm.triton_kernels.attention.tiles import (
     rows_of,
     stats_head,
 )
+
+if TYPE_CHECKING:
+    from fastplm.triton_kernels.attention.launch import Shape
 
 
 @gluon.jit
