@@ -279,10 +279,10 @@ class _Formula:
         values = (*call, backend, *outputs, *needs)
         tensors, others = self.tensors(values), self.others(values)
         if self.unused is not None:
-            unused = self.unused(call, outputs, ctx.needs_input_grad, backend)
-            tensors = tuple(
-                None if n in unused else t for n, t in zip(self.tensor_names, tensors, strict=True)
-            )
+            kept = list(tensors)
+            for name in self.unused(call, outputs, ctx.needs_input_grad, backend):
+                kept[self.tensor_names.index(name)] = None
+            tensors = tuple(kept)
         ctx.save_for_backward(*tensors)
         ctx.others, ctx.backend = others, backend
         if self.constant:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastplm.ops.linear import if_faster
+from fastplm.ops.linear import linear_if_faster
 
 
 class Linear(torch.nn.Linear):
@@ -20,7 +20,7 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., M]."""
-        out = if_faster(input, self.weight, self.bias)
+        out = linear_if_faster(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias) if out is None else out
 
     def __setattr__(self, name: str, value: Any) -> None:

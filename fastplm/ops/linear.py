@@ -124,10 +124,6 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
-#: The name of ``linear_if_faster`` in layers.
-if_faster = linear_if_faster
-
-
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a b + bias`` on the CPU, by csrc/: [M, K], [K, N], [N] -> [M, N]."""
     out = a.new_empty(a.shape[0], b.shape[1])
