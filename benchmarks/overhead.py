@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fastplm import ops
+from fastplm._backends import Backend
 from fastplm._registry import OPS
 from harness import Row, default_device, machine_line, write_rows
 
@@ -84,11 +85,18 @@ def work_of(name: str, call: Call, attribute: str) -> Call:
 
         return run
 
+    def functions_of(backend: Backend) -> Callable[[], Any]:
+        def functions() -> tuple[Any, Any]:
+            found = {"forward": backend.forward, "backward": backend.backward}
+            found[attribute] = recorded(found[attribute])
+            return found["forward"], found["backward"]
+
+        return functions
+
     backends = dict(op.backends)
     op.backends |= {
-        backend.name: dataclasses.replace(backend, **{attribute: recorded(function)})
+        backend.name: dataclasses.replace(backend, functions=functions_of(backend))
         for backend in backends.values()
-        if (function := getattr(backend, attribute)) is not None
     }
     try:
         call()

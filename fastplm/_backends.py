@@ -61,8 +61,9 @@ class Backend:
         name: one of ``BACKENDS``.
         rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
             it can.
-        forward: ``forward(call)``, the implementation behind ``fastplm::<op>_fwd``.
-        backward: ``backward(grad, saved)``, the implementation behind ``fastplm::<op>_bwd``.
+        functions: returns ``forward(call)`` and ``backward(grad, saved)`` (None without one), the
+            implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It is called once,
+            for the first call, so that it may import a module that need not be there.
         measured: ``measured(call)`` returns what the speed of a call depends on: the backend runs
             it where the table of ``_measured.py`` says that it is faster. None: wherever it can.
         measured_for_layers: only a layer asks ``measured``, which can call stock PyTorch instead;
@@ -71,10 +72,17 @@ class Backend:
 
     name: str
     rejects: Callable[..., str | None]
-    forward: Callable[..., Any] | None = None
-    backward: Callable[..., Any] | None = None
+    functions: Callable[[], tuple[Callable[..., Any], Callable[..., Any] | None]]
     measured: Callable[..., CallClass | None] | None = None
     measured_for_layers: bool = False
+
+    @functools.cached_property
+    def forward(self) -> Callable[..., Any]:
+        return self.functions()[0]
+
+    @functools.cached_property
+    def backward(self) -> Any:
+        return self.functions()[1]
 
     def refuses(
         self,

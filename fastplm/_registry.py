@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from fastplm._backends import BACKENDS, OP_NAMES, Backend, accepts_all, requested, resolve
 from fastplm._checks import UnsupportedError
 from fastplm._declare import Signature
-from fastplm._measured import CallClass
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments without a dispatch of their own: no subclasses of tensors and no symbols.
@@ -85,7 +84,7 @@ class Op:
         self.name, self.reference, self.smoke = name, reference, smoke
         self.call, self.arguments = call, Signature(call)
         eager = eager or (lambda call: reference(*call))
-        self.backends = {"eager": Backend("eager", accepts_all, eager)}
+        self.backends = {"eager": Backend("eager", accepts_all, lambda: (eager, None))}
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
         self._formula: type[torch.autograd.Function] | None = None
 
@@ -126,27 +125,51 @@ class Op:
         forward: Callable[..., Any],
         rejects: Callable[..., str | None],
         backward: Callable[..., Any] | None = None,
-        measured: Callable[..., CallClass | None] | None = None,
-        measured_for_layers: bool = False,
+        **options: Any,
     ) -> None:
         """Add an implementation: ``forward(call)`` and ``backward(grad, saved)``.
 
-        ``resolve`` tries the backends in the order of ``BACKENDS``; see ``Backend``.
+        ``resolve`` tries the backends in the order of ``BACKENDS``; see ``Backend``, also for the
+        other options.
         """
-        self.backends[name] = Backend(
-            name, rejects, forward, backward, measured, measured_for_layers
-        )
+        self.add(Backend(name, rejects, lambda: (forward, backward), **options))
+
+    def add(self, backend: Backend) -> None:
+        """Add an implementation whose functions may not be imported yet."""
+        self.backends[backend.name] = backend
         self.backends = {
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
 
-    def __call__(self, call: Any) -> Any:
-        """Check a call, choose its backend and run it."""
-        self.arguments.check(self.name, call, self._may_be_packed and call.packed)
-        if self._extra_checks:
-            call.check(self.name)
-        watched = needs_dispatch(call)
-        return self.run(call, resolve(self.name, self.backends, call, watched), watched)
+    def __call__(self, call: Any, backend: str = "", watched: bool | None = None) -> Any:
+        """Run a call: check it, choose its backend, and run that.
+
+        Unless it needs PyTorch's dispatcher, a call goes straight to the backend, under an
+        autograd function: dispatch to Python costs tens of microseconds a call.
+
+        Args:
+            backend: the one to run, of a call that was checked and that it accepts.
+            watched: the answer of ``needs_dispatch(call)``, if it is known.
+        """
+        if not backend:
+            self.check(call)
+            watched = needs_dispatch(call)
+            backend = self.resolve(call, watched)
+        if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
+            return self.backends["eager"].forward(call)
+        if needs_dispatch(call) if watched is None else watched:
+            _refuse_dtensors(self.name, call)
+            return self._operator(*call, backend)
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self(call, backend, watched=False)
+        if (
+            self._formula is not None
+            and torch.is_grad_enabled()
+            and torch._C._any_requires_grad(*call)
+        ):
+            return self._formula.apply(*call, backend)
+        return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
         """Every argument is as declared, or an error names it."""
@@ -174,34 +197,6 @@ class Op:
             return False
         backend, forced = self.backends["cpp"], wanted == "cpp"
         return backend.refuses(self.name, call, forced=forced, for_layer=True) is None
-
-    def run(self, call: Any, backend: str, watched: bool | None = None) -> Any:
-        """Run a call that was checked, on a backend that accepts it.
-
-        Unless it needs PyTorch's dispatcher, a call goes straight to the backend, under an
-        autograd function: dispatch to Python costs tens of microseconds a call.
-
-        Args:
-            watched: the answer of ``needs_dispatch(call)``, if it is known.
-        """
-        if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
-            return self.backends["eager"].forward(call)  # type: ignore[misc]
-        if needs_dispatch(call) if watched is None else watched:
-            _refuse_dtensors(self.name, call)
-            return self._operator(*call, backend)
-        if (
-            self._formula is not None
-            and torch.is_grad_enabled()
-            and torch._C._any_requires_grad(*call)
-        ):
-            return self._formula.apply(*call, backend)
-        return _outside_autocast(self.backends[backend].forward, call)
-
-    def run_backward(self, grad: torch.Tensor, arguments: tuple[Any, ...], backend: str) -> Any:
-        """The gradients, from the gradient of the first output and the fields of ``saved``."""
-        if needs_dispatch((grad, *arguments)):
-            return self._backward_operator(grad, *arguments, backend)
-        return self._run_backward(grad, *arguments, backend)
 
     def _run_forward(self, *arguments: Any) -> Any:
         *inputs, backend = arguments
@@ -268,8 +263,6 @@ class _Formula:
         self.gradients = [arguments.index(name) for name in gradients]
         self.constant = [at for at, name in enumerate(results) if at > 0 and name not in tracked]
         self.single = len(results) == 1
-        if second is None:
-            self.backward = _once(op.name, self.backward)  # type: ignore[method-assign]
 
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
         outputs = (output,) if self.single else output
@@ -290,15 +283,22 @@ class _Formula:
             # Or an output without a gradient would get one of zeros, of its size.
             ctx.set_materialize_grads(False)
 
-    def backward(self, ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, grad: torch.Tensor | None, *others: Any) -> tuple[Any, ...]:
+        if self.second is None and torch.is_grad_enabled():  # create_graph=True
+            return self._once(ctx, grad, *others)
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
+        op, backend = self.op, ctx.backend
         saved = self.order(ctx.saved_tensors + ctx.others)
         if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, self.op.saved.build(saved), ctx.backend)
+            grads = self.second(grad, op.saved.build(saved), backend)
+        elif needs_dispatch((grad, *saved)):
+            grads = op._backward_operator(grad, *saved, backend)
+        elif torch._C._is_any_autocast_enabled():
+            grads = op._run_backward(grad, *saved, backend)
         else:
-            grads = self.op.run_backward(grad, saved, ctx.backend)
+            grads = op.backends[backend].backward(grad, op.saved.build(saved))
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad
@@ -306,6 +306,22 @@ class _Formula:
             if needs[at]:
                 found[at] = one
         return tuple(found)
+
+    def _once(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Gradients that raise an error where they are differentiated.
+
+        Otherwise autograd would treat them as constants, and a gradient penalty as 0.
+        """
+        with torch.no_grad():
+            results = self.backward(ctx, *grads)
+        read = [
+            one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad
+        ]
+        if not read:
+            return results
+        return tuple(
+            None if one is None else _Once.apply(self.op.name, one, *read) for one in results
+        )
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
@@ -372,27 +388,6 @@ def is_transformed() -> bool:
     )
 
 
-def _once(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula whose gradients cannot be differentiated again: that raises (create_graph=True).
-
-    Without this, autograd would treat them as constants, and a gradient penalty as 0.
-    """
-
-    def run(ctx: Any, *grads: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        read = [
-            one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad
-        ]
-        if not read:
-            return results
-        return tuple(None if one is None else _Once.apply(op, one, *read) for one in results)
-
-    return run
-
-
 class _Once(torch.autograd.Function):
     """A gradient that cannot be differentiated again, and what it may depend on."""
 
@@ -423,7 +418,7 @@ def _direct_formula(
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             call, backend = op.call(*arguments[:-1]), arguments[-1]
-            output = _outside_autocast(op.backends[backend].forward, call)
+            output = op.backends[backend].forward(call)
             save(ctx, call, backend, output)
             return output
 

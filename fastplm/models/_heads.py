@@ -66,57 +66,69 @@ def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[:, 0]
 
 
-def labelled_loss(
-    model: Any,
-    transform: Callable[[Tensor], Tensor] | None,
-    decoder: nn.Module,
-    labels: Tensor,
-    positions: Tensor | None,
-    normalizer: int | Tensor | None,
-    all_rows: bool,
-    inputs: dict[str, Any],
-    *,
-    dense: bool,
-) -> tuple[Any, Tensor]:
-    """(the outputs of the backbone, the cross-entropy at the labelled tokens).
+class LabelledRows:
+    """The labelled tokens of a batch: the only rows that the head and the loss compute.
 
     Args:
         model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
-        transform: the layers before the projection; None = there are none.
         decoder: the projection to the vocabulary.
         labels: int64 [B, T], -100 = none.
+        inputs: of the backbone; what it needs for these rows is added.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
-        normalizer: the denominator of the loss; None = the number of labels.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
-        inputs: of the backbone.
-        dense: as in ``vocabulary_loss``.
     """
-    where = type(model).__name__
-    shape = shape_of(inputs) or labels.shape
-    labels = as_tokens(where, labels, shape)
-    positions, targets = labels_at(where, labels, shape, positions)
-    lookup = None
-    if inputs.get("inputs_embeds") is None:
-        lookup = TiedLookup(model, decoder, labels)
-    if all_rows:
-        inputs["extra_rows"] = labels != IGNORE_INDEX
-    else:
-        inputs["output_rows"] = positions
-    outputs = model.base_model(**inputs, lookup=lookup, return_dict=True)
-    hidden = outputs.last_hidden_state
-    if all_rows:
-        rows = ops.gather_rows(hidden.flatten(0, 1), positions)
-    else:
-        rows = requested_rows(model, hidden, positions)
-    loss = vocabulary_loss(
-        rows if transform is None else transform(rows),
-        decoder,
-        targets,
-        normalizer,
-        None if lookup is None else lookup.weight,
-        dense=dense,
-    )
-    return outputs, loss
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: nn.Module,
+        labels: Tensor,
+        inputs: dict[str, Any],
+        positions: Tensor | None = None,
+        *,
+        all_rows: bool,
+    ) -> None:
+        self.model, self.decoder, self.all_rows = model, decoder, all_rows
+        where = type(model).__name__
+        labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
+        self.positions, self.targets = labels_at(where, labels, labels.shape, positions)
+        #: The embedding lookup, which may share its gradient with the decoder.
+        self.lookup = None
+        if inputs.get("inputs_embeds") is None:
+            self.lookup = inputs["lookup"] = TiedLookup(model, decoder, labels)
+        if all_rows:
+            inputs["extra_rows"] = labels != IGNORE_INDEX
+        else:
+            inputs["output_rows"] = self.positions
+
+    def loss(
+        self,
+        hidden: Tensor,
+        transform: Callable[[Tensor], Tensor] | None,
+        normalizer: int | Tensor | None,
+        *,
+        dense: bool,
+    ) -> Tensor:
+        """The mean cross-entropy at the labelled tokens.
+
+        Args:
+            hidden: the last hidden state of the backbone.
+            transform: the layers before the projection; None = there are none.
+            normalizer: the denominator; None = the number of labels.
+            dense: as in ``vocabulary_loss``.
+        """
+        if self.all_rows:
+            rows = ops.gather_rows(hidden.flatten(0, 1), self.positions)
+        else:
+            rows = requested_rows(self.model, hidden, self.positions)
+        return vocabulary_loss(
+            rows if transform is None else transform(rows),
+            self.decoder,
+            self.targets,
+            normalizer,
+            None if self.lookup is None else self.lookup.weight,
+            dense=dense,
+        )
 
 
 class MaskedLM(FastplmModel):
@@ -156,21 +168,15 @@ class MaskedLM(FastplmModel):
                 fit.
         """
         transform, decoder = self._head()
-        loss = logits = None
-        if labels is None:
-            outputs = self.base_model(**inputs, return_dict=True)
-        else:
-            outputs, loss = labelled_loss(
-                self,
-                transform,
-                decoder,
-                labels,
-                masked_positions,
-                num_items_in_batch,
-                output_logits,
-                inputs,
-                dense=masked_positions is not None,
+        loss = logits = labelled = None
+        if labels is not None:
+            labelled = LabelledRows(
+                self, decoder, labels, inputs, masked_positions, all_rows=output_logits
             )
+        outputs = self.base_model(**inputs, return_dict=True)
+        if labelled is not None:
+            hidden, dense = outputs.last_hidden_state, masked_positions is not None
+            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=dense)
         if labels is None or output_logits:
             logits = _logits(transform, decoder, outputs.last_hidden_state)
         return MaskedLMOutput(
@@ -233,23 +239,18 @@ class SequencePairPreTraining(FastplmModel):
         """
         transform, decoder = self._head()
         pair_label = inputs.pop(self._pair_label, None)
-        loss = logits = None
+        loss = logits = labelled = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
-            outputs, loss = labelled_loss(
-                self,
-                transform,
-                decoder,
-                labels,
-                masked_positions,
-                num_items_in_batch,
-                all_rows,
-                inputs,
-                dense=masked_positions is not None,
+            labelled = LabelledRows(
+                self, decoder, labels, inputs, masked_positions, all_rows=all_rows
             )
-        else:
-            rows = None if all_rows else "first"
-            outputs = self.base_model(**inputs, output_rows=rows, return_dict=True)
+        elif not all_rows:
+            inputs["output_rows"] = "first"
+        outputs = self.base_model(**inputs, return_dict=True)
+        if labelled is not None:
+            hidden, dense = outputs.last_hidden_state, masked_positions is not None
+            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=dense)
         pair_logits = self._pair_head()(outputs.pooler_output)
         if pair_label is not None:
             pair_loss = _pair_loss(
@@ -339,25 +340,16 @@ class CausalLM(FastplmModel):
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
         own_loss = targets is not None and hasattr(self, "_loss_function")
         inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
-        loss = logits = None
-        if targets is None or own_loss:
-            if targets is not None:
-                shape = shape_of(inputs) or targets.shape
-                targets = as_tokens(type(self).__name__, targets, shape)
-                inputs["extra_rows"] = targets != IGNORE_INDEX
-            outputs = self.base_model(**inputs, return_dict=True)
-        else:
-            outputs, loss = labelled_loss(
-                self,
-                transform,
-                decoder,
-                targets,
-                None,
-                num_items_in_batch,
-                output_logits,
-                inputs,
-                dense=True,
-            )
+        loss = logits = labelled = None
+        if targets is not None and own_loss:
+            targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
+            inputs["extra_rows"] = targets != IGNORE_INDEX
+        elif targets is not None:
+            labelled = LabelledRows(self, decoder, targets, inputs, all_rows=output_logits)
+        outputs = self.base_model(**inputs, return_dict=True)
+        if labelled is not None:
+            hidden = outputs.last_hidden_state
+            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=True)
         if targets is None or output_logits or own_loss:
             hidden = outputs.last_hidden_state
             if isinstance(logits_to_keep, int):

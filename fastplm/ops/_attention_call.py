@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastplm._checks import FLOATING, check, check_number, values_are_known
 from fastplm._declare import Arg, Size
-from fastplm.reference.attention import T5RelativeBias, t5_buckets
+from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
 _MAX_DROPOUT_KEYS = 2**20
@@ -128,9 +128,15 @@ class Call(NamedTuple):
                 check_lengths_on_cpu(name, cu_seqlens, rows.shape[0], longest)
 
     @property
-    def buckets(self) -> Tensor:
+    def dropout_threshold(self) -> int:
+        """Random bytes below it drop a probability."""
+        return 0 if self.seed is None else dropout_threshold(self.dropout_p)
+
+    @property
+    def buckets(self) -> Tensor | None:
         """int64 [2 * max_distance + 1]: the bucket of each distance."""
-        assert self.bias_weight is not None
+        if self.bias_weight is None:
+            return None
         buckets, device = self.bias_weight.shape[0], self.query.device
         return _bucket_table(buckets, self.bias_bidirectional, self.bias_max_distance, device)
 

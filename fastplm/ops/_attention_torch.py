@@ -385,7 +385,7 @@ def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 def _line_buckets(call: Call, batch: _Batch, samples: slice = slice(None)) -> Tensor:
     """int64 [B | 1, Tq + Tk - 1]: the bucket of key j and query i, at index j - i + Tq - 1."""
-    assert call.bias_weight is not None
+    assert call.buckets is not None
     seqlen_q, seqlen_k = batch.query.shape[2], batch.key.shape[2]
     distance = torch.arange(1 - seqlen_q, seqlen_k)[None, :]
     if batch.shift is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._backends import is_recorded, needs_plain_pytorch, requested
+from fastplm._backends import Backend, is_recorded, needs_plain_pytorch, requested
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
@@ -37,7 +37,6 @@ from fastplm.reference.attention import (
     T5RelativeBias,
     attention_ref,
     attention_varlen_ref,
-    dropout_threshold,
 )
 
 #: Of the kernels, in 16 bits and in fp32.
@@ -124,7 +123,7 @@ def attention(
         out = _short_way(query, key, value, scale)
         if out is not None:
             return out
-    return _attend(
+    call, backend, watched = _prepared(
         where,
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
@@ -136,6 +135,9 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
+    if backend == "torch" and call.is_plain and requested("attention") == "auto":
+        return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
+    return OP(call, backend, watched)[0]
 
 
 def is_faster(query: Tensor, key: Tensor) -> bool:
@@ -214,7 +216,7 @@ def attention_varlen(
         check_tensor(where, name, tensor, ndim=3)
     check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
     check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
-    return _attend(
+    prepared = _prepared(
         where,
         (query, key, value),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -226,6 +228,7 @@ def attention_varlen(
         seed=seed,
         sample_index=sample_index,
     )
+    return OP(*prepared)[0]
 
 
 def _allows_tf32() -> bool:
@@ -238,7 +241,7 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _attend(
+def _prepared(
     where: str,
     tensors: tuple[Tensor, Tensor, Tensor],
     lengths: tuple[Tensor | None, Tensor | None, int, int],
@@ -250,7 +253,8 @@ def _attend(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
-) -> Tensor:
+) -> tuple[Call, str, bool]:
+    """The checked call, its backend, and whether it needs PyTorch's dispatcher."""
     query, key, value = autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
@@ -276,25 +280,27 @@ def _attend(
     OP.check(call, where)
     watched = needs_dispatch(call)
     backend = OP.resolve(call, watched)
-    if backend == "triton" and query.dtype is torch.float32 and _allows_tf32():
-        call = call._replace(allow_tf32=True)
-    if backend == "torch" and call.is_plain and requested("attention") == "auto":
-        return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
     if backend == "eager":
-        return _eager(call)
+        return call, backend, watched
+    if backend == "triton":
+        call.check_lengths()
+        if query.dtype is torch.float32 and _allows_tf32():
+            call = call._replace(allow_tf32=True)
     # Backends find any row by its stride, and elements of a row side by side.
     for name in _ALIGNED:
         tensor = getattr(call, name)
         if tensor is not None and tensor.stride(-1) != 1:
             call = call._replace(**{name: tensor.contiguous()})
-    return OP.run(call, backend, watched)[0]
+    return call, backend, watched
 
 
-def _eager(call: Call) -> Tensor:
+def _eager(call: Call) -> tuple[Tensor, None]:
     if call.packed:
         call.check_lengths()
-        return attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
-    return attention_ref(*call[:3], **call.options)
+        out = attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
+    else:
+        out = attention_ref(*call[:3], **call.options)
+    return out, None
 
 
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[Tensor | None, bool, int]:
@@ -329,8 +335,8 @@ _CSRC_REJECTS = csrc_rejects("attention")
 def _short_way(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
     """The result of a correct call without mask, bias and dropout, or None.
 
-    A shorter way to what ``_attend`` does: Python code is cold between the layers of a model, and
-    most of the cost of a small call.
+    It does the same as ``_prepared`` and ``OP`` with less Python code, which is most of the cost of
+    a small call.
     """
     batch, heads, seqlen_q, dim = query.shape
     seqlen_k, dtype, wanted = key.shape[2], query.dtype, requested("attention")
@@ -367,22 +373,18 @@ def _class_of(query: Tensor, key: Tensor) -> CallClass:
     return CallClass(training(query, key), query.dtype, (seqlen_q, key.shape[2], batch * heads))
 
 
-def _kernel_arguments(call: Call, weight: Tensor | None) -> tuple[Any, ...]:
-    """What the kernels of csrc/ and of Triton take of a call, forward and backward."""
+def _cpp_arguments(call: Call) -> tuple[Any, ...]:
+    weight = call.bias_weight
     return (
         *call[:8],
-        weight,
-        None if weight is None else call.buckets,
+        None if weight is None else weight.float(),
+        call.buckets,
         call.seed,
         call.sample_index,
-        0 if call.seed is None else dropout_threshold(call.dropout_p),
+        call.dropout_threshold,
         call.is_causal,
         call.scale,
     )
-
-
-def _cpp_arguments(call: Call) -> tuple[Any, ...]:
-    return _kernel_arguments(call, None if call.bias_weight is None else call.bias_weight.float())
 
 
 def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -429,18 +431,9 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
-    call.check_lengths()
-    shared = _kernel_arguments(call, call.bias_weight)
-    return kernels("attention").attention_fwd(*shared, call.allow_tf32)
-
-
-def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, out, stats, bias_grad = saved
-    grad = last_dim_contiguous(grad)
-    shared = _kernel_arguments(call, call.bias_weight)
-    backward = kernels("attention").attention_bwd
-    return backward(grad, grad if out is None else out, stats, bias_grad, *shared, call.allow_tf32)
+def _launchers() -> tuple[Any, Any]:
+    module = kernels("attention")
+    return module.attention_fwd, module.attention_bwd
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -510,4 +503,4 @@ OP.backend(
     measured=lambda call: _class_of(call.query, call.key) if call.is_plain else None,
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
-OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
+OP.add(Backend("triton", _triton_rejects, _launchers))

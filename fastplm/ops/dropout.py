@@ -105,7 +105,7 @@ def _fake(call: Call, backend: str) -> Tensor:
 
 def _second(grad: Tensor, saved: Saved, backend: str) -> Tensor:
     """The gradient is a dropout itself."""
-    return OP.run(Call(grad, *saved), backend)
+    return OP(Call(grad, *saved), backend)
 
 
 def _smoke(device: torch.device) -> None:

@@ -81,7 +81,7 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
     if input.stride(1) != 1 or positions.stride(0) != 1:
         call = Call(last_dim_contiguous(input), positions.contiguous())
     watched = needs_dispatch(call)
-    return OP.run(call, OP.resolve(call, watched), watched)
+    return OP(call, OP.resolve(call, watched), watched)
 
 
 def _check_range(call: Call) -> None:

@@ -104,7 +104,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if backend == "eager":
         return linear_ref(*call)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    out = OP.run(Call(dense(rows), dense(weight), bias), backend)
+    out = OP(Call(dense(rows), dense(weight), bias), backend)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 

@@ -314,7 +314,7 @@ def _vocabulary_pass(
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP.run(call, backend, watched)
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, watched)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     statistics = None

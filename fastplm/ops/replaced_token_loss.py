@@ -172,7 +172,7 @@ def replaced_token_loss(
         return_counts,
         needs_sum and _sums_weight(input, backend),
     )
-    loss, _, _, _, _, counts = OP.run(call, backend, watched)
+    loss, _, _, _, _, counts = OP(call, backend, watched)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     return (loss, DetectionCounts(*counts.unbind())) if return_counts else loss

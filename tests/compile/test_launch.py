@@ -182,7 +182,8 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import attention, gather_rows, replaced_token_loss
+from fastplm.triton_kernels import gather_rows, replaced_token_loss
+from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
 
@@ -191,9 +192,9 @@ def step(rows, slots, longest, heads):
     query, key, value = meta(rows, 3, heads, 64).unbind(1)
     starts = meta(33, dtype=torch.int32)
     shared = (query, key, value, None, starts, starts, longest, longest, None, None)
-    shared += (meta(dtype=torch.int64), None, 26, False, 0.125, False)
-    out, stats = attention.attention_fwd(*shared)
-    attention.attention_bwd(out, out, stats, False, *shared)
+    call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False)
+    out, stats = launch.attention_fwd(call)
+    launch.attention_bwd(out, launch.Saved(call, out, stats, False))
     hidden, positions = meta(rows, 64 * heads), meta(slots, dtype=torch.int64)
     gathered = gather_rows.gather_rows_fwd(hidden, positions)
     gather_rows.gather_rows_bwd(gathered, positions, rows)

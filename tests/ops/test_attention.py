@@ -3,6 +3,7 @@ in every combination of layout, mask, bias and dropout; and the bits of dropout,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
 from fastplm import ops
+from fastplm._registry import OPS
 from fastplm.reference.attention import (
     attention_ref,
     attention_varlen_ref,
@@ -932,16 +934,20 @@ def nothing_told():
 @pytest.fixture
 def allowed(monkeypatch, nothing_told):
     """Whether the launchers of forward and backward were allowed TF32, call by call."""
-    from fastplm.triton_kernels import attention
+    backends = OPS["attention"].backends
+    right = backends["triton"]
+
+    def forward(call):
+        found.append(call.allow_tf32)
+        return right.forward(call)
+
+    def backward(grad, saved):
+        found.append(saved.call.allow_tf32)
+        return right.backward(grad, saved)
 
     found = []
-
-    def spy(launcher, *arguments):
-        found.append(arguments[-1])
-        return launcher(*arguments)
-
-    for launcher in (attention.attention_fwd, attention.attention_bwd):
-        monkeypatch.setattr(attention, launcher.__name__, functools.partial(spy, launcher))
+    spied = dataclasses.replace(right, functions=lambda: (forward, backward))
+    monkeypatch.setitem(backends, "triton", spied)
     return found
 
 

@@ -983,7 +983,8 @@ def plant(monkeypatch, way: Way, direction: str, wrong) -> None:
 
         return wrong(changed, given._asdict() | dict(zip(["grad"], grad, strict=False)))
 
-    broken = dataclasses.replace(backend, **{direction: implementation})
+    both = {"forward": backend.forward, "backward": backend.backward, direction: implementation}
+    broken = dataclasses.replace(backend, functions=lambda: tuple(both.values()))
     monkeypatch.setitem(op_module.OP.backends, way.backend, broken)
 
 

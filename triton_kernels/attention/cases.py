@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fastplm.triton_kernels.attention.launch import Call, attention_bwd, attention_fwd
+from fastplm.triton_kernels.attention.launch import Call, Saved, attention_bwd, attention_fwd
 
 
 def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -105,5 +105,5 @@ def meta_case(
         scale=0.125,
         allow_tf32=allow_tf32,
     )
-    out, stats = attention_fwd(*call)
-    attention_bwd(out, out, stats, has_bias, *call)
+    out, stats = attention_fwd(call)
+    attention_bwd(out, Saved(call, out, stats, has_bias))

@@ -39,8 +39,8 @@ from fastplm.triton_kernels.attention.tiles import LOG2E
 
 
 class Call(NamedTuple):
-    """What forward and backward are given: the arguments of ``ops.attention``, or with
-    ``cu_seqlens`` those of ``ops.attention_varlen``, and
+    """What a launcher reads of a call of ``ops.attention`` or, with ``cu_seqlens``, of
+    ``ops.attention_varlen``: their arguments, and
 
     buckets: int64 [2 * max_distance + 1], the row of ``bias_weight`` for each distance.
     dropout_threshold: bytes below it drop a probability.
@@ -63,6 +63,15 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float
     allow_tf32: bool
+
+
+class Saved(NamedTuple):
+    """What the backward reads beside the gradient."""
+
+    call: Call
+    out: torch.Tensor
+    stats: torch.Tensor
+    need_bias_weight: bool
 
 
 class Shape:
@@ -224,40 +233,38 @@ def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
 _kept_shape = functools.lru_cache(maxsize=1024)(Shape)
 
 
-def _shape_of(call: tuple[Any, ...]) -> Shape:
-    (query, key, value, key_mask, starts, _, seqlen_q, seqlen_k) = call[:8]
-    (bias_weight, _, seed, _, dropout_threshold, is_causal, scale, allow_tf32) = call[8:]
+def _shape_of(call: Call) -> Shape:
+    query, key, key_mask, starts = call.query, call.key, call.key_mask, call.cu_seqlens_q
     make = Shape if is_recording() else _kept_shape
     return make(
         query.dtype,
         query.device,
         query.shape,
         key.shape,
-        (query.stride(), key.stride(), value.stride()),
+        (query.stride(), key.stride(), call.value.stride()),
         0 if key_mask is None or starts is not None else key_mask.stride(0),
         None if starts is None else starts.shape[0] - 1,
-        seqlen_q,
-        seqlen_k,
-        bias_weight is not None,
-        None if seed is None else dropout_threshold,
-        is_causal,
-        scale,
-        allow_tf32,
+        call.max_seqlen_q,
+        call.max_seqlen_k,
+        call.bias_weight is not None,
+        None if call.seed is None else call.dropout_threshold,
+        call.is_causal,
+        call.scale,
+        call.allow_tf32,
     )
 
 
-def _pointers(call: tuple[Any, ...]) -> dict[str, Any]:
+def _pointers(call: Call) -> dict[str, Any]:
     """Those that all kernels share."""
-    query, key, value, key_mask, starts_q, starts_k, _, _, _, _, seed, sample_index = call[:12]
     return dict(
-        q_ptr=query,
-        k_ptr=key,
-        v_ptr=value,
-        mask_ptr=None if key_mask is None else key_mask.view(torch.uint8),
-        cu_q_ptr=starts_q,
-        cu_k_ptr=starts_k,
-        seed_ptr=seed,
-        sample_ptr=None if seed is None else sample_index,
+        q_ptr=call.query,
+        k_ptr=call.key,
+        v_ptr=call.value,
+        mask_ptr=None if call.key_mask is None else call.key_mask.view(torch.uint8),
+        cu_q_ptr=call.cu_seqlens_q,
+        cu_k_ptr=call.cu_seqlens_k,
+        seed_ptr=call.seed,
+        sample_ptr=None if call.seed is None else call.sample_index,
     )
 
 
@@ -265,26 +272,25 @@ def _pointers(call: tuple[Any, ...]) -> dict[str, Any]:
 ping_pong_from: int | None = None
 
 
-def attention_fwd(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; the arguments are the fields of a ``Call``.
+def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward.
 
     Returns:
         The output in the shape of ``query``, and the row statistics fp32 [2, H, rows or 0].
     """
-    query, key, value, _, _, _, seqlen_q, seqlen_k, bias_weight, buckets = call[:10]
-    shape = _shape_of(call)
+    query, shape = call.query, _shape_of(call)
     out, stats = query.new_empty_strided(*shape.like_query), shape.empty_stats(query)
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
-    if ping_pong_from is not None and min(seqlen_q, seqlen_k) >= ping_pong_from:
+    if ping_pong_from is not None and min(shape.seqlen_q, shape.seqlen_k) >= ping_pong_from:
         # Gluon, which no other forward needs, is imported with it.
         from fastplm.triton_kernels.attention.ping_pong import ping_pong
 
-        kernel, grid, fixed = ping_pong(shape, query, key, value) or shape.forward
+        kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward
     pointers = _pointers(call)
     if kernel is _attention_stream_fwd_kernel:
-        pointers |= bias_rows(bias_weight, buckets)
+        pointers |= bias_rows(call.bias_weight, call.buckets)
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
     launch(
         kernel,
@@ -300,16 +306,14 @@ def attention_fwd(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attention_bwd(
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    stats: torch.Tensor,
-    bias_grad: bool,
-    *call: Any,
+    grad_out: torch.Tensor, saved: Saved
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the backward of a ``Call``: gradients of query, key, value and, with ``bias_grad``,
-    bias_weight."""
-    query, (bias_weight, buckets) = call[0], call[8:10]
+    """Launch the backward: gradients of query, key, value and, if needed, of bias_weight."""
+    call, out, stats, bias_grad = saved
+    query, bias_weight, buckets = call.query, call.bias_weight, call.buckets
     shape = _shape_of(call)
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
     grad_query = query.new_empty_strided(*shape.like_query)
     grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
     grad_bias = query.new_empty(0)
