@@ -422,10 +422,7 @@ def _direct_formula(
             save(ctx, call, backend, output)
             return output
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
-
+    Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
     return Direct
 
 

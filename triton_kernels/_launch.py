@@ -87,30 +87,18 @@ def launch(
     """``kernel[grid](**fixed, **arguments)`` on ``device``; an empty grid launches nothing."""
     if 0 in grid:
         return
+    every = arguments if fixed is None else {**fixed, **arguments}
     if _Recorder.launches is not None:
-        _Recorder.launches.append(Launch(kernel, grid, _all(fixed, arguments)))
-    elif device.type != "cuda":
-        kernel[grid](**_all(fixed, arguments))
-    elif device.index == torch.cuda.current_device():
-        _launch_here(kernel, grid, device.index, fixed, arguments)
-    else:
+        _Recorder.launches.append(Launch(kernel, grid, every))
+        return
+    if device.type != "cuda":
+        kernel[grid](**every)
+        return
+    index = device.index
+    if index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch_here(kernel, grid, device.index, fixed, arguments)
-
-
-def _all(fixed: Fixed | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    return arguments if fixed is None else {**fixed, **arguments}
-
-
-def _launch_here(
-    kernel: Any,
-    grid: tuple[int, ...],
-    index: int,
-    fixed: Fixed | None,
-    arguments: dict[str, Any],
-) -> None:
-    """Launch on the current device, whose index is ``index``."""
-    every = _all(fixed, arguments)
+            launch(kernel, grid, device, fixed=fixed, **arguments)
+        return
     kernels = None if _needs_jit(kernel) else _compiled_kernels(kernel, index, tuple(arguments))
     if kernels is None:
         kernel[grid](**every)

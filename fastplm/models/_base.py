@@ -36,8 +36,8 @@ def drop_in(ours: _Class) -> _Class:
     """Class decorator: registers the drop-in class of the parent class of the same name.
 
     Both have the same parameters, buffers and attributes; only their methods differ. So assigning
-    ``__class__`` is enough to replace one by the other. A keyword-only ``forward`` may also be
-    called with positional arguments, in the order of the parent's.
+    ``__class__`` is enough to replace one by the other. ``forward`` may be called with positional
+    arguments in the order of the parent's, whichever its own are.
     """
     parent: Any = next(
         base
@@ -46,8 +46,9 @@ def drop_in(ours: _Class) -> _Class:
     )
     DROP_INS[parent] = ours
     forward: Any = ours.forward  # type: ignore[attr-defined]
-    _, *own = inspect.signature(forward).parameters.values()
-    if all(parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) for parameter in own):
+    own = inspect.signature(forward).parameters.values()
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
+    if not passes_on and _positional(forward) != _positional(parent.forward):
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
@@ -58,14 +59,21 @@ def drop_in(ours: _Class) -> _Class:
     return ours
 
 
+def _positional(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
 def _by_position(forward: Callable, parent: Callable) -> Callable:
     """``forward(self, **arguments)`` with the signature of the parent's, plus its own arguments."""
     signature = inspect.signature(parent)
     theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [parameter.name for parameter in theirs[1:]]
-    own = inspect.signature(forward).parameters.values()
-    options = [p for p in own if p.kind is p.KEYWORD_ONLY and p.name not in names]
+    _, *own = inspect.signature(forward).parameters.values()
     others = [p for p in own if p.kind is p.VAR_KEYWORD]
+    options = [
+        p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in names and p not in others
+    ]
 
     @functools.wraps(forward)
     def by_position(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -64,7 +64,6 @@ class EncoderModel(FastplmModel):
     @can_return_tuple
     def forward(
         self,
-        *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -74,6 +73,7 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
+        *,
         unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
