@@ -15,7 +15,7 @@ def is_one_of(input_ids: Tensor, ids: Tensor) -> Tensor:
 
 
 def ordinary_id(rank: Tensor, special_ids: Tensor) -> Tensor:
-    """The id that has ``rank`` ids below it which are not special.
+    """The id with ``rank`` smaller ids that are not special.
 
     Args:
         rank: int64.

@@ -21,7 +21,7 @@ def reduce_loss(
 
     Returns:
         [N] for "none", else []. A denominator of 0 counts as 1, so that the mean over no row is 0
-        with gradient 0: a step on such a batch must survive.
+        with gradient 0, and a step on such a batch changes nothing.
     """
     if reduction == "none":
         return loss

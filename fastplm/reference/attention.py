@@ -19,8 +19,8 @@ class T5RelativeBias(NamedTuple):
 
     Args:
         weight: [buckets, H], floating; the embedding table of the model.
-        bidirectional: half of the buckets are for keys after the query; without it those share the
-            bucket of distance 0.
+        bidirectional: half of the buckets are for keys after the query; if False, those keys have
+            the bucket of distance 0.
         max_distance: all distances from here on share the last bucket of their side.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), §2.1; buckets as in Transformers' T5.
@@ -69,7 +69,7 @@ def dropout_keep_mask(
     seqlen_k: int,
     dropout_p: float,
 ) -> Tensor:
-    """Which attention probabilities survive: bool [B, H, Tq, Tk].
+    """Which attention probabilities are kept: bool [B, H, Tq, Tk].
 
     One Philox call decides for 16 keys, a byte each. Within every 64 keys, call ``c`` holds the
     keys ``8 n + 2 c`` and ``8 n + 2 c + 1`` for n = 0 … 7, in that order of its bytes: the columns
@@ -183,7 +183,7 @@ def attention_varlen_ref(
     Returns:
         [Nq, H, D]; rows past ``cu_seqlens_q[-1]`` are 0 and pass no gradient.
     """
-    if cu_seqlens_q.numel() == 1:  # no sequence is as good as one of length 0
+    if cu_seqlens_q.numel() == 1:  # the result is that of one sequence of length 0
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.expand(2), cu_seqlens_k.expand(2)
     max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
     batch = cu_seqlens_q.numel() - 1
@@ -251,7 +251,7 @@ def _attend(
     allowed = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
     if key_mask is not None:
         allowed = allowed & key_mask[:, None, None, :]
-        # A masked key must not matter even if it is NaN, and 0 * NaN would.
+        # A masked key may be NaN, and 0 * NaN is NaN.
         key = key.masked_fill(~key_mask[:, None, :, None], 0.0)
         value = value.masked_fill(~key_mask[:, None, :, None], 0.0)
     alive = allowed.any(-1, keepdim=True)

@@ -31,7 +31,7 @@ class NoisedText(NamedTuple):
 
 
 class NoisePlan(NamedTuple):
-    """The probabilities of a call as integers, so that no floating point rounds a choice its way.
+    """The probabilities of a call as integers, so that no choice depends on rounding.
 
     ``(n * scale + 2^31) >> 32`` is a share of n, halves rounded up; a word below a threshold is an
     event. A span's length is the number of thresholds that its word is not below.
@@ -59,7 +59,7 @@ def noise_plan(
     """The integers that every backend is given."""
     delete_below = fixed_point(delete_probability)
     return NoisePlan(
-        # Rounded up, or a float just below its decimal, as 0.3 is, would round its halves down.
+        # Rounded up: the float 0.3 is below the decimal 0.3, so halves would be rounded down.
         infill_scale=math.ceil(infill_probability * 2**32),
         span_below=poisson_thresholds(poisson_lambda),
         permute_scale=math.ceil(permute_sentences * 2**32),
@@ -217,7 +217,7 @@ def bart_noise_by_plan(
     content = torch.where(is_span, fill.gather(1, index), kept)
     written = (item < items) & (is_span | ~deleted)
 
-    # What does not fit goes to a column past the end.
+    # What does not fit is written to an additional last column.
     has_bos, has_eos = bos_token_id >= 0, eos_token_id >= 0
     room = capacity - has_bos - has_eos
     total = written.sum(1, keepdim=True)
@@ -281,7 +281,7 @@ def _rows(
     boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])
     begin, end = boundary[:-1, None], boundary[1:, None]
     place = begin + torch.arange(longest, device=input_ids.device)
-    # One token more, so that there is one.
+    # One more token, so that an empty tensor can be indexed.
     padded = torch.nn.functional.pad(input_ids, (0, 1))
     return padded[place.clamp(max=input_ids.shape[0])], (end - begin).clamp(0, longest)
 

@@ -27,7 +27,7 @@ class CorruptedSpans(NamedTuple):
 def fixed_point_scales(noise_density: float, mean_span_length: float) -> tuple[int, int]:
     """The density and the spans per noise token times 2^32, so that all counting is in integers.
 
-    Rounded up, or a float just below its decimal, as 0.15 is, would round its halves down.
+    Rounded up: the float 0.15 is below the decimal 0.15, so halves would be rounded down.
     """
     return math.ceil(noise_density * 2**32), math.ceil(2**32 / mean_span_length)
 
@@ -37,8 +37,8 @@ def span_counts(
 ) -> tuple[int, int, int]:
     """(noise tokens, spans, spans asked for) of a row of ``length`` tokens.
 
-    With one token more, either the noise or the kept tokens grow by one, so the spans do not get
-    fewer: both outputs of a row are the longer, the longer the row.
+    One more token in a row adds one to the noise tokens or to the kept tokens, so the number of
+    spans does not fall. Therefore both outputs of a longer row are at least as long.
     """
     if length < 2:
         return 0, 0, 0
@@ -52,7 +52,7 @@ def output_lengths(
 ) -> tuple[int, int]:
     """(input tokens, label tokens) that a row of ``length`` tokens becomes."""
     noise, spans, _ = span_counts(length, noise_scale, span_scale, sentinels)
-    eos = int(has_eos)  # a length may be a symbol, to which torch 2.11 cannot add a truth
+    eos = int(has_eos)  # torch 2.11 cannot add a bool to a symbolic length
     return length - noise + spans + eos, noise + spans + eos
 
 
@@ -223,7 +223,7 @@ def _or_outside(column: Tensor, inside: Tensor) -> Tensor:
 
 
 def _scatter(row: Tensor, *pieces: tuple[Tensor, Tensor]) -> Tensor:
-    """Write (columns, values) into the rows; what goes to column -1 goes nowhere."""
+    """Write (columns, values) into the rows; column -1 is not written."""
     width = row.shape[1]
     row = torch.nn.functional.pad(row, (0, 1))
     for column, value in pieces:

@@ -12,12 +12,12 @@ from fastplm.reference.philox import Stream, draw, uniform
 
 
 class RowStatistics(NamedTuple):
-    """What a pass over the vocabulary knows of each row, without gradient.
+    """Statistics of the logits of each row, without gradient.
 
     Args:
-        argmax: int64 [N], the likeliest token, the first of several; -1 in ignored rows.
+        argmax: int64 [N], the most likely token, the first one of equals; -1 in ignored rows.
         logsumexp: [N], of the logits; 0 in ignored rows.
-        log_probability: [N], of the target, whatever the label smoothing; 0 in ignored rows.
+        log_probability: [N], of the target, without label smoothing; 0 in ignored rows.
     """
 
     argmax: torch.Tensor
@@ -42,7 +42,7 @@ def linear_cross_entropy_ref(
         input: [N, E].
         linear_weight: [V, E], rounded to the dtype of ``input``.
         target: int64 [N]; ``ignore_index`` takes the row out of the loss and of every gradient.
-        linear_bias: [V], rounded likewise.
+        linear_bias: [V], rounded in the same way.
         reduction: "mean" | "sum" | "none".
         label_smoothing: this share of the target is spread evenly over the vocabulary.
         normalizer: 0-d; replaces the mean's denominator, the number of rows that count.
@@ -122,10 +122,10 @@ def sample_ref(
     logits = _logits(input, linear_weight, linear_bias, counts)
     level = uniform_level(seed, input.shape[0], sample_index, position, input.device)
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
-    # fp64: in fp32 the sum over a vocabulary would favour or starve the tokens at its end.
+    # fp64: rounding of an fp32 sum would change the probabilities of the last tokens.
     distribution = weights.double().cumsum(1)  # [N, V]
     threshold = level[:, None] * distribution[:, -1:]
-    # The first token strictly above: never one that adds nothing.
+    # Strictly above, so that a token of probability 0 is never drawn.
     sample = torch.searchsorted(distribution, threshold, right=True).squeeze(1)
     sample = sample.masked_fill(~distribution[:, -1].isfinite(), 0)
     return sample.masked_fill(~counts, -1)
@@ -171,7 +171,7 @@ def _logits(
     counts: torch.Tensor,
 ) -> torch.Tensor:
     """[N, V]; fp32, or fp64 for fp64 inputs."""
-    # An ignored row must not matter even if it is NaN, and 0 * NaN would.
+    # An ignored row may be NaN, and 0 * NaN is NaN.
     rows = input.masked_fill(~counts[:, None], 0.0)
     bias = None if linear_bias is None else linear_bias.to(rows.dtype)
     logits = F.linear(rows, linear_weight.to(rows.dtype), bias)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastplm.reference._ids import is_one_of, ordinary_id
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
-#: ``max_ngram`` of the units that are no runs of words.
+#: ``max_ngram`` of the units that are not n-grams.
 UNITS = {"token": 0, "word": 1}
 #: The longest run of words: 840 is divisible by all numbers up to it.
 MAX_NGRAM = 8
@@ -27,12 +27,12 @@ class MaskedTokens(NamedTuple):
     input_ids: Tensor
     positions: Tensor
     labels: Tensor
-    count: Tensor  # type: ignore[assignment]  # tuple.count is of no use here
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
     dropped: Tensor
 
 
 class MaskPlan(NamedTuple):
-    """The numbers of a call as integers, so that no device's floating point rounds its own way.
+    """The numbers of a call as integers, so that no choice depends on how a device rounds.
 
     Attributes:
         capacity: the most tokens that can be chosen in a row.
@@ -70,16 +70,16 @@ def mask_plan(
         tokens: B * T, or N.
         The others as in ``ops.mask_tokens``.
     """
-    # Rounded up, or a float just below its decimal, as 0.15 is, would round its halves down.
+    # Rounded up: the float 0.15 is below the decimal 0.15, so halves would be rounded down.
     quota_scale = math.ceil(mlm_probability * 2**32)
     if length is None and rows == 0:
-        tokens = 0  # those there are belong to no row
+        tokens = 0  # no token belongs to a row
     bernoulli = sampling == "bernoulli"
     mask_below = fixed_point(mask_replace_prob)
     if max_predictions is not None:
         capacity, slots = max_predictions, rows * max_predictions
     elif length is None:
-        # Each row rounds its share up by less than one, and is given one at least.
+        # Rounding adds less than one token to a row, and a row gets at least one.
         capacity = tokens
         slots = min(tokens, (tokens * quota_scale >> 32) + rows)
         if bernoulli:
@@ -122,7 +122,7 @@ def mask_tokens_ref(
     """Choose, corrupt and compact the tokens to predict, as ``ops.mask_tokens`` describes it.
 
     Args:
-        As of ``ops.mask_tokens``.
+        As in ``ops.mask_tokens``.
 
     Returns:
         MaskedTokens of input_ids (the shape of ``input_ids``), positions [P], labels [P], count []
@@ -183,7 +183,7 @@ def mask_tokens_by_plan(
     if word_ids is None:
         word_ids = torch.zeros_like(input_ids)
 
-    # Rows side by side, the shorter ones filled up with what may not be chosen.
+    # [B, T]: packed rows are padded, with tokens that may not be chosen.
     if cu_seqlens is None:
         batch, length = input_ids.shape
         place = torch.arange(batch * length, device=device).view(batch, length)
@@ -225,9 +225,9 @@ def mask_tokens_by_plan(
         -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=max_ngram == 0)
     )
     chosen = candidate & taken.gather(-1, unit)
-    # An exact share is asked for as far as there are words to fill it.
+    # With exact sampling, a rest in which no whole unit fits does not count as dropped.
     dropped = (wanted - (chosen.sum(-1, keepdim=True) if chosen_below >= 0 else quota)).sum()
-    # Where the slots of all rows together run out, the last ones are dropped.
+    # If all rows together have more tokens than slots, the last tokens are dropped.
     slot = chosen.flatten().cumsum(0) - 1
     dropped = dropped + (chosen.flatten() & (slot >= slots)).sum()
     chosen = chosen & (slot < slots).view(chosen.shape)
@@ -239,7 +239,7 @@ def mask_tokens_by_plan(
     corrupted = torch.where(decision < random_below, random_ids, token)
     corrupted = corrupted.masked_fill(decision < mask_below, mask_token_id)
 
-    # What is not chosen writes past the end.
+    # Tokens that are not chosen are written to an additional last element.
     flat = place.where(chosen, input_ids.numel()).flatten()
     output_ids = torch.cat([input_ids.flatten(), input_ids.new_zeros(1)])
     output_ids = output_ids.scatter(0, flat, corrupted.flatten().to(input_ids.dtype))[:-1]
@@ -263,7 +263,7 @@ def unit_starts(
     sample: Tensor,
     step: int,
 ) -> Tensor:
-    """Where the units begin that are chosen whole.
+    """The first token of each unit. A unit is chosen as a whole.
 
     Args:
         candidate: bool [B, T], True = may be chosen.
@@ -277,7 +277,7 @@ def unit_starts(
     """
     if max_ngram == 0:
         return candidate
-    follows = torch.zeros_like(candidate)  # a candidate on a candidate
+    follows = torch.zeros_like(candidate)  # a candidate after a candidate
     follows[:, 1:] = candidate[:, :-1] & candidate[:, 1:]
     same_word = torch.zeros_like(candidate)
     same_word[:, 1:] = word_ids[:, :-1] == word_ids[:, 1:]
@@ -318,7 +318,7 @@ def _take(sizes: Tensor, quota: Tensor, *, one_by_one: bool) -> Tensor:
     Args:
         sizes: int64 [B, T], tokens of each unit in the order of their keys; 0 for none.
         quota: int64 [B, 1], tokens to take.
-        one_by_one: no unit is larger than one token, so a sum says it all.
+        one_by_one: every unit is one token, so that a cumulative sum is enough.
     """
     if one_by_one:
         return (sizes > 0) & (sizes.cumsum(-1) <= quota)
@@ -333,7 +333,8 @@ def _take(sizes: Tensor, quota: Tensor, *, one_by_one: bool) -> Tensor:
 def _bernoulli_capacity(tokens: int, scale: int) -> int:
     """At least six standard deviations above the expected number.
 
-    ``6 sqrt(v) <= 3 (v / 8 + 8)``, the means' inequality: a size without a value has no root.
+    ``6 sqrt(v) <= 3 (v / 8 + 8)`` (the geometric mean is at most the arithmetic one); a symbolic
+    size has no square root.
     """
     variance = (tokens * scale * (2**32 - scale) >> 64) + 1
     return min(tokens, (tokens * scale >> 32) + 1 + 3 * (variance // 8 + 1) + 24)

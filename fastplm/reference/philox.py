@@ -1,8 +1,9 @@
 """Philox4x32-10: random words as a pure function of logical indices.
 
-Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``) from a counter that names the
-thing drawn for, never the thread, tile or worker that draws it. So the same seed gives the same
-bits on CPU and GPU, eager and fused, padded and packed, at any world size, and after a resume.
+Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``). The counter is made of
+logical indices, such as sample and position, never of the thread, tile or worker that draws. So the
+same seed gives the same bits on CPU and GPU, eager and fused, padded and packed, at any world size,
+and after a resume.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
@@ -56,12 +57,12 @@ def philox4x32(
     Args:
         seed: the 64-bit key, an int or an int64 tensor; its low half is the first key word.
         c0, c1, c2, c3: the counter words, ints or int64 tensors that broadcast; taken modulo 2^32.
-        rounds: of the cipher.
+        rounds: the rounds of the cipher.
 
     Returns:
         Four int64 tensors of the broadcast shape that hold uint32 values.
     """
-    # Ints and tensors go through the same operators; this alone turns a call of ints into tensors.
+    # Ints and tensors have the same operators. If all are ints, one becomes a tensor.
     if not any(isinstance(value, Tensor) for value in (seed, c0, c1, c2, c3)):
         c0 = torch.tensor(c0 & _WORD)
     x: list[Any] = [word & _WORD for word in (c0, c1, c2, c3)]
@@ -83,15 +84,15 @@ def draw(
     step: int | Tensor = 0,
     rounds: int = _ROUNDS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for a place in the training stream: the counter layout of all of fastplm.
+    """Four random words for one position of one sample: the counter layout of all of fastplm.
 
     Args:
         seed: int or 0-d int64 tensor.
         stream: what the words are for.
-        sample_index: the sample's place in the endless training stream, int or int64 tensor.
+        sample_index: the number of the sample in the training, int or int64 tensor.
         position: the position in the sequence, int or int64 tensor.
-        step: advances independent draws for the same sample, below 2^28.
-        rounds: of the cipher.
+        step: the number of an independent draw for the same sample, below 2^28.
+        rounds: the rounds of the cipher.
 
     Returns:
         Four int64 tensors of the broadcast shape that hold uint32 values.
@@ -128,7 +129,7 @@ def draw_words(
 
 
 def choice(word: Tensor, many: int) -> Tensor:
-    """One of ``0 … many - 1`` by a uint32 word, each as likely to within 2^-32."""
+    """A number of ``0 … many - 1`` for each uint32 word, with equal probabilities within 2^-32."""
     return (word * many) >> 32
 
 

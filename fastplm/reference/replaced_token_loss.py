@@ -11,17 +11,17 @@ from fastplm.reference._reduce import reduce_loss
 
 
 class DetectionCounts(NamedTuple):
-    """How many of the tokens that count are told rightly: int64, 0-d, on the device.
+    """Counts of tokens, for accuracy, precision and recall: int64, 0-d, on the input's device.
 
-    A token is taken for replaced where its logit is over 0, so at probability one half for
-    original. Counts of several batches, devices or steps add up; the ratios come last.
+    A token is predicted as replaced if its logit is above 0; at probability one half it is
+    predicted as original. Counts of several batches, devices or steps may be added.
 
     Args:
-        true_positives: tokens that are replaced and taken for replaced.
-        predicted_positives: tokens taken for replaced.
-        positives: tokens that are replaced.
-        correct: tokens told rightly.
-        total: tokens that count.
+        true_positives: replaced tokens that are predicted as replaced.
+        predicted_positives: tokens that are predicted as replaced.
+        positives: replaced tokens.
+        correct: tokens whose prediction is right.
+        total: all tokens whose mask is True.
     """
 
     true_positives: torch.Tensor
@@ -34,17 +34,17 @@ class DetectionCounts(NamedTuple):
 
     @property
     def accuracy(self) -> torch.Tensor:
-        """Share of the tokens told rightly: fp32, 0-d; 0 of no token."""
+        """Share of right predictions: fp32, 0-d; 0 if there is no token."""
         return self.correct / self.total.clamp(min=1)
 
     @property
     def precision(self) -> torch.Tensor:
-        """Share of the replaced ones in those taken for replaced; 0 if none is."""
+        """Share of replaced tokens among those predicted as replaced; 0 if there is none."""
         return self.true_positives / self.predicted_positives.clamp(min=1)
 
     @property
     def recall(self) -> torch.Tensor:
-        """Share of those taken for replaced in the replaced ones; 0 if there is none."""
+        """Share of the replaced tokens that are predicted as replaced; 0 if there is none."""
         return self.true_positives / self.positives.clamp(min=1)
 
 
@@ -79,7 +79,7 @@ def replaced_token_loss_ref(
         ids, original_ids = replaced
         replaced = ids != original_ids
     if mask is not None:
-        # A row that does not count must not matter even if it is NaN, and 0 * NaN would.
+        # A row that does not count may be NaN, and 0 * NaN is NaN.
         input = input.masked_fill(~mask[:, None], 0.0)
     logit = F.linear(input, weight[None, :], None if bias is None else bias.reshape(1)).squeeze(1)
     logit = logit if logit.dtype is torch.float64 else logit.float()
