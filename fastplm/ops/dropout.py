@@ -117,6 +117,7 @@ OP = Op(
     Call,
     fake=_fake,
     reference=dropout_ref,
+    eager=lambda call: dropout_ref(call.input, call.p, seed=call.seed),
     smoke=_smoke,
     saved=Saved,
     gradients=("input",),

@@ -106,6 +106,7 @@ OP = Op(
     Call,
     fake=lambda call, backend: torch.empty_like(call.input, memory_format=torch.contiguous_format),
     reference=gelu_ref,
+    eager=lambda call: gelu_ref(call.input, approximate=call.approximate),
     smoke=_smoke,
     saved=Call,
     gradients=("input",),

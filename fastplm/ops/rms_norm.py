@@ -128,6 +128,7 @@ OP = Op(
     Call,
     fake=lambda call, backend: call.input.new_empty(call.input.shape, dtype=call.weight.dtype),
     reference=rms_norm_ref,
+    eager=lambda call: rms_norm_ref(call.input, call.weight, eps=call.eps),
     smoke=_smoke,
     saved=Call,
     gradients=("input", "weight"),

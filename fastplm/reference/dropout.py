@@ -48,7 +48,7 @@ def keep_mask(seed: int | Tensor, size: int, p: float, device: torch.device) -> 
     return halves.flatten()[:size] >= dropout_threshold(p)
 
 
-def dropout_ref(input: Tensor, p: float, seed: int | Tensor) -> Tensor:
+def dropout_ref(input: Tensor, p: float = 0.5, *, seed: int | Tensor) -> Tensor:
     """``out = input / (1 - p)`` where an element survives, else 0.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def gelu_ref(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def gelu_ref(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """``out = x Phi(x)``, or ``x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2``: PyTorch's own.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm_ref(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def rms_norm_ref(input: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
     """``out = weight x / sqrt(mean(x^2) + eps)``, the mean over the last dimension (equation 4).
 
     Args:
