@@ -54,24 +54,15 @@ void product_columns(bool add, int64_t rows, int64_t depth, const float* a, int6
                      const float* b, int64_t b_stride, float* c, int64_t c_stride) {
   const int64_t a_row = kLies == Lies::kByRows ? a_stride : 1;
   int64_t m = 0;
-  for (; m + kTileRows <= rows; m += kTileRows) {
-    product_tile<kLies, kTileRows, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                          c + m * c_stride, c_stride);
-  }
-  if (m + 4 <= rows) {
-    product_tile<kLies, 4, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-    m += 4;
-  }
-  if (m + 2 <= rows) {
-    product_tile<kLies, 2, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-    m += 2;
-  }
-  if (m < rows) {
-    product_tile<kLies, 1, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-  }
+  const auto tile = [&](auto tile_rows) FASTPLM_INLINE {
+    product_tile<kLies, tile_rows.value, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                                c + m * c_stride, c_stride);
+    m += tile_rows.value;
+  };
+  while (m + kTileRows <= rows) tile(std::integral_constant<int, kTileRows>());
+  if (m + 4 <= rows) tile(std::integral_constant<int, 4>());
+  if (m + 2 <= rows) tile(std::integral_constant<int, 2>());
+  if (m < rows) tile(std::integral_constant<int, 1>());
 }
 
 // C [rows, columns] = (C +) A [rows, depth] B [depth, columns]; columns are whole vectors. An element

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <new>
 
-#include "sizes.h"
+#include "base.h"
 
 namespace fastplm {
 

@@ -5,9 +5,12 @@
 //   item    a span, which becomes one token, or a token that no span covers
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
+#include "arguments.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -21,42 +24,46 @@ constexpr uint32_t kThirdDraw = 1u << 31;
 constexpr int64_t kSpareSpans = 16;
 constexpr int64_t kMostSpanThresholds = 64;
 
-// The share of n, halves rounded up.
-FASTPLM_HD int64_t share_of(int64_t n, int64_t scale) {
-  return (n * scale + (int64_t{1} << 31)) >> 32;
-}
+// The length of a span, drawn by a random word: how many of these bounds are not above the word.
+struct SpanThresholds {
+  SpanThresholds() = default;
+  explicit SpanThresholds(const std::vector<int64_t>& given)
+      : count(std::min<int64_t>(given.size(), kMostSpanThresholds)) {
+    std::copy_n(given.begin(), count, bounds);
+  }
 
-// One call of the op. Probabilities come as round(p * 2^32), so that a random choice is a
-// comparison of integers.
+  int64_t count;
+  uint32_t bounds[kMostSpanThresholds];
+};
+
+// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
+// a comparison of integers.
+#define FASTPLM_BART_NOISE_SETTINGS(ARGUMENT)                                          \
+  ARGUMENT(uint32_t, step)                                                             \
+  ARGUMENT(int64_t, longest) /* most tokens of a row */                                \
+  ARGUMENT(int64_t, capacity) /* C */                                                  \
+  ARGUMENT(int64_t, vocab_size)                                                        \
+  ARGUMENT(int64_t, mask_token_id) ARGUMENT(int64_t, pad_token_id)                     \
+  ARGUMENT(int64_t, bos_token_id) ARGUMENT(int64_t, eos_token_id) /* negative: none */ \
+  ARGUMENT(int64_t, infill_scale) ARGUMENT(SpanThresholds, span_below)                 \
+  ARGUMENT(int64_t, permute_scale) ARGUMENT(int64_t, rotate_below)                     \
+  ARGUMENT(int64_t, delete_below) ARGUMENT(int64_t, noise_below) ARGUMENT(int64_t, random_below)
+FASTPLM_ARGUMENTS(BartNoiseSettings, FASTPLM_BART_NOISE_SETTINGS)
+
+// One call of the op.
 template <typename Id>
-struct BartNoiseCall {
+struct BartNoiseCall : BartNoiseSettings {
   Rows rows;
-  const Id* input_ids;                // [tokens]
-  const int64_t* sentence_end_ids;    // [sentence_end_count], ascending
+  const Id* input_ids;              // [tokens]
+  const int64_t* sentence_end_ids;  // [sentence_end_count], ascending
+  int64_t sentence_end_count;
   const uint8_t* sentence_end_table;  // [vocab_size] the same, 1 where a sentence ends; or null
   const int64_t* special_ids;         // [special_count], ascending
-  const int64_t* seed;                // []
-  Id* output_ids;                     // [B, C]
-  int64_t* lengths;                   // [B]
-  int64_t* dropped;                   // []
-  int64_t sentence_end_count;
   int64_t special_count;
-  int64_t longest;   // most tokens of a row
-  int64_t capacity;  // C
-  int64_t mask_token_id;
-  int64_t pad_token_id;
-  int64_t bos_token_id;  // negative: none
-  int64_t eos_token_id;  // negative: none
-  int64_t vocab_size;
-  int64_t infill_scale;
-  int64_t permute_scale;
-  int64_t rotate_below;
-  int64_t delete_below;
-  int64_t noise_below;
-  int64_t random_below;
-  int64_t span_thresholds;
-  uint32_t step;
-  uint32_t span_below[kMostSpanThresholds];
+  const int64_t* seed;  // []
+  Id* output_ids;       // [B, C]
+  int64_t* lengths;     // [B]
+  int64_t* dropped;     // []
 
   FASTPLM_HD int64_t length(int64_t row) const {
     const int64_t given = rows.length(row);
@@ -68,7 +75,7 @@ struct BartNoiseCall {
 
   FASTPLM_HD int64_t span_length(uint32_t word) const {
     int64_t length = 0;
-    while (length < span_thresholds && word >= span_below[length]) ++length;
+    while (length < span_below.count && word >= span_below.bounds[length]) ++length;
     return length;
   }
 

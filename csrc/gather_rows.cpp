@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "tensors.h"
+#include "operators.h"
 
 #define FASTPLM_FILE "gather_rows.cpp"
 #include "each_level.h"
@@ -117,14 +117,5 @@ Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
-  library.def("gather_rows(Tensor input, Tensor positions) -> Tensor");
-  library.def("gather_rows_backward(Tensor grad_out, Tensor positions, int rows) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("gather_rows", FASTPLM_BOX(gather_rows));
-  library.impl("gather_rows_backward", FASTPLM_BOX(gather_rows_backward));
-}
-#endif
+FASTPLM_OPERATOR(gather_rows, "(Tensor input, Tensor positions) -> Tensor")
+FASTPLM_OPERATOR(gather_rows_backward, "(Tensor grad_out, Tensor positions, int rows) -> Tensor")

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "group.h"
+#include "base.h"
 
 namespace fastplm {
 

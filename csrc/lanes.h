@@ -44,20 +44,16 @@ FASTPLM_HD void exchange(const Floats& a, const Floats& b, Floats& without, Floa
   shuffle(left, right, second, with);
 }
 
-// Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
-template <int kBit>
-FASTPLM_HD void exchange_rows(Floats* rows) {
+// Transposes kWidth rows of kWidth lanes. At each bit of their numbers, half the lanes of two rows change
+// places: those whose number has the bit, and those without.
+template <int kBit = 1>
+FASTPLM_HD void transpose(Floats* rows) {
   if constexpr (kBit < kWidth) {
     for (int i = 0; i < kWidth; ++i) {
       if ((i & kBit) == 0) exchange<kBit>(rows[i], rows[i | kBit], rows[i], rows[i | kBit]);
     }
-    exchange_rows<2 * kBit>(rows);
+    transpose<2 * kBit>(rows);
   }
-}
-
-// kWidth rows of kWidth lanes.
-FASTPLM_HD void transpose(Floats* rows) {
-  exchange_rows<1>(rows);
 }
 
 // op of all lanes, in halves: an index that is not known costs a way through memory.

@@ -43,13 +43,3 @@ inline Level level() {
 }
 
 }  // namespace fastplm
-
-// What registers a function of the namespaces of the levels, that of this process.
-#if FASTPLM_HAS_LEVELS
-#define FASTPLM_BOX(function)                                                                 \
-  (::fastplm::level() == ::fastplm::Level::kAvx512 ? TORCH_BOX(::fastplm::avx512::function)  \
-   : ::fastplm::level() == ::fastplm::Level::kAvx2 ? TORCH_BOX(::fastplm::avx2::function)    \
-                                                   : TORCH_BOX(::fastplm::baseline::function))
-#else
-#define FASTPLM_BOX(function) TORCH_BOX(::fastplm::baseline::function)
-#endif

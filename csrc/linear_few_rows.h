@@ -97,21 +97,17 @@ FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t f
 
 // --- inner ---------------------------------------------------------------------------------------
 
-template <int kBit>
-FASTPLM_HD void fold(Floats* sums) {
+// Lane i of the first vector = the sum of the lanes of vector i.
+template <int kBit = 1>
+FASTPLM_HD void add_lanes(Floats* sums) {
   if constexpr (kBit < kWidth) {
     for (int i = 0; i < kWidth / 2 / kBit; ++i) {
       Floats without, with;
       exchange<kBit>(sums[2 * i], sums[2 * i + 1], without, with);
       sums[i] = without + with;
     }
-    fold<2 * kBit>(sums);
+    add_lanes<2 * kBit>(sums);
   }
-}
-
-// Lane i of the first vector = the sum of the lanes of vector i.
-FASTPLM_HD void add_lanes(Floats* sums) {
-  fold<1>(sums);
 }
 
 // C [kInnerRows, columns] (+)= A B of `depth` elements of K, of columns of B that lie b_col apart.

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "compact.h"
+#include "arguments.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -17,36 +17,38 @@ namespace fastplm {
 constexpr int64_t kUnusedPosition = -1;
 constexpr int64_t kUnusedLabel = -100;
 
-// One call of the op. Probabilities come as round(p * 2^32), so that a random choice is a
-// comparison of integers.
+// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
+// a comparison of integers.
+#define FASTPLM_MASK_TOKENS_SETTINGS(ARGUMENT)                                                  \
+  ARGUMENT(uint32_t, step)                                                                      \
+  ARGUMENT(int64_t, capacity) /* most tokens chosen in a row */                                 \
+  ARGUMENT(int64_t, slots) /* P */                                                              \
+  ARGUMENT(int64_t, quota_scale) /* the share of tokens to choose, or */                        \
+  ARGUMENT(int64_t, chosen_below) /* if not negative: choose each unit whose key is below it */ \
+  ARGUMENT(int64_t, mask_below) ARGUMENT(int64_t, random_below)                                 \
+  ARGUMENT(int64_t, mask_token_id) ARGUMENT(int64_t, vocab_size)                                \
+  ARGUMENT(int64_t, max_ngram) /* 0: the units are tokens; 1: words; more: runs of words */
+FASTPLM_ARGUMENTS(MaskTokensSettings, FASTPLM_MASK_TOKENS_SETTINGS)
+
+// One call of the op.
 template <typename Id>
-struct MaskTokensCall {
+struct MaskTokensCall : MaskTokensSettings {
   Rows rows;
-  const Id* input_ids;          // [tokens]
-  const bool* maskable;         // [tokens], or null: every token
-  const int64_t* special_ids;   // [special_count], ascending
-  const int64_t* word_ids;      // [tokens]; null if max_ngram is 0
-  const int64_t* seed;          // []
-  Id* output_ids;               // [tokens]
-  int64_t* positions;           // [slots]
-  int64_t* labels;              // [slots]
-  int64_t* count;               // []
-  int64_t* dropped;             // []
+  const Id* input_ids;         // [tokens]
+  const bool* maskable;        // [tokens], or null: every token
+  const int64_t* special_ids;  // [special_count], ascending
   int64_t special_count;
-  int64_t slots;                // P
-  int64_t capacity;             // most tokens chosen in a row
-  int64_t quota_scale;          // the share of tokens to choose, or
-  int64_t chosen_below;         // if not negative: choose each unit whose key is below it
-  int64_t mask_below;
-  int64_t random_below;
-  int64_t mask_token_id;
-  int64_t vocab_size;
-  int64_t max_ngram;            // 0: the units are tokens; 1: words; more: runs of words
-  uint32_t step;
+  const int64_t* word_ids;  // [tokens]; null if max_ngram is 0
+  const int64_t* seed;      // []
+  Id* output_ids;           // [tokens]
+  int64_t* positions;       // [slots]
+  int64_t* labels;          // [slots]
+  int64_t* count;           // []
+  int64_t* dropped;         // []
 
   // How many of a row's n tokens to choose, before the capacity.
   FASTPLM_HD int64_t share(int64_t n) const {
-    const int64_t rounded = (n * quota_scale + (int64_t{1} << 31)) >> 32;
+    const int64_t rounded = share_of(n, quota_scale);
     const int64_t at_least_one = rounded < 1 ? 1 : rounded;
     return at_least_one < n ? at_least_one : n;
   }

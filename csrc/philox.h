@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "group.h"
+#include "base.h"
 
 namespace fastplm {
 

@@ -1,12 +1,73 @@
-// CUDA kernels of mask_tokens: a thread block is the group that works on a row. No torch header, so
-// that they compile wherever nvcc is.
+// CUDA kernels of mask_tokens, corrupt_spans and bart_noise: the group that works on a row is a thread
+// block. No torch header, so that they compile wherever nvcc is.
 #pragma once
 
+#include "bart_noise.h"
+#include "corrupt_spans.h"
 #include "mask_tokens.h"
-#include "sizes.h"
-#include "thread_block.cuh"
 
 namespace fastplm {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+// So many blocks shall fit on a multiprocessor, which leaves each thread 64 registers; left to
+// itself, ptxas spills on sm_100.
+constexpr int kBlocks = 4;
+
+class ThreadBlock {
+ public:
+  static constexpr bool kAlone = false;
+  static constexpr int kLanes = 1;
+  __device__ explicit ThreadBlock(uint64_t* warp_values) : warp_values_(warp_values) {}
+  __device__ int rank() const { return threadIdx.x; }
+  __device__ int size() const { return kThreads; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ void add(uint64_t* counter, uint64_t value) const {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter), value);
+  }
+
+  template <typename Sum>
+  __device__ Sum exclusive_sum(Sum value, Sum* total) const {
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
+    Sum inclusive = value;
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+      const Sum lower = __shfl_up_sync(0xFFFFFFFF, inclusive, offset);
+      if (lane >= offset) inclusive += lower;
+    }
+    if (lane == kWarp - 1) warp_values_[warp] = inclusive;
+    __syncthreads();
+    Sum before = 0;
+    Sum sum = 0;
+    for (int other = 0; other < kWarps; ++other) {
+      if (other == warp) before = sum;
+      sum += static_cast<Sum>(warp_values_[other]);
+    }
+    __syncthreads();  // the next call writes warp_values_ again
+    *total = sum;
+    return before + inclusive - value;
+  }
+
+  __device__ uint64_t minimum(uint64_t value) const {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      const uint64_t other = __shfl_xor_sync(0xFFFFFFFF, value, offset);
+      value = other < value ? other : value;
+    }
+    if (threadIdx.x % kWarp == 0) warp_values_[threadIdx.x / kWarp] = value;
+    __syncthreads();
+    for (int other = 0; other < kWarps; ++other) {
+      value = warp_values_[other] < value ? warp_values_[other] : value;
+    }
+    __syncthreads();
+    return value;
+  }
+
+ private:
+  uint64_t* warp_values_;  // [kWarps], shared
+};
+
+// --- mask_tokens ----------------------------------------------------------------------------------
 
 // Rows of so many tokens are worked on in shared memory, which holds what a row needs of them.
 constexpr int kSharedTokens = 4096;
@@ -117,6 +178,44 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     return;
   }
   write_row(block, call, row, memory.first_slots[row], memory.chosen + call.rows.begin(row));
+}
+
+// --- corrupt_spans --------------------------------------------------------------------------------
+
+// Block b: row b. `keys` is [B, keys_size()], `bounds` [B, 2, bounds_size()]. The last block has
+// the sum over all rows on top: no kernel of its own, and no atomics on a counter set to 0 before.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    corrupt_spans_kernel(const CorruptSpansCall<Id> call, uint32_t* keys, uint32_t* bounds) {
+  __shared__ uint64_t warp_values[kWarps];
+  __shared__ SelectScratch scratch;
+  ThreadBlock block(warp_values);
+  const int64_t row = blockIdx.x;
+  const int64_t size = call.bounds_size();
+  corrupt_row(block, scratch, call, row, keys + row * call.keys_size(),
+              {bounds + 2 * row * size, bounds + (2 * row + 1) * size});
+  if (row == call.rows.count - 1) {
+    const int64_t dropped = count_dropped(block, call);
+    if (block.rank() == 0) *call.dropped = dropped;
+  }
+}
+
+// --- bart_noise -----------------------------------------------------------------------------------
+
+// Block b: row b, with the bytes [b * row_bytes, (b + 1) * row_bytes) of `memory` to work in.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    bart_noise_kernel(const __grid_constant__ BartNoiseCall<Id> call, uint8_t* memory,
+                      int64_t row_bytes) {
+  __shared__ uint64_t warp_values[kWarps];
+  __shared__ SelectScratch scratch;
+  ThreadBlock block(warp_values);
+  NoiseRow<Id> arrays;
+  arrays.lay_out(call, memory + blockIdx.x * row_bytes);
+  const int64_t dropped = noise_row(block, scratch, call, blockIdx.x, arrays);
+  if (block.rank() == 0 && dropped > 0) {
+    block.add(reinterpret_cast<uint64_t*>(call.dropped), static_cast<uint64_t>(dropped));
+  }
 }
 
 }  // namespace fastplm
