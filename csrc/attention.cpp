@@ -1,5 +1,5 @@
-// fastplm_C::attention and its backward on the CPU: a head of a sequence is one thread's work, so
-// nothing is summed across threads and results do not depend on how many there are.
+// fastplm_C::attention and its backward on the CPU: one thread computes a head of a sequence, so nothing
+// is summed across threads, and results do not depend on their number.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -21,7 +21,7 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// [B, H, T, D] with any strides, or the packed rows [N, H, D] of sequences given by their starts.
+// Heads [B, H, T, D] with any strides, or [N, H, D] of packed sequences, given by their starts.
 template <typename T>
 struct Heads {
   Heads(const Tensor& tensor, const int32_t* starts)
@@ -106,8 +106,8 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
     floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
                                                   gradients != nullptr));
   }
-  // A thread begins with its share and goes on with what others have not begun. So two threads seldom
-  // write rows of neighbouring heads, which lie side by side: each would fetch the other's lines.
+  // A thread starts with its own share, then continues with heads that no thread has begun. So two threads
+  // seldom write neighbouring heads, which share cache lines.
   const int64_t tasks = batch * heads;
   std::vector<std::atomic<bool>> begun(tasks);
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t share, int64_t) {
@@ -120,23 +120,19 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
       const bool* mask = given.key_mask.data();
       if (mask != nullptr) mask += starts_k ? starts_k[b] : b * keys.length;
       Head<T> head{
-          queries.seqlen(b),
-          keys.seqlen(b),
-          dim,
-          given.longest_q,
-          queries.template head<const T>(b, h),
-          keys.template head<const T>(b, h),
-          values.template head<const T>(b, h),
-          mask,
-          given.is_causal,
-          static_cast<float>(given.scale),
-          {},
-          {},
-          softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
-          {},
-          0,
+          .seqlen_q = queries.seqlen(b),
+          .seqlen_k = keys.seqlen(b),
+          .dim = dim,
+          .longest_q = given.longest_q,
+          .query = queries.template head<const T>(b, h),
+          .key = keys.template head<const T>(b, h),
+          .value = values.template head<const T>(b, h),
+          .key_mask = mask,
+          .is_causal = given.is_causal,
+          .scale = static_cast<float>(given.scale),
+          .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
       };
-      const int64_t soon = task + 1;  // what this thread probably takes next
+      const int64_t soon = task + 1;  // probably the next of this thread
       if (soon < tasks && !begun[soon].load(std::memory_order_relaxed)) {
         const int64_t b_soon = soon / heads, h_soon = soon % heads;
         head.soon[0] = queries.template head<const T>(b_soon, h_soon);

@@ -29,7 +29,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* position = positions.const_data_ptr<int64_t>();
-  // What is wrong where one is not, ops.gather_rows says.
+  // Where one is not, ops.gather_rows says what is wrong.
   const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
     return row >= -1 && row < rows;
   });
@@ -98,18 +98,12 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
 
 Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
   Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
-  switch (grad_out.scalar_type()) {
-    case ScalarType::Double:
-      sum_slots<double, double>(grad_out, positions, grad_input);
-      break;
-    case ScalarType::Float:
-      sum_slots<float, float>(grad_out, positions, grad_input);
-      break;
-    case ScalarType::Half:
-      sum_slots<Fp16, float>(grad_out, positions, grad_input);
-      break;
-    default:
-      sum_slots<Bf16, float>(grad_out, positions, grad_input);
+  if (grad_out.scalar_type() == ScalarType::Double) {
+    sum_slots<double, double>(grad_out, positions, grad_input);
+  } else {
+    with_floating_type(grad_out, [&](auto type) {
+      sum_slots<decltype(type), float>(grad_out, positions, grad_input);
+    });
   }
   return grad_input;
 }

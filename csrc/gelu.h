@@ -9,7 +9,7 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// What is read before the first of it is written.
+// Elements that are read before the first of them is written.
 constexpr int64_t kGeluBlock = kTogether * kWidth;
 using Block = Several<kTogether>;
 

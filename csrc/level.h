@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// What no compiler flag has switched on, functions switch on for themselves.
+// Whether a function can be compiled with instructions that no compiler flag switches on.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
 #define FASTPLM_HAS_LEVELS 1
 #else
@@ -28,14 +28,14 @@ inline Level level_of_cpu() {
   return Level::kBaseline;
 }
 
-// A name that PyTorch does not know it ignores, with a warning.
+// PyTorch ignores, with a warning, a name that it does not know.
 inline Level most_allowed(const char* capability) {
   if (capability != nullptr && std::strcmp(capability, "default") == 0) return Level::kBaseline;
   if (capability != nullptr && std::strcmp(capability, "avx2") == 0) return Level::kAvx2;
   return Level::kAvx512;
 }
 
-// That of this process, read once.
+// The level of this process, read once.
 inline Level level() {
   static const Level chosen =
       std::min(level_of_cpu(), most_allowed(std::getenv("ATEN_CPU_CAPABILITY")));

@@ -1,5 +1,5 @@
-// fastplm_C::product on the CPU. Each block of the result is one thread's work and its sums go one
-// way whichever thread that is, so results do not depend on how many there are.
+// fastplm_C::product and linear on the CPU. One thread computes a whole block of the result, always in
+// the same order, so results do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -27,7 +27,7 @@ void in_parallel(int64_t count, const Function& function) {
   });
 }
 
-// A matrix of any type, as it lies.
+// A matrix of any type and strides.
 struct Operand {
   explicit Operand(const Tensor& tensor)
       : data(tensor.const_data_ptr()),
@@ -63,7 +63,7 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From which on packing fp32 pays, as against not packing it; against MKL ops/linear.py knows.
+// From this many rows on it pays to pack fp32. ops/linear.py knows where MKL is faster than both.
 constexpr int64_t kManyRows = 49;
 
 // How a product of few rows is computed: so many rows of A at a time, by this function.
@@ -128,7 +128,7 @@ void product_of_few(const Operand& a, const Operand& b, const std::optional<Tens
   const bool by_rows = b.col == 1;
   const int64_t b_stride = by_rows ? b.row : b.col;
   const Method<T> method = method_of<T>(a.rows, by_rows);
-  // A line of the cache more, so that rows do not compete for the same places in it.
+  // One more cache line, so that rows do not compete for the same places in the cache.
   const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
   const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
   const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
@@ -144,10 +144,10 @@ void product_of_few(const Operand& a, const Operand& b, const std::optional<Tens
     const FewRows rows{packed, round_up(count, method.tile), depth, stride};
     load_rows(left + row * a.row, a.row, a.col, count, depth, packed, rows.rows, stride);
     in_parallel(ceil_div(columns, part), [&](int64_t number) {
-      const int64_t n = number * part, some = std::min(part, columns - n);
+      const int64_t n = number * part, width = std::min(part, columns - n);
       alignas(64) float c[kFewRows * kFewColumns];
-      method.run(rows, right + n * (by_rows ? 1 : b_stride), b_stride, some, c);
-      store_rows(count, some, c, bias ? first.data() + n : nullptr, to + row * columns + n, columns);
+      method.run(rows, right + n * (by_rows ? 1 : b_stride), b_stride, width, c);
+      store_rows(count, width, c, bias ? first.data() + n : nullptr, to + row * columns + n, columns);
     });
   }
 }
@@ -171,8 +171,8 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 }
 
 // input [..., K] of at most 8 dimensions, weight [N, K], of which one stride is 1, neither of them
-// empty, and bias [N] -> [..., N]. A layer's forward in one call: a token of a decoder is many layers
-// of few rows, and calls cost as much as products.
+// empty, and bias [N] -> [..., N]. The forward of a layer in one call: where a decoder generates tokens,
+// the calls of many layers of few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor dense = torch::stable::contiguous(input);
   const Operand b = Operand(weight).transposed();

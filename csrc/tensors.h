@@ -1,4 +1,4 @@
-// Tensors of PyTorch's stable ABI as the dense pointers that the row algorithms take.
+// Tensors of PyTorch's stable ABI, as the dense pointers that the kernels take, and loops over threads.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,8 +18,8 @@ namespace fastplm {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A dense tensor on the device of `like`. The stable ABI's new_empty looks its operator up by name,
-// which takes several times as long as to make a tensor.
+// A dense tensor on the device of `like`. The stable ABI's new_empty looks up its operator by name, which
+// takes several times as long as making a tensor.
 inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                            ScalarType type) {
   std::array<int64_t, 8> strides;
