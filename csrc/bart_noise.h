@@ -81,7 +81,7 @@ struct BartNoiseCall : BartNoiseSettings {
 
   FASTPLM_HD bool ends_sentence(int64_t id) const {
     if (sentence_end_table != nullptr && id >= 0 && id < vocab_size) return sentence_end_table[id];
-    // The last id that is not above this one; the steps have no branch to mispredict.
+    // Binary search for the last id that is not above this one, without branches to mispredict.
     int64_t first = 0;
     for (int64_t left = sentence_end_count; left > 1;) {
       const int64_t half = left / 2;
@@ -100,7 +100,7 @@ struct BartNoiseCall : BartNoiseSettings {
   }
 };
 
-// What a group needs for a row, all of it seen by all of its threads.
+// Memory of a row, shared by all threads of its group.
 template <typename Id>
 struct NoiseRow {
   uint64_t* sorted;   // [longest] keys of the sentences that move
@@ -142,8 +142,8 @@ struct NoiseRow {
   }
 };
 
-// Sorts different numbers. A bitonic network in which the lower place always gets the smaller
-// number, so that it serves any size: what lies past the end never moves.
+// Sorts numbers, no two of them equal, by a bitonic network. The lower place always gets the smaller
+// number, so that any size works: what is past the end never moves.
 FASTPLM_GROUP_CODE
 template <typename Group>
 FASTPLM_HD void sort_ascending(Group& group, uint64_t* values, int64_t size) {
@@ -185,7 +185,7 @@ FASTPLM_HD int64_t find_sentences(Group& group, const BartNoiseCall<Id>& call, c
   return sentences;
 }
 
-// memory.order: `moving` of the sentences, chosen without bias, are shuffled among their sites.
+// memory.order: `moving` of the sentences, chosen without bias, are shuffled among their places.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void shuffle_sentences(Group& group, SelectScratch& scratch,
@@ -316,7 +316,7 @@ FASTPLM_HD int64_t draw_spans(Group& group, const BartNoiseCall<Id>& call, uint6
   for (int64_t tile = 0; covered < m; tile += int64_t{group.size()} * kLanes) {
     const int64_t first = tile + int64_t{group.rank()} * kLanes;
     const auto words = draw_neighbours<kLanes>(seed, Stream::kInfill, sample, first, call.step);
-    // The last one that there may be covers what is left.
+    // The last span that is possible covers what is left.
     int64_t lengths[kLanes];
     int64_t mine = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -340,7 +340,7 @@ FASTPLM_HD int64_t draw_spans(Group& group, const BartNoiseCall<Id>& call, uint6
   return spans;
 }
 
-// Noises row `row`; returns how many of its tokens found no room in the output.
+// Adds noise to row `row`; returns how many of its tokens did not fit in the output.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD int64_t noise_row(Group& group, SelectScratch& scratch, const BartNoiseCall<Id>& call,

@@ -55,11 +55,11 @@ struct SpanPlan : CorruptSpansSettings {
   FASTPLM_HD int64_t label_length(const SpanCounts& of) const {
     return of.noise + of.spans + has_eos();
   }
-  // No row has more of anything than the longest one.
+  // The longest row needs the most of everything.
   FASTPLM_HD int64_t input_width() const { return input_length(counts(max_length)); }
   FASTPLM_HD int64_t label_width() const { return label_length(counts(max_length)); }
   FASTPLM_HD int64_t bounds_size() const { return counts(max_length).spans + 1; }
-  // Keys come by fours.
+  // Keys are drawn in fours.
   FASTPLM_HD int64_t keys_size() const { return (max_length + 3) / 4 * 4; }
 
  private:
@@ -104,8 +104,8 @@ FASTPLM_HD int64_t count_dropped(Group& group, const CorruptSpansCall<Id>& call)
   return static_cast<int64_t>(total);
 }
 
-// Cuts `size` items in `parts` parts of one item at least, every composition equally likely: of the
-// boundaries between neighbours, those with the smallest keys. `keys` is room for size of them.
+// Cuts `size` items into `parts` parts of at least one item, every way to do so equally likely: at the
+// boundaries between neighbours that have the smallest keys. `keys` is room for `size` keys.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall<Id>& call,
@@ -130,7 +130,7 @@ FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall
       });
 }
 
-// Some threads share a run, so that a GPU reads and writes neighbours together.
+// Several threads share a run, so that a GPU reads and writes neighbours together.
 struct Runs {
   int64_t first;  // the first span of this thread
   int64_t step;   // to its next one

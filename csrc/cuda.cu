@@ -1,4 +1,4 @@
-// The library fastplm/_C_cuda: the operators of the row ops on CUDA tensors. Kernels are launched on the
+// The library fastplm/_C_cuda: operators that work row by row, on CUDA tensors. Kernels are launched on the
 // current stream, and nothing waits for the device. It is one file, as nvcc reads PyTorch's headers again
 // for each architecture, which takes longer than the kernels.
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 namespace fastplm {
 namespace {
 
-// The device of a tensor is current, and its stream known, for as long as this lives.
+// Makes the device of a tensor the current one, as long as this lives, and knows its stream.
 class CurrentStream {
  public:
   explicit CurrentStream(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -23,7 +23,7 @@ class CurrentStream {
                     "no CUDA stream on device ", device);
     stream_ = static_cast<cudaStream_t>(current);
   }
-  // Kernels whose grid is `blocks` thread blocks.
+  // kernel<<<blocks, kThreads>>>(arguments...)
   template <typename Kernel, typename... Arguments>
   void launch(Kernel kernel, int64_t blocks, const Arguments&... arguments) const {
     kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, stream_>>>(arguments...);
@@ -62,13 +62,13 @@ auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& setti
     using Id = std::remove_pointer_t<decltype(call.output_ids)>;
     const CurrentStream stream(given.input_ids);
     const int64_t rows = call.rows.count, tokens = call.rows.tokens;
-    if (rows == 0) {  // and no slots, for these are given to rows
+    if (rows == 0) {  // and so no slots
       stream.set_zero(call.count);
       stream.set_zero(call.dropped);
       stream.copy(call.output_ids, call.input_ids, tokens * sizeof(Id));
       return;
     }
-    // The device alone knows how long packed rows are.
+    // Only the device knows how long packed rows are.
     const bool is_packed = call.rows.cu_seqlens != nullptr;
     const bool all_short = !is_packed && call.rows.stride <= kSharedTokens;
     Scratch<uint32_t> keys(given.input_ids, all_short ? 0 : tokens + 4 * rows);
@@ -114,7 +114,7 @@ auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings
 
 }  // namespace on_cuda
 
-// The CUDA that this code was built with and has inside, as in 13000 for 13.0.
+// The version of the CUDA runtime in this library, for example 13000 for 13.0.
 int64_t cuda_version() {
   return CUDART_VERSION;
 }

@@ -11,8 +11,8 @@ namespace fastplm {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-// So many blocks shall fit on a multiprocessor, which leaves each thread 64 registers; left to
-// itself, ptxas spills on sm_100.
+// Blocks that must fit on a multiprocessor, which leaves each thread 64 registers. Without this bound,
+// ptxas spills on sm_100.
 constexpr int kBlocks = 4;
 
 class ThreadBlock {
@@ -69,10 +69,10 @@ class ThreadBlock {
 
 // --- mask_tokens ----------------------------------------------------------------------------------
 
-// Rows of so many tokens are worked on in shared memory, which holds what a row needs of them.
+// Rows of up to so many tokens are worked on in shared memory.
 constexpr int kSharedTokens = 4096;
 
-// What a kernel leaves for the next ones, and room for rows that are longer than that.
+// What a kernel leaves for the next ones, and memory for rows that are longer than that.
 struct MaskScratch {
   uint32_t* keys;        // [tokens + 4 * rows], a row's part padded to whole draws
   uint32_t* sizes;       // [tokens]
@@ -85,8 +85,8 @@ struct MaskScratch {
   __device__ bool rows_are_apart() const { return apart == nullptr || *apart; }
 };
 
-// One block, for packed rows alone: whether they are apart. Were each block of the next kernels to
-// look at all boundaries, the work would grow with the square of the rows.
+// One block, for packed rows only: whether they are apart. If each block of the next kernels looked at all
+// boundaries, the work would grow with the square of the rows.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mask_tokens_check_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // --- corrupt_spans --------------------------------------------------------------------------------
 
-// Block b: row b. `keys` is [B, keys_size()], `bounds` [B, 2, bounds_size()]. The last block has
-// the sum over all rows on top: no kernel of its own, and no atomics on a counter set to 0 before.
+// Block b: row b. `keys` is [B, keys_size()], `bounds` [B, 2, bounds_size()]. The last block also sums over
+// all rows, which saves a kernel, and a counter that would have to be set to 0.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     corrupt_spans_kernel(const CorruptSpansCall<Id> call, uint32_t* keys, uint32_t* bounds) {

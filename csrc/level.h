@@ -1,6 +1,6 @@
-// Levels of vector instructions. The CPU kernels of csrc/ are compiled once for each (each_level.h), with
-// vectors as wide as its registers; a process uses the highest that its CPU has and that PyTorch's own
-// switch, the environment variable ATEN_CPU_CAPABILITY (default, avx2, avx512), lets it use.
+// Levels of vector instructions. The CPU kernels of csrc/ are compiled once for each level (each_level.h),
+// with vectors as wide as its registers. A process uses the highest level that its CPU has and that
+// PyTorch's environment variable ATEN_CPU_CAPABILITY (default, avx2, avx512) allows.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// fastplm_C::softmax_statistics on the CPU: what the loss over a vocabulary takes from its logits.
+// fastplm_C::softmax_statistics on the CPU, for the loss over a vocabulary.
 #include <algorithm>
 #include <limits>
 

@@ -12,7 +12,7 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// A vector that does not write zeros first.
+// Like std::vector, but it does not write zeros first.
 template <typename T>
 using Buffer = std::unique_ptr<T[]>;
 

@@ -125,8 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
     *out.mutable_data_ptr<float>() = static_cast<float>(value);
     return out;
   };
-  return {scalar(all.loss / divisor), slope,    scalar(divisor),
-          weight_sum,                 scalar(all.slope), told};
+  return {scalar(all.loss / divisor), slope, scalar(divisor), weight_sum, scalar(all.slope), told};
 }
 
 // The outputs are those of fastplm::replaced_token_loss_bwd.
@@ -148,7 +147,8 @@ std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardAr
     grad_of_bias += grad_logit[row];
   }
   if (given.bias_sum) grad_of_bias = static_cast<double>(*given.bias_sum.data()) * scale;
-  Tensor grad_weight = empty_tensor(weight, {given.need_weight ? width : 0}), grad_bias = empty_tensor(weight, {});
+  Tensor grad_weight = empty_tensor(weight, {given.need_weight ? width : 0});
+  Tensor grad_bias = empty_tensor(weight, {});
   Tensor grad_input = empty_tensor(weight, {given.need_input ? rows : 0, width});
   if (!given.need_input) grad_input = empty_tensor(weight, {0});
   with_floating_type(weight, [&](auto type) {

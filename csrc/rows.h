@@ -3,7 +3,7 @@
 // algorithm is written once, as a template over the group, which offers
 //   rank(), size()             which thread of the group this is, and of how many
 //   kAlone                     whether it is a single thread
-//   kLanes                     neighbours that a thread does best at a time, for vector units
+//   kLanes                     neighbours that a thread works on at a time, for vector units
 //   sync()                     barrier; what was written before it is seen after it
 //   add(counter, x)            adds to a shared counter; integers, so any order gives one result
 //   exclusive_sum(x, &total)   sum of x over the lower ranks, and over all; every thread calls it
@@ -18,7 +18,7 @@ namespace fastplm {
 
 struct OneThread {
   static constexpr bool kAlone = true;
-  // Fewer, and GCC unrolls the loop over them before it looks for vectors, and finds none.
+  // With fewer, GCC unrolls the loop over them before it looks for vectors, and finds none.
   static constexpr int kLanes = 32;
   int rank() const { return 0; }
   int size() const { return 1; }

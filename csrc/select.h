@@ -55,7 +55,7 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     group.sync();
     for (int64_t i = group.rank(); i < size; i += group.size()) {
       const uint64_t place = order(i);
-      // The first digit is looked at in all of them; C++ has no shift by 64.
+      // All items have a first digit to look at; C++ has no shift by 64.
       if (weight(i) == 0 || (above < 64 && place >> above != prefix.bound)) continue;
       group.add(&scratch.bins[place >> shift & (kDigits - 1)], uint64_t{1} << 32 | weight(i));
     }
@@ -88,8 +88,8 @@ FASTPLM_HD int64_t for_each_flagged(Group& group, int64_t size, const Flag& flag
                                     const Emit& emit) {
   int64_t found = 0;
   if constexpr (Group::kAlone) {
-    // One branch for each item that is found, none for those that are not: flags are gathered in a
-    // word whose set bits are then walked over.
+    // A branch for each flagged item, and none for the others: flags are gathered in a word, then the
+    // loop goes over its set bits.
     constexpr int kBits = 64;
     for (int64_t first = 0; first < size; first += kBits) {
       uint8_t flags[kBits] = {};

@@ -46,7 +46,7 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// An optional tensor in row-major order; it owns the copy where one had to be made.
+// An optional tensor in row-major order; it owns the copy if one had to be made.
 template <typename T>
 struct Dense {
   Dense() = default;
@@ -111,8 +111,8 @@ void with_id_type(const Tensor& input_ids, const Function& function) {
   }
 }
 
-// function(first, last) of ranges of 0 … total, which begin at multiples of `unit`, by PyTorch's threads;
-// so many units are worth a thread.
+// Calls function(first, last) for ranges of 0 … total, which begin at multiples of `unit`, on PyTorch's
+// threads: `grain` units or more for each.
 template <typename Function>
 void for_ranges(int64_t total, int64_t unit, int64_t grain, const Function& function) {
   torch::stable::parallel_for(0, ceil_div(total, unit), grain, [&](int64_t begin, int64_t end) {
@@ -120,8 +120,8 @@ void for_ranges(int64_t total, int64_t unit, int64_t grain, const Function& func
   });
 }
 
-// function(part, first, last) of each `size` neighbours of 0 … total: what is summed over a part does not
-// depend on the number of threads.
+// Calls function(part, first, last) for parts of `size` elements of 0 … total. Parts, and so sums over a
+// part, do not depend on the number of threads.
 template <typename Function>
 void for_parts(int64_t total, int64_t size, int64_t grain, const Function& function) {
   for_ranges(ceil_div(total, size), 1, grain, [&](int64_t begin, int64_t end) {
