@@ -193,12 +193,13 @@ def extension_arguments() -> dict:
             else:
                 self.copy_file(str(library), self.get_ext_fullpath(CUDA_LIBRARY))
 
+    flags = ["-std=c++20", "-O3", "-g0", "-MMD", "-fvisibility=hidden", STABLE_ABI]
     extensions = [
         CppExtension(
             "fastplm._C",
             [str(path) for path in sorted(Path("csrc").glob("*.cpp"))],
             depends=[str(path) for path in sorted(Path("csrc").iterdir())],
-            extra_compile_args={"cxx": ["-O3", "-g0", "-MMD", "-fvisibility=hidden", STABLE_ABI]},
+            extra_compile_args={"cxx": flags},
             py_limited_api=True,
         )
     ]

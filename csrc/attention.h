@@ -15,15 +15,16 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // --- products -------------------------------------------------------------------------------------
 
-// What the registers hold of a product: so many rows and vectors of sums, beside a row of B and an
+// A tile of a product: rows and vectors of sums that fit in the registers, beside a row of B and an
 // element of A.
 constexpr int kTileRows = 6;
 constexpr int kTileWide = kRegisters == 32 ? 4 : 2;
-// Steps of a product after which the sums wait in C: so many rows of B stay in the first-level cache.
+// A product goes in slices of this many steps, whose rows of B stay in the first-level cache. Between
+// slices the sums are in C.
 constexpr int64_t kSlice = 128;
 
-// How the elements lie that a tile reads of A at a step: by rows, each of them `stride` apart, or side
-// by side, of a transposed view.
+// The layout of A: the elements that a tile reads at a step are a stride apart (rows), or side by side (a
+// transposed view).
 enum class Lies { kByRows, kByColumns };
 
 // C [kRows, kWide vectors] = (C +) A B
@@ -54,28 +55,19 @@ void product_columns(bool add, int64_t rows, int64_t depth, const float* a, int6
                      const float* b, int64_t b_stride, float* c, int64_t c_stride) {
   const int64_t a_row = kLies == Lies::kByRows ? a_stride : 1;
   int64_t m = 0;
-  for (; m + kTileRows <= rows; m += kTileRows) {
-    product_tile<kLies, kTileRows, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                          c + m * c_stride, c_stride);
-  }
-  if (m + 4 <= rows) {
-    product_tile<kLies, 4, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-    m += 4;
-  }
-  if (m + 2 <= rows) {
-    product_tile<kLies, 2, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-    m += 2;
-  }
-  if (m < rows) {
-    product_tile<kLies, 1, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
-                                  c + m * c_stride, c_stride);
-  }
+  const auto tile = [&](auto tile_rows) FASTPLM_INLINE {
+    product_tile<kLies, tile_rows.value, kWide>(add, depth, a + m * a_row, a_stride, b, b_stride,
+                                                c + m * c_stride, c_stride);
+    m += tile_rows.value;
+  };
+  while (m + kTileRows <= rows) tile(std::integral_constant<int, kTileRows>());
+  if (m + 4 <= rows) tile(std::integral_constant<int, 4>());
+  if (m + 2 <= rows) tile(std::integral_constant<int, 2>());
+  if (m < rows) tile(std::integral_constant<int, 1>());
 }
 
-// C [rows, columns] = (C +) A [rows, depth] B [depth, columns]; columns are whole vectors. An element
-// of C is one chain of multiply-adds, however it is cut: a row's bits do not depend on its neighbours.
+// C [rows, columns] = (C +) A [rows, depth] B [depth, columns]; columns are whole vectors. An element of C
+// is always one chain of multiply-adds, so a row's bits do not depend on its neighbours.
 template <Lies kLies>
 FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, const float* a,
                         int64_t a_stride, const float* b, int64_t b_stride, float* c,
@@ -83,34 +75,35 @@ FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, 
   const int64_t a_step = kLies == Lies::kByRows ? 1 : a_stride;
   int64_t k = 0;
   do {
-    const int64_t some = std::min(kSlice, depth - k);
+    const int64_t steps = std::min(kSlice, depth - k);
     const float* a_k = a + k * a_step;
     const float* b_k = b + k * b_stride;
     int64_t n = 0;
     for (; n + kTileWide * kWidth <= columns; n += kTileWide * kWidth) {
-      product_columns<kLies, kTileWide>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n,
+      product_columns<kLies, kTileWide>(add, rows, steps, a_k, a_stride, b_k + n, b_stride, c + n,
                                         c_stride);
     }
     if constexpr (kTileWide == 4) {
       for (; n + 2 * kWidth <= columns; n += 2 * kWidth) {
-        product_columns<kLies, 2>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n,
+        product_columns<kLies, 2>(add, rows, steps, a_k, a_stride, b_k + n, b_stride, c + n,
                                   c_stride);
       }
     }
     if (n < columns) {
-      product_columns<kLies, 1>(add, rows, some, a_k, a_stride, b_k + n, b_stride, c + n, c_stride);
+      product_columns<kLies, 1>(add, rows, steps, a_k, a_stride, b_k + n, b_stride, c + n, c_stride);
     }
     add = true;
-    k += some;
+    k += steps;
   } while (k < depth);
 }
 
 // --- rows -----------------------------------------------------------------------------------------
 
-// A row of a head is too short for the CPU to see it coming, and the next lies far away.
+// Rows are prefetched this far ahead: those of a head are short and far apart, so the CPU does not find
+// them by itself.
 constexpr int64_t kRowsAhead = 16;
 
-// kNear: 3 the first-level cache, 2 the second.
+// kNear: 3 into the first-level cache, 2 into the second.
 template <int kToWrite, int kNear = 3, typename T>
 FASTPLM_HD void fetch_row(const T* row, int64_t width) {
   constexpr int64_t kLineBytes = 64;
@@ -139,9 +132,8 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
   }
 }
 
-// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for so few rows that laying K out
-// for a product would cost more. `fetched` elements of each row of K, and of each row of `soon`, which
-// is read after them, are prefetched, as the CPU does not see strided rows coming; 0: none.
+// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for few rows: to transpose K for a product
+// would cost more. Of each row of K, and of `soon`, which is read next, `fetched` elements are prefetched.
 template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,
@@ -162,12 +154,12 @@ FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, con
 
 // --- softmax --------------------------------------------------------------------------------------
 
-// What a row of products q k [columns] becomes before the softmax, as vector j: with kAll every key is
-// seen, else neither the hidden ones nor those from `limit` on.
+// Vector j of a row of scores: products q k [columns], scaled, plus the bias; minus infinity where a key is
+// hidden, or not below `limit`. With kAll there are no such keys.
 template <bool kBias, bool kAll>
 struct Scores {
   FASTPLM_HD Floats operator()(int64_t j) const {
-    // Not the query is scaled but the product: the rounding of large scores is all that matters.
+    // The product is scaled, not the query: only the rounding of large scores matters.
     Floats score = at(products + j) * scale;
     if (kBias) score += at(bias + j);
     if (!kAll) {
@@ -203,7 +195,7 @@ FASTPLM_HD float largest_of(const Row& row, int64_t columns) {
   return maximum_of(largest);
 }
 
-// to [columns] = e^(score - most) * factor; the sum of the powers is returned.
+// to [columns] = e^(score - most) * factor; returns the sum of the powers.
 template <typename Row>
 FASTPLM_HD float weights_of(const Row& row, int64_t columns, float most, float factor, float* to) {
   Floats total = {};
@@ -225,12 +217,12 @@ FASTPLM_HD float weights_of(const Row& row, int64_t columns, float most, float f
 
 // --- one head -------------------------------------------------------------------------------------
 
-// The keys of a head in fp32, and what the queries of a block make of them.
+// A pass over one head: its keys in fp32, and scratch for a block of queries.
 template <typename T>
 class HeadPass {
  public:
-  // Of scratch that a pass takes, at most: matrices by key, transposed, by score and by query, and what
-  // is drawn, masked or added.
+  // The most floats of scratch that a pass takes: matrices by key, transposed, by score and by query, and
+  // random bytes, masks and biases.
   static int64_t floats(int64_t seqlen_q, int64_t seqlen_k, int64_t dim, bool backward) {
     const int64_t columns = round_up(seqlen_k, kDrawnKeys);
     const int64_t width = round_up(dim, kWidth);
@@ -253,14 +245,14 @@ class HeadPass {
     columns_ = round_up(seen_, kWidth);
     line_ = odd_lines(columns_);
     shift_ = head.seqlen_k - head.seqlen_q;
-    hidden_ = reinterpret_cast<int32_t*>(scratch.take(columns_));
+    hidden_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
     for (int64_t j = 0; j < columns_; ++j) {
       hidden_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
     }
     all_seen_ = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
-    keep_ = reinterpret_cast<uint8_t*>(scratch.take(kBlock * drawn() / 4));
-    query_ = scratch.take(kBlock * row_);
-    scores_ = scratch.take(kBlock * line_);
+    keep_ = reinterpret_cast<uint8_t*>(scratch.next(kBlock * drawn() / 4));
+    query_ = scratch.next(kBlock * row_);
+    scores_ = scratch.next(kBlock * line_);
     if (head.longest_q > kFewQueries) {
       key_t_ = transposed(head.key, scratch);
     } else {
@@ -272,17 +264,17 @@ class HeadPass {
   // O = c * drop(P) V
   FASTPLM_HD void forward(Strided<T> out, Scratch& scratch) {
     const Strided<const float> value = rows_by_key(head_.value, scratch);
-    float* result = scratch.take(kBlock * row_);
+    float* result = scratch.next(kBlock * row_);
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
       load_products(first, rows, columns);
-      // A row waits for its largest score, and then for its sum; so all rows do the one, then the other.
+      // A row's sum needs its largest score. All rows find that first, so that none waits for its own.
       for_rows<false>(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
         softmax.most = largest_of(scores, columns);
       });
       for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, Softmax& softmax) {
-        softmax.inverse = 1.0f / weights_of(scores, columns, softmax.most, 1.0f, row);
+        softmax.inverse_sum = 1.0f / weights_of(scores, columns, softmax.most, 1.0f, row);
       });
       if (head_.dropout.threshold > 0) {
         draw_bytes(first, rows, columns);
@@ -291,7 +283,7 @@ class HeadPass {
       product<Lies::kByRows>(false, rows, width_, std::min(columns, seen_), scores_, line_,
                              value.data, value.stride, result, row_);
       for (int64_t i = 0; i < rows; ++i) {
-        store_rows(result + i * row_, row_, 1, head_.dim, rescale() * head_.softmax[first + i].inverse,
+        store_rows(result + i * row_, row_, 1, head_.dim, rescale() * head_.softmax[first + i].inverse_sum,
                    out.data + (first + i) * out.stride, out.stride);
       }
     }
@@ -299,18 +291,18 @@ class HeadPass {
 
   // dV = c * drop(P)^T dO     dP = c * drop(dO V^T)     dS = P * (dP - rowsum(P * dP))
   // dQ = scale * dS K         dK = scale * dS^T Q       dbias[bucket] += sums of dS
-  // The scale goes into dS, so that the products are the gradients and need no pass of their own.
+  // The scale is part of dS, so that the products are the gradients and need no further pass.
   FASTPLM_HD void backward(Strided<const T> grad_out, Strided<T> grad_query, Strided<T> grad_key,
                            Strided<T> grad_value, double* grad_bias, Scratch& scratch) {
     if (key_.data == nullptr) key_ = rows_by_key(head_.key, scratch);
     const float* value_t = transposed(head_.value, scratch);
-    const Strided<float> dk = room_for(grad_key, scratch.take(columns_ * row_));
-    const Strided<float> dv = room_for(grad_value, scratch.take(columns_ * row_));
-    float* dq_room = scratch.take(kBlock * row_);
-    float* upstream = scratch.take(kBlock * row_);
-    float* ds = scratch.take(kBlock * line_);
+    const Strided<float> dk = room_for(grad_key, scratch.next(columns_ * row_));
+    const Strided<float> dv = room_for(grad_value, scratch.next(columns_ * row_));
+    float* dq_room = scratch.next(kBlock * row_);
+    float* upstream = scratch.next(kBlock * row_);
+    float* ds = scratch.next(kBlock * line_);
     float* used = scores_;
-    if (head_.dropout.threshold > 0) used = scratch.take(kBlock * line_);
+    if (head_.dropout.threshold > 0) used = scratch.next(kBlock * line_);
     int64_t begun = 0;  // keys that a block has seen
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
@@ -320,7 +312,7 @@ class HeadPass {
                 rescale(), upstream, row_);
       load_products(first, rows, columns);
       for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
-        weights_of(scores, columns, softmax.most, softmax.inverse, row);
+        weights_of(scores, columns, softmax.most, softmax.inverse_sum, row);
       });
       product<Lies::kByRows>(false, rows, columns, width_, upstream, row_, value_t, line_, ds,
                              line_);
@@ -360,22 +352,22 @@ class HeadPass {
   }
 
  private:
-  // Random bytes come for so many keys at a time (draw_bytes), of which a draw decides for some.
+  // Random bytes are drawn for kDrawnKeys keys at a time (draw_bytes), each draw for kKeysOfADraw of them.
   static constexpr int64_t kDrawnKeys = 64;
   static constexpr int64_t kKeysOfADraw = 16;
 
-  // The rows of the keys up to the last that is seen, or for so few queries that a copy would cost
-  // as much as they do, the tensor's own if they are what a copy would be.
+  // The rows of the keys up to the last that is seen, as padded fp32. For few queries a copy would cost as
+  // much as the rest, so it is left out where the tensor's own rows are the same.
   FASTPLM_HD Strided<const float> rows_by_key(Strided<const T> from, Scratch& scratch) {
     if constexpr (std::is_same_v<T, float>) {
       if (head_.longest_q <= kFewQueries && head_.dim == width_ && all_seen_) return from;
     }
-    float* to = scratch.take(columns_ * row_);
+    float* to = scratch.next(columns_ * row_);
     load_keys(from, 0, seen_, to);
     return {to, row_};
   }
 
-  // What masked keys hold never matters, NaN included: they are 0 here.
+  // Masked keys become 0, as they may hold NaN.
   FASTPLM_HD void load_keys(Strided<const T> from, int64_t first, int64_t count, float* to) {
     load_rows(from.data + first * from.stride, from.stride, count, head_.dim, width_, 1.0f, to,
               row_);
@@ -387,18 +379,18 @@ class HeadPass {
 
   // [Dw, columns] of the keys, and 0 beyond the last that is seen.
   FASTPLM_HD const float* transposed(Strided<const T> from, Scratch& scratch) {
-    float* to = scratch.take(width_ * line_);
-    float* some = query_;  // which no query is in yet
+    float* to = scratch.next(width_ * line_);
+    float* rows = query_;  // not in use yet
     for (int64_t first = 0; first < columns_; first += kWidth) {
       const int64_t count = std::min(kWidth, seen_ - first);
-      load_keys(from, first, count, some);
+      load_keys(from, first, count, rows);
       for (int64_t j = first; j < first + count; ++j) {
         fetch_row<0>(head_.value.data + j * head_.value.stride, head_.dim);  // needed next
       }
-      std::fill(some + count * row_, some + kWidth * row_, 0.0f);
+      std::fill(rows + count * row_, rows + kWidth * row_, 0.0f);
       for (int64_t d = 0; d < width_; d += kWidth) {
         Floats square[kWidth];
-        for (int64_t i = 0; i < kWidth; ++i) square[i] = at(some + i * row_ + d);
+        for (int64_t i = 0; i < kWidth; ++i) square[i] = at(rows + i * row_ + d);
         transpose(square);
         for (int64_t i = 0; i < kWidth; ++i) at(to + (d + i) * line_ + first) = square[i];
       }
@@ -406,7 +398,7 @@ class HeadPass {
     return to;
   }
 
-  // Where a product leaves rows of a tensor: there, if they are what it makes, or in scratch.
+  // Where a product writes rows of a tensor: there, if they are unpadded fp32, or in scratch.
   FASTPLM_HD Strided<float> room_for(Strided<T> rows, float* room) {
     if constexpr (std::is_same_v<T, float>) {
       if (head_.dim == width_) return rows;
@@ -452,15 +444,15 @@ class HeadPass {
       product<Lies::kByRows>(false, rows, columns, width_, query_, row_, key_t_, line_, scores_,
                              line_);
     } else {
-      // A copy is in the caches; where keys are read in place, so are values, by a forward.
+      // A copy is in the caches already. Where keys are read in place, a forward reads values in place.
       const bool in_place = static_cast<const void*>(key_.data) == head_.key.data;
       inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
                      head_.value, in_place ? head_.dim : 0, scores_, line_);
     }
   }
 
-  // function(scores, their row, softmax) of each query of a block; where it may attend to nothing, the
-  // row becomes 0 and there is no softmax. kFetch: meanwhile the next head comes nearer.
+  // Calls function(scores, row, softmax) for each query of a block. The row of a query that may attend to
+  // nothing becomes 0. kFetch: the next head is prefetched meanwhile.
   template <bool kFetch, typename Function>
   FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t columns, const Function& function) {
     const float scale = head_.scale;
@@ -555,8 +547,8 @@ class HeadPass {
   // The bias of key j and query i stands at j - i + Tq - 1.
   FASTPLM_HD void load_bias(Scratch& scratch) {
     const int64_t length = head_.seqlen_q + columns_;
-    distances_ = scratch.take(length);
-    distance_sums_ = scratch.take(length);
+    distances_ = scratch.next(length);
+    distance_sums_ = scratch.next(length);
     for (int64_t i = 0; i < length; ++i) {
       distances_[i] = head_.bias.weight[bucket_of(i) * head_.bias.heads];
       distance_sums_[i] = 0.0f;

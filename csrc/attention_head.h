@@ -1,10 +1,10 @@
-// What attention of one head of one sequence is given, for every level alike.
+// Attention of one head of one sequence: its inputs and its scratch memory, for all levels.
 #pragma once
 
 #include <cstdint>
 #include <new>
 
-#include "sizes.h"
+#include "base.h"
 
 namespace fastplm {
 
@@ -30,15 +30,15 @@ struct Dropout {
   uint32_t threshold;  // of 256; 0: no dropout
 };
 
-// A row's softmax: e^(score - most) * inverse.
+// A row's softmax: e^(score - most) * inverse_sum.
 struct Softmax {
-  float most, inverse;
+  float most, inverse_sum;
 };
 
 template <typename T>
 struct Head {
   int64_t seqlen_q, seqlen_k, dim;
-  int64_t longest_q;  // of all sequences: the way to compute is one for a padded and a ragged batch
+  int64_t longest_q;  // of all sequences, so that a padded and a ragged batch are computed alike
   Strided<const T> query, key, value;
   const bool* key_mask;  // [Tk], true = attend; null: all
   bool is_causal;
@@ -46,11 +46,11 @@ struct Head {
   Bias bias;
   Dropout dropout;
   Softmax* softmax;  // [Tq], written by the forward for the backward
-  Strided<const T> soon[4];  // what the thread probably reads next, fetched while it computes, or null
+  Strided<const T> soon[4];  // what the thread probably reads next, to prefetch; or null
   int64_t soon_rows;
 };
 
-// What a thread works in; grown, never given back, as fresh pages are slow.
+// Memory that a thread works in. It grows and is never freed, as new pages are slow.
 class Scratch {
  public:
   Scratch() = default;
@@ -58,7 +58,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { release(); }
 
-  // `floats` of them, in pieces taken one after the other.
+  // Makes room for `floats` floats, from which next() gives piece after piece.
   void reserve(int64_t floats) {
     used_ = 0;
     if (floats <= size_) return;
@@ -66,7 +66,7 @@ class Scratch {
     memory_ = static_cast<float*>(::operator new(sizeof(float) * floats, kAligned));
     size_ = floats;
   }
-  float* take(int64_t floats) {
+  float* next(int64_t floats) {
     float* piece = memory_ + used_;
     used_ += round_up(floats, kCacheLine);
     return piece;

@@ -24,10 +24,9 @@ void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_r
   }
 }
 
-struct BartNoiseCpu {
-  template <typename Id>
-  static void run(const Tensor&, BartNoiseCall<Id> call) {
-    // Looking up is several times as fast as searching, and a table is made in microseconds.
+auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings) {
+  return fastplm::bart_noise(given, settings, [](auto call) {
+    // A lookup is several times as fast as a search, and a table is made in microseconds.
     constexpr int64_t kMostEntries = 1 << 20;
     std::vector<uint8_t> table;
     if (call.sentence_end_count > 0 && call.vocab_size <= kMostEntries) {
@@ -40,24 +39,16 @@ struct BartNoiseCpu {
     }
 
     std::vector<int64_t> dropped(call.rows.count);
-    constexpr int64_t kTokensWorthAThread = 2048;
-    const int64_t grain = std::max<int64_t>(1, kTokensWorthAThread / (call.longest + 1));
+    constexpr int64_t kTokensPerThread = 2048;
+    const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (call.longest + 1));
     torch::stable::parallel_for(0, call.rows.count, grain, [&](int64_t first, int64_t last) {
       noise_rows(call, first, last, dropped.data());
     });
     *call.dropped = std::accumulate(dropped.begin(), dropped.end(), int64_t{0});
-  }
-};
-
-constexpr auto bart_noise_op = &bart_noise<BartNoiseCpu>;
+  });
+}
 
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kBartNoiseSchema); }
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("bart_noise", FASTPLM_BOX(bart_noise_op));
-}
-#endif
+FASTPLM_OPERATOR(bart_noise)

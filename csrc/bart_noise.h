@@ -5,9 +5,12 @@
 //   item    a span, which becomes one token, or a token that no span covers
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
+#include "arguments.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -21,42 +24,46 @@ constexpr uint32_t kThirdDraw = 1u << 31;
 constexpr int64_t kSpareSpans = 16;
 constexpr int64_t kMostSpanThresholds = 64;
 
-// The share of n, halves rounded up.
-FASTPLM_HD int64_t share_of(int64_t n, int64_t scale) {
-  return (n * scale + (int64_t{1} << 31)) >> 32;
-}
+// The length of a span, drawn by a random word: how many of these bounds are not above the word.
+struct SpanThresholds {
+  SpanThresholds() = default;
+  explicit SpanThresholds(const std::vector<int64_t>& given)
+      : count(std::min<int64_t>(given.size(), kMostSpanThresholds)) {
+    std::copy_n(given.begin(), count, bounds);
+  }
 
-// One call of the op. Probabilities come as round(p * 2^32), so that a random choice is a
-// comparison of integers.
+  int64_t count;
+  uint32_t bounds[kMostSpanThresholds];
+};
+
+// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
+// a comparison of integers.
+#define FASTPLM_BART_NOISE_SETTINGS(ARGUMENT)                                          \
+  ARGUMENT(uint32_t, step)                                                             \
+  ARGUMENT(int64_t, longest) /* most tokens of a row */                                \
+  ARGUMENT(int64_t, capacity) /* C */                                                  \
+  ARGUMENT(int64_t, vocab_size)                                                        \
+  ARGUMENT(int64_t, mask_token_id) ARGUMENT(int64_t, pad_token_id)                     \
+  ARGUMENT(int64_t, bos_token_id) ARGUMENT(int64_t, eos_token_id) /* negative: none */ \
+  ARGUMENT(int64_t, infill_scale) ARGUMENT(SpanThresholds, span_below)                 \
+  ARGUMENT(int64_t, permute_scale) ARGUMENT(int64_t, rotate_below)                     \
+  ARGUMENT(int64_t, delete_below) ARGUMENT(int64_t, noise_below) ARGUMENT(int64_t, random_below)
+FASTPLM_ARGUMENTS(BartNoiseSettings, FASTPLM_BART_NOISE_SETTINGS)
+
+// One call of the op.
 template <typename Id>
-struct BartNoiseCall {
+struct BartNoiseCall : BartNoiseSettings {
   Rows rows;
-  const Id* input_ids;                // [tokens]
-  const int64_t* sentence_end_ids;    // [sentence_end_count], ascending
+  const Id* input_ids;              // [tokens]
+  const int64_t* sentence_end_ids;  // [sentence_end_count], ascending
+  int64_t sentence_end_count;
   const uint8_t* sentence_end_table;  // [vocab_size] the same, 1 where a sentence ends; or null
   const int64_t* special_ids;         // [special_count], ascending
-  const int64_t* seed;                // []
-  Id* output_ids;                     // [B, C]
-  int64_t* lengths;                   // [B]
-  int64_t* dropped;                   // []
-  int64_t sentence_end_count;
   int64_t special_count;
-  int64_t longest;   // most tokens of a row
-  int64_t capacity;  // C
-  int64_t mask_token_id;
-  int64_t pad_token_id;
-  int64_t bos_token_id;  // negative: none
-  int64_t eos_token_id;  // negative: none
-  int64_t vocab_size;
-  int64_t infill_scale;
-  int64_t permute_scale;
-  int64_t rotate_below;
-  int64_t delete_below;
-  int64_t noise_below;
-  int64_t random_below;
-  int64_t span_thresholds;
-  uint32_t step;
-  uint32_t span_below[kMostSpanThresholds];
+  const int64_t* seed;  // []
+  Id* output_ids;       // [B, C]
+  int64_t* lengths;     // [B]
+  int64_t* dropped;     // []
 
   FASTPLM_HD int64_t length(int64_t row) const {
     const int64_t given = rows.length(row);
@@ -68,13 +75,13 @@ struct BartNoiseCall {
 
   FASTPLM_HD int64_t span_length(uint32_t word) const {
     int64_t length = 0;
-    while (length < span_thresholds && word >= span_below[length]) ++length;
+    while (length < span_below.count && word >= span_below.bounds[length]) ++length;
     return length;
   }
 
   FASTPLM_HD bool ends_sentence(int64_t id) const {
     if (sentence_end_table != nullptr && id >= 0 && id < vocab_size) return sentence_end_table[id];
-    // The last id that is not above this one; the steps have no branch to mispredict.
+    // Binary search for the last id that is not above this one, without branches to mispredict.
     int64_t first = 0;
     for (int64_t left = sentence_end_count; left > 1;) {
       const int64_t half = left / 2;
@@ -93,7 +100,7 @@ struct BartNoiseCall {
   }
 };
 
-// What a group needs for a row, all of it seen by all of its threads.
+// Memory of a row, shared by all threads of its group.
 template <typename Id>
 struct NoiseRow {
   uint64_t* sorted;   // [longest] keys of the sentences that move
@@ -135,8 +142,8 @@ struct NoiseRow {
   }
 };
 
-// Sorts different numbers. A bitonic network in which the lower place always gets the smaller
-// number, so that it serves any size: what lies past the end never moves.
+// Sorts numbers, no two of them equal, by a bitonic network. The lower place always gets the smaller
+// number, so that any size works: what is past the end never moves.
 FASTPLM_GROUP_CODE
 template <typename Group>
 FASTPLM_HD void sort_ascending(Group& group, uint64_t* values, int64_t size) {
@@ -178,7 +185,7 @@ FASTPLM_HD int64_t find_sentences(Group& group, const BartNoiseCall<Id>& call, c
   return sentences;
 }
 
-// memory.order: `moving` of the sentences, chosen without bias, are shuffled among their sites.
+// memory.order: `moving` of the sentences, chosen without bias, are shuffled among their places.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void shuffle_sentences(Group& group, SelectScratch& scratch,
@@ -309,7 +316,7 @@ FASTPLM_HD int64_t draw_spans(Group& group, const BartNoiseCall<Id>& call, uint6
   for (int64_t tile = 0; covered < m; tile += int64_t{group.size()} * kLanes) {
     const int64_t first = tile + int64_t{group.rank()} * kLanes;
     const auto words = draw_neighbours<kLanes>(seed, Stream::kInfill, sample, first, call.step);
-    // The last one that there may be covers what is left.
+    // The last span that is possible covers what is left.
     int64_t lengths[kLanes];
     int64_t mine = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -333,7 +340,7 @@ FASTPLM_HD int64_t draw_spans(Group& group, const BartNoiseCall<Id>& call, uint6
   return spans;
 }
 
-// Noises row `row`; returns how many of its tokens found no room in the output.
+// Adds noise to row `row`; returns how many of its tokens did not fit in the output.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD int64_t noise_row(Group& group, SelectScratch& scratch, const BartNoiseCall<Id>& call,

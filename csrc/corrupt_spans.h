@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "compact.h"
+#include "arguments.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -26,43 +26,45 @@ struct SpanCounts {
   int64_t dropped;  // spans that there are no sentinels for
 };
 
-// What follows from a row's length alone. Density and spans per noise token are times 2^32, rounded
-// up, so that all counting is in integers.
-struct SpanPlan {
-  int64_t max_length;  // T
-  int64_t sentinels;   // K
-  int64_t noise_scale;
-  int64_t span_scale;
-  bool has_eos;
+// What the op takes besides tensors. Density and spans per noise token are times 2^32, rounded up, so
+// that all counting is in integers.
+#define FASTPLM_CORRUPT_SPANS_SETTINGS(ARGUMENT)               \
+  ARGUMENT(uint32_t, step)                                     \
+  ARGUMENT(int64_t, max_length) /* T */                        \
+  ARGUMENT(int64_t, noise_scale) ARGUMENT(int64_t, span_scale) \
+  ARGUMENT(int64_t, eos_token_id) /* negative: none */         \
+  ARGUMENT(int64_t, pad_token_id)
+FASTPLM_ARGUMENTS(CorruptSpansSettings, FASTPLM_CORRUPT_SPANS_SETTINGS)
 
+// What follows from a row's length alone.
+struct SpanPlan : CorruptSpansSettings {
+  int64_t sentinels;  // K
+
+  FASTPLM_HD bool has_eos() const { return eos_token_id >= 0; }
   FASTPLM_HD SpanCounts counts(int64_t n) const {
     if (n < 2) return {0, n, 0, 0};
-    const int64_t noise = least(most(share(n, noise_scale), 1), n - 1);
+    const int64_t noise = least(most(share_of(n, noise_scale), 1), n - 1);
     const int64_t room = least(noise, n - noise);
-    const int64_t asked = least(most(share(noise, span_scale), 1), room);
+    const int64_t asked = least(most(share_of(noise, span_scale), 1), room);
     const int64_t spans = least(asked, sentinels);
     return {noise, n - noise, spans, asked - spans};
   }
   FASTPLM_HD int64_t input_length(const SpanCounts& of) const {
-    return of.kept + of.spans + has_eos;
+    return of.kept + of.spans + has_eos();
   }
   FASTPLM_HD int64_t label_length(const SpanCounts& of) const {
-    return of.noise + of.spans + has_eos;
+    return of.noise + of.spans + has_eos();
   }
-  // No row has more of anything than the longest one.
+  // The longest row needs the most of everything.
   FASTPLM_HD int64_t input_width() const { return input_length(counts(max_length)); }
   FASTPLM_HD int64_t label_width() const { return label_length(counts(max_length)); }
   FASTPLM_HD int64_t bounds_size() const { return counts(max_length).spans + 1; }
-  // Keys come by fours.
+  // Keys are drawn in fours.
   FASTPLM_HD int64_t keys_size() const { return (max_length + 3) / 4 * 4; }
 
  private:
   FASTPLM_HD static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
   FASTPLM_HD static int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
-  // Halves are rounded up.
-  FASTPLM_HD static int64_t share(int64_t n, int64_t scale) {
-    return (n * scale + (int64_t{1} << 31)) >> 32;
-  }
 };
 
 // The boundaries of the parts of a row: part i of the noise tokens is noise[i] … noise[i + 1] - 1.
@@ -71,10 +73,10 @@ struct SpanBounds {
   uint32_t* kept;   // [bounds_size()]
 };
 
+// One call of the op.
 template <typename Id>
-struct CorruptSpansCall {
+struct CorruptSpansCall : SpanPlan {
   Rows rows;
-  SpanPlan plan;
   const Id* input_ids;          // [B, T] or [N]
   const int64_t* sentinel_ids;  // [K]
   const int64_t* seed;          // []
@@ -83,13 +85,10 @@ struct CorruptSpansCall {
   int64_t* input_lengths;       // [B]
   int64_t* label_lengths;       // [B]
   int64_t* dropped;             // []
-  int64_t eos_token_id;
-  int64_t pad_token_id;
-  uint32_t step;
 
-  FASTPLM_HD SpanCounts counts(int64_t row) const {
+  FASTPLM_HD SpanCounts counts_of(int64_t row) const {
     const int64_t n = rows.length(row);
-    return plan.counts(n < plan.max_length ? n : plan.max_length);
+    return counts(n < max_length ? n : max_length);
   }
 };
 
@@ -98,15 +97,15 @@ template <typename Group, typename Id>
 FASTPLM_HD int64_t count_dropped(Group& group, const CorruptSpansCall<Id>& call) {
   uint64_t mine = 0;
   for (int64_t row = group.rank(); row < call.rows.count; row += group.size()) {
-    mine += static_cast<uint64_t>(call.counts(row).dropped);
+    mine += static_cast<uint64_t>(call.counts_of(row).dropped);
   }
   uint64_t total;
   group.exclusive_sum(mine, &total);
   return static_cast<int64_t>(total);
 }
 
-// Cuts `size` items in `parts` parts of one item at least, every composition equally likely: of the
-// boundaries between neighbours, those with the smallest keys. `keys` is room for size of them.
+// Cuts `size` items into `parts` parts of at least one item, every way to do so equally likely: at the
+// boundaries between neighbours that have the smallest keys. `keys` is room for `size` keys.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall<Id>& call,
@@ -131,7 +130,7 @@ FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall
       });
 }
 
-// Some threads share a run, so that a GPU reads and writes neighbours together.
+// Several threads share a run, so that a GPU reads and writes neighbours together.
 struct Runs {
   int64_t first;  // the first span of this thread
   int64_t step;   // to its next one
@@ -165,11 +164,11 @@ FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void corrupt_row(Group& group, SelectScratch& scratch, const CorruptSpansCall<Id>& call,
                             int64_t row, uint32_t* keys, const SpanBounds& bounds) {
-  const SpanCounts of = call.counts(row);
-  const int64_t input_width = call.plan.input_width();
-  const int64_t label_width = call.plan.label_width();
-  const int64_t input_length = call.plan.input_length(of);
-  const int64_t label_length = call.plan.label_length(of);
+  const SpanCounts of = call.counts_of(row);
+  const int64_t input_width = call.input_width();
+  const int64_t label_width = call.label_width();
+  const int64_t input_length = call.input_length(of);
+  const int64_t label_length = call.label_length(of);
   const Id* tokens = call.input_ids + call.rows.begin(row);
   Id* output = call.output_ids + row * input_width;
   int64_t* labels = call.labels + row * label_width;
@@ -179,7 +178,7 @@ FASTPLM_HD void corrupt_row(Group& group, SelectScratch& scratch, const CorruptS
   if (group.rank() == 0) {
     call.input_lengths[row] = input_length;
     call.label_lengths[row] = label_length;
-    if (call.plan.has_eos) {
+    if (call.has_eos()) {
       output[input_length - 1] = static_cast<Id>(call.eos_token_id);
       labels[label_length - 1] = call.eos_token_id;
     }

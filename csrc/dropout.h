@@ -1,5 +1,5 @@
 // Dropout of a tensor's elements: each is multiplied by 1 / (1 - p) or becomes 0, by the bits of
-// fastplm/reference/dropout.py. Nothing is kept for the backward, which draws them again.
+// fastplm/reference/dropout.py. The backward draws them again, so nothing is saved for it.
 
 namespace fastplm::FASTPLM_LEVEL {
 

@@ -1,13 +1,15 @@
-// Compiles a file once for each level: FASTPLM_FILE includes itself again from here. What is in
-// namespace fastplm::FASTPLM_LEVEL is then there for each, what is inside #if FASTPLM_ONCE a single time.
+// Compiles a file once for each level: FASTPLM_FILE includes itself again from here, and so namespace
+// fastplm::FASTPLM_LEVEL is there once for each.
 //
-//   #include "tensors.h"            // all headers but those of the level's own code come first
+//   #include "operators.h"          // headers that the levels share come first
 //   #define FASTPLM_FILE "op.cpp"
 //   #include "each_level.h"
-//   #include "lanes.h"              // code of a level: it has no guard, and FASTPLM_WIDTH floats a vector
+//   #include "lanes.h"              // code of a level: no include guard, FASTPLM_WIDTH floats a vector
+//   ...
+//   FASTPLM_OPERATOR(op)            // registers function `op` of this process's level
 //
-// A function takes its instructions from where it is written, so nothing that is shared may stand
-// where a level's are switched on: the linker would keep the copy of one level for all.
+// A function is compiled with the instructions that are switched on where it is written. So nothing
+// shared may be included after each_level.h: the linker would keep one level's copy for all.
 #ifndef FASTPLM_EACH_LEVEL
 #define FASTPLM_EACH_LEVEL
 
@@ -16,7 +18,7 @@
 #include "level.h"
 
 #if FASTPLM_HAS_LEVELS
-#define FASTPLM_ONCE 0
+#define FASTPLM_OPERATOR(...)
 
 #define FASTPLM_LEVEL avx2
 #define FASTPLM_WIDTH 8
@@ -40,10 +42,26 @@
 #undef FASTPLM_WIDTH
 #undef FASTPLM_REGISTERS
 
-#undef FASTPLM_ONCE
+#undef FASTPLM_OPERATOR
+#define FASTPLM_BOX(name)                                         \
+  (::fastplm::level() == ::fastplm::Level::kAvx512                \
+       ? ::fastplm::Operator<&::fastplm::avx512::name>::call      \
+   : ::fastplm::level() == ::fastplm::Level::kAvx2                \
+       ? ::fastplm::Operator<&::fastplm::avx2::name>::call        \
+       : ::fastplm::Operator<&::fastplm::baseline::name>::call)
+#else
+#define FASTPLM_BOX(name) ::fastplm::Operator<&::fastplm::baseline::name>::call
 #endif
 
-#define FASTPLM_ONCE 1
+// FASTPLM_OPERATOR(name) of a function whose parameters are structs of arguments, and
+// FASTPLM_OPERATOR(name, "(Tensor input) -> Tensor") of any other, with the rest of its schema.
+#define FASTPLM_OPERATOR(name, ...)                                                           \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {                                         \
+    using Defined = ::fastplm::Operator<&::fastplm::baseline::name>;                          \
+    library.def(Defined::schema(#name __VA_OPT__(, ) __VA_ARGS__).c_str());                   \
+  }                                                                                           \
+  STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) { library.impl(#name, FASTPLM_BOX(name)); }
+
 #define FASTPLM_LEVEL baseline
 #define FASTPLM_WIDTH 4
 #if defined(__aarch64__)

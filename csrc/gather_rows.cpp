@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "tensors.h"
+#include "operators.h"
 
 #define FASTPLM_FILE "gather_rows.cpp"
 #include "each_level.h"
@@ -29,7 +29,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* position = positions.const_data_ptr<int64_t>();
-  // What is wrong where one is not, ops.gather_rows says.
+  // Where one is not, ops.gather_rows says what is wrong.
   const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
     return row >= -1 && row < rows;
   });
@@ -98,18 +98,12 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
 
 Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
   Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
-  switch (grad_out.scalar_type()) {
-    case ScalarType::Double:
-      sum_slots<double, double>(grad_out, positions, grad_input);
-      break;
-    case ScalarType::Float:
-      sum_slots<float, float>(grad_out, positions, grad_input);
-      break;
-    case ScalarType::Half:
-      sum_slots<Fp16, float>(grad_out, positions, grad_input);
-      break;
-    default:
-      sum_slots<Bf16, float>(grad_out, positions, grad_input);
+  if (grad_out.scalar_type() == ScalarType::Double) {
+    sum_slots<double, double>(grad_out, positions, grad_input);
+  } else {
+    with_floating_type(grad_out, [&](auto type) {
+      sum_slots<decltype(type), float>(grad_out, positions, grad_input);
+    });
   }
   return grad_input;
 }
@@ -117,14 +111,5 @@ Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
-  library.def("gather_rows(Tensor input, Tensor positions) -> Tensor");
-  library.def("gather_rows_backward(Tensor grad_out, Tensor positions, int rows) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("gather_rows", FASTPLM_BOX(gather_rows));
-  library.impl("gather_rows_backward", FASTPLM_BOX(gather_rows_backward));
-}
-#endif
+FASTPLM_OPERATOR(gather_rows, "(Tensor input, Tensor positions) -> Tensor")
+FASTPLM_OPERATOR(gather_rows_backward, "(Tensor grad_out, Tensor positions, int rows) -> Tensor")

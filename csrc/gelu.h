@@ -9,7 +9,7 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// What is read before the first of it is written.
+// Elements that are read before the first of them is written.
 constexpr int64_t kGeluBlock = kTogether * kWidth;
 using Block = Several<kTogether>;
 
@@ -38,79 +38,59 @@ FASTPLM_HD void gate_and_slope(const Block& x, Block& gate, Block& slope) {
   slope = other * r * (square * (3.0f * kTwice * kCubic) + kTwice);
 }
 
-// Elements as fp32 and back: a whole block of them, whose size the compiler knows, or fewer.
-template <typename T>
-struct Whole {
-  FASTPLM_HD static Block load(int64_t, const T* from) {
-    float value[kGeluBlock];
-    for (int64_t i = 0; i < kGeluBlock; ++i) value[i] = static_cast<float>(from[i]);
-    return FASTPLM_LEVEL::load<kTogether>(value);
-  }
-  FASTPLM_HD static void store(int64_t, const Block& block, T* to) {
-    float value[kGeluBlock];
-    FASTPLM_LEVEL::store(block, value);
-    for (int64_t i = 0; i < kGeluBlock; ++i) to[i] = static_cast<T>(value[i]);
-  }
-};
-
-template <>
-struct Whole<float> {
-  FASTPLM_HD static Block load(int64_t, const float* from) {
-    return FASTPLM_LEVEL::load<kTogether>(from);
-  }
-  FASTPLM_HD static void store(int64_t, const Block& block, float* to) {
-    FASTPLM_LEVEL::store(block, to);
-  }
-};
-
-template <typename T>
-struct Part {
-  FASTPLM_HD static Block load(int64_t count, const T* from) {
+// `count` elements as fp32, filled up with zeros, and back. With kWhole they are a whole block, whose size
+// the compiler knows.
+template <bool kWhole, typename T>
+FASTPLM_HD Block load_block(int64_t count, const T* from) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    return load<kTogether>(from);
+  } else {
     float value[kGeluBlock] = {};
-    for (int64_t i = 0; i < count; ++i) value[i] = static_cast<float>(from[i]);
-    return FASTPLM_LEVEL::load<kTogether>(value);
+    for (int64_t i = 0; i < (kWhole ? kGeluBlock : count); ++i) value[i] = static_cast<float>(from[i]);
+    return load<kTogether>(value);
   }
-  FASTPLM_HD static void store(int64_t count, const Block& block, T* to) {
+}
+
+template <bool kWhole, typename T>
+FASTPLM_HD void store_block(int64_t count, const Block& block, T* to) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    store(block, to);
+  } else {
     float value[kGeluBlock];
-    FASTPLM_LEVEL::store(block, value);
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(value[i]);
+    store(block, value);
+    for (int64_t i = 0; i < (kWhole ? kGeluBlock : count); ++i) to[i] = static_cast<T>(value[i]);
   }
-};
+}
+
+// function(whole, i, size) of each block of `count` elements, which begins at i; the last may be a part.
+template <typename Function>
+FASTPLM_HD void for_blocks(int64_t count, const Function& function) {
+  int64_t i = 0;
+  for (; i + kGeluBlock <= count; i += kGeluBlock) function(std::true_type(), i, kGeluBlock);
+  if (i < count) function(std::false_type(), i, count - i);
+}
 
 // out [count] = gelu(x)
-template <typename Access, typename T>
-FASTPLM_HD void gelu_block(int64_t count, const T* in, T* out) {
-  const Block x = Access::load(count, in);
-  Block gate, slope;
-  gate_and_slope(x, gate, slope);
-  Access::store(count, x * gate, out);
+template <typename T>
+FASTPLM_HD void gelu_elements(int64_t count, const T* in, T* out) {
+  for_blocks(count, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
+    const Block x = load_block<whole.value>(size, in + i);
+    Block gate, slope;
+    gate_and_slope(x, gate, slope);
+    store_block<whole.value>(size, x * gate, out + i);
+  });
 }
 
 // grad_in [count] = grad_out (gate + x slope)
-template <typename Access, typename T>
-FASTPLM_HD void gelu_grad_block(int64_t count, const T* in, const T* grad_out, T* grad_in) {
-  const Block x = Access::load(count, in), grad = Access::load(count, grad_out);
-  Block gate, slope;
-  gate_and_slope(x, gate, slope);
-  Access::store(count, grad * (gate + x * slope), grad_in);
-}
-
-template <typename T>
-FASTPLM_HD void gelu_elements(int64_t count, const T* in, T* out) {
-  int64_t i = 0;
-  for (; i + kGeluBlock <= count; i += kGeluBlock) {
-    gelu_block<Whole<T>>(kGeluBlock, in + i, out + i);
-  }
-  if (i < count) gelu_block<Part<T>>(count - i, in + i, out + i);
-}
-
 template <typename T>
 FASTPLM_HD void gelu_grad_elements(int64_t count, const T* in, const T* grad_out, T* grad_in) {
-  int64_t i = 0;
-  for (; i + kGeluBlock <= count; i += kGeluBlock) {
-    gelu_grad_block<Whole<T>>(kGeluBlock, in + i, grad_out + i, grad_in + i);
-  }
-  if (i < count) gelu_grad_block<Part<T>>(count - i, in + i, grad_out + i, grad_in + i);
+  for_blocks(count, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
+    const Block x = load_block<whole.value>(size, in + i);
+    const Block grad = load_block<whole.value>(size, grad_out + i);
+    Block gate, slope;
+    gate_and_slope(x, gate, slope);
+    store_block<whole.value>(size, grad * (gate + x * slope), grad_in + i);
+  });
 }
 
 }  // namespace fastplm::FASTPLM_LEVEL

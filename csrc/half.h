@@ -1,11 +1,11 @@
-// Floating-point numbers in 16 bits, to fp32 and back. Neither way has a branch, so a loop over many of
-// them becomes vectors at every level.
+// Floating-point numbers in 16 bits, to fp32 and back. There are no branches, so that a loop over many of
+// them is compiled to vector code at every level.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "group.h"
+#include "base.h"
 
 namespace fastplm {
 

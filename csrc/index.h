@@ -1,6 +1,6 @@
-// What a corpus on disk is indexed by: runs of sentences and packed sequences. The Python twins,
-// and their specification, are in fastplm/data/index.py. Nothing in a file is trusted: whatever it
-// holds, no function here reads or writes beyond the sizes it was given.
+// The index of a corpus on disk: runs of sentences and packed sequences. The same in Python, and the
+// specification, are in fastplm/data/index.py. Files are not trusted: whatever they hold, no function
+// here reads or writes beyond the sizes it was given.
 #pragma once
 
 #include <algorithm>

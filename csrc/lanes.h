@@ -1,11 +1,12 @@
-// Vectors of floats, as wide as the level's registers: those of GCC and Clang. Included once a level.
+// Vectors of floats as wide as the level's registers, by the extension of GCC and Clang. Included once a
+// level.
 //
-// Never a wider type: a compiler takes it apart, at many times the cost.
+// Never use a wider type: a compiler splits it, at many times the cost.
 
 namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kWidth = FASTPLM_WIDTH;
-// Vector registers: what a tile of sums may take of them.
+// Vector registers.
 constexpr int kRegisters = FASTPLM_REGISTERS;
 
 using Floats = float __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
@@ -21,7 +22,7 @@ FASTPLM_HD const Floats& at(const float* pointer) {
 }
 
 // Lane i becomes lane `from[i]` of the two vectors, those of `b` counted from where `a` ends.
-// (Returned, a vector would be a matter of the ABI.)
+// (It is not returned, as how a vector is returned depends on the ABI.)
 FASTPLM_HD void shuffle(const Floats& a, const Floats& b, const Ints& from, Floats& out) {
 #if defined(__clang__)
   for (int i = 0; i < kWidth; ++i) out[i] = from[i] < kWidth ? a[from[i]] : b[from[i] - kWidth];
@@ -44,23 +45,19 @@ FASTPLM_HD void exchange(const Floats& a, const Floats& b, Floats& without, Floa
   shuffle(left, right, second, with);
 }
 
-// Half the lanes of two rows change places: those whose number has the bit kBit, and those without.
-template <int kBit>
-FASTPLM_HD void exchange_rows(Floats* rows) {
+// Transposes kWidth rows of kWidth lanes. At each bit of their numbers, half the lanes of two rows change
+// places: those whose number has the bit, and those without.
+template <int kBit = 1>
+FASTPLM_HD void transpose(Floats* rows) {
   if constexpr (kBit < kWidth) {
     for (int i = 0; i < kWidth; ++i) {
       if ((i & kBit) == 0) exchange<kBit>(rows[i], rows[i | kBit], rows[i], rows[i | kBit]);
     }
-    exchange_rows<2 * kBit>(rows);
+    transpose<2 * kBit>(rows);
   }
 }
 
-// kWidth rows of kWidth lanes.
-FASTPLM_HD void transpose(Floats* rows) {
-  exchange_rows<1>(rows);
-}
-
-// op of all lanes, in halves: an index that is not known costs a way through memory.
+// op of all lanes, half by half: an index that the compiler does not know would go through memory.
 template <typename Op>
 FASTPLM_HD float reduce(const Floats& lanes, const Op& op) {
   using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
@@ -107,8 +104,8 @@ FASTPLM_HD void choose(const Ints& mask, const Floats& a, const Floats& b, Float
   out = reinterpret_cast<const Floats&>(chosen);
 }
 
-// Several vectors that go through the same steps side by side: a CPU does the steps of one while it
-// waits for those of another. So many are worth it, and have room for what a step needs:
+// Several vectors that go through the same steps side by side: the CPU works on one while it waits for
+// another. This many fit in the registers, with what a step needs.
 constexpr int kTogether = kRegisters / 8;
 
 template <int kCount>
@@ -160,14 +157,14 @@ FASTPLM_HD float maximum_of(const Several<kCount>& block) {
   return maximum_of(most);
 }
 
-// Rows of `width` elements of T are floats already, filled up to `filled`.
+// Whether rows of `width` elements of T can be used as they are: floats that need no filling up.
 template <typename T>
 FASTPLM_HD constexpr bool are_floats(int64_t width, int64_t filled) {
   return std::is_same_v<T, float> && width == filled;
 }
 
-// A row of `width` elements as floats, filled up with zeros to `filled`: where it lies, if it is that
-// already, or in `room`, zeros and all, as who had the room before may have left anything there.
+// A row of `width` elements as floats, filled up with zeros to `filled`: the row itself if it can be used as
+// it is, or a copy in `room`.
 template <typename T>
 FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, float* room) {
   if constexpr (std::is_same_v<T, float>) {
@@ -178,7 +175,7 @@ FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, f
   return room;
 }
 
-// Where to write such a row; `narrow` then brings it to `out`, unless it is there.
+// Where to write such a row; `narrow` then copies it to `out`, unless it is there.
 template <typename T>
 FASTPLM_HD float* floats_for(int64_t width, int64_t filled, T* out, float* room) {
   if constexpr (std::is_same_v<T, float>) {
@@ -195,8 +192,8 @@ FASTPLM_HD void narrow(int64_t width, const float* row, T* out) {
   for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(row[i]);
 }
 
-// out [width] = factor times the sum over parts [parts, stride], one after another; in fp64, as there
-// may be many. total is `width` zeros.
+// out [width] = factor times the sum over parts [parts, stride], in order and in fp64, as there may be
+// many. total is `width` zeros.
 template <typename T>
 FASTPLM_HD void sum_parts(int64_t parts, int64_t width, int64_t stride, const float* from,
                           double factor, double* total, T* out) {
@@ -213,7 +210,7 @@ FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {
   const Several<kCount> shifted = x * 1.44269504f + kMagic;
   const Several<kCount> n = shifted - kMagic;
   const Several<kCount> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  // The polynomial in pairs of its terms, so that a step waits for half as many others.
+  // The terms are added in pairs, so that a step waits for half as many others.
   const Several<kCount> rr = r * r;
   Several<kCount> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * rr + (r * 8.3334519073e-3f + 4.1665795894e-2f);

@@ -1,13 +1,13 @@
-// Levels of vector instructions. The CPU kernels of csrc/ are compiled once for each (each_level.h), with
-// vectors as wide as its registers; a process uses the highest that its CPU has and that PyTorch's own
-// switch, the environment variable ATEN_CPU_CAPABILITY (default, avx2, avx512), lets it use.
+// Levels of vector instructions. The CPU kernels of csrc/ are compiled once for each level (each_level.h),
+// with vectors as wide as its registers. A process uses the highest level that its CPU has and that
+// PyTorch's environment variable ATEN_CPU_CAPABILITY (default, avx2, avx512) allows.
 #pragma once
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
-// What no compiler flag has switched on, functions switch on for themselves.
+// Whether a function can be compiled with instructions that no compiler flag switches on.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
 #define FASTPLM_HAS_LEVELS 1
 #else
@@ -28,14 +28,14 @@ inline Level level_of_cpu() {
   return Level::kBaseline;
 }
 
-// A name that PyTorch does not know it ignores, with a warning.
+// PyTorch ignores, with a warning, a name that it does not know.
 inline Level most_allowed(const char* capability) {
   if (capability != nullptr && std::strcmp(capability, "default") == 0) return Level::kBaseline;
   if (capability != nullptr && std::strcmp(capability, "avx2") == 0) return Level::kAvx2;
   return Level::kAvx512;
 }
 
-// That of this process, read once.
+// The level of this process, read once.
 inline Level level() {
   static const Level chosen =
       std::min(level_of_cpu(), most_allowed(std::getenv("ATEN_CPU_CAPABILITY")));
@@ -43,13 +43,3 @@ inline Level level() {
 }
 
 }  // namespace fastplm
-
-// What registers a function of the namespaces of the levels, that of this process.
-#if FASTPLM_HAS_LEVELS
-#define FASTPLM_BOX(function)                                                                 \
-  (::fastplm::level() == ::fastplm::Level::kAvx512 ? TORCH_BOX(::fastplm::avx512::function)  \
-   : ::fastplm::level() == ::fastplm::Level::kAvx2 ? TORCH_BOX(::fastplm::avx2::function)    \
-                                                   : TORCH_BOX(::fastplm::baseline::function))
-#else
-#define FASTPLM_BOX(function) TORCH_BOX(::fastplm::baseline::function)
-#endif

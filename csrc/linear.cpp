@@ -1,5 +1,5 @@
-// fastplm_C::product on the CPU. Each block of the result is one thread's work and its sums go one
-// way whichever thread that is, so results do not depend on how many there are.
+// fastplm_C::product and linear on the CPU. One thread computes a whole block of the result, always in
+// the same order, so results do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -7,8 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "sizes.h"
-#include "tensors.h"
+#include "operators.h"
 
 #define FASTPLM_FILE "linear.cpp"
 #include "each_level.h"
@@ -28,7 +27,7 @@ void in_parallel(int64_t count, const Function& function) {
   });
 }
 
-// A matrix of any type, as it lies.
+// A matrix of any type and strides.
 struct Operand {
   explicit Operand(const Tensor& tensor)
       : data(tensor.const_data_ptr()),
@@ -64,37 +63,37 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From which on packing fp32 pays, as against not packing it; against MKL ops/linear.py knows.
+// From this many rows on it pays to pack fp32. ops/linear.py knows where MKL is faster than both.
 constexpr int64_t kManyRows = 49;
 
-// How rows of A are multiplied with B: so many at a time, by this function.
+// How a product of few rows is computed: so many rows of A at a time, by this function.
 template <typename T>
-struct Way {
+struct Method {
   int64_t tile;
   void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
 };
 
-// kRows: those of A at a time, where B lies by rows; 0 where it lies by columns.
+template <typename T>
+void inner_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+  inner(a, b, b_stride, columns, c);
+}
+
 template <int kRows, typename T>
-void few_rows(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
-  if constexpr (kRows == 0) {
-    inner(a, b, b_stride, columns, c);
-  } else {
-    outer<kRows>(a, b, b_stride, columns, c);
-  }
+void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+  outer<kRows>(a, b, b_stride, columns, c);
 }
 
 template <typename T>
-Way<T> way_of(int64_t rows, bool by_rows) {
-  if (!by_rows) return {kInnerRows, few_rows<0, T>};
-  if (rows > 4) return {kMostOuterRows, few_rows<kMostOuterRows, T>};
-  return {4, few_rows<4, T>};
+Method<T> method_of(int64_t rows, bool by_rows) {
+  if (!by_rows) return {kInnerRows, inner_product<T>};
+  if (rows > 4) return {kMostOuterRows, outer_product<kMostOuterRows, T>};
+  return {4, outer_product<4, T>};
 }
 
 // to [filled, width] = from [rows, depth], filled up with zeros.
 template <typename T>
-void run_load(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth,
-                             float* to, int64_t filled, int64_t width) {
+void load_rows(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth, float* to,
+               int64_t filled, int64_t width) {
   for (int64_t m = 0; m < filled; ++m, to += width) {
     const int64_t given = m < rows ? depth : 0;
     const T* line = from + m * row;
@@ -108,8 +107,8 @@ void run_load(const T* from, int64_t row, int64_t col, int64_t rows, int64_t dep
 }
 
 template <typename T>
-void run_store(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
-                              int64_t to_row) {
+void store_rows(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
+                int64_t to_row) {
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
       const float start = bias == nullptr ? 0.0f : static_cast<float>(bias[n]);
@@ -128,8 +127,8 @@ void product_of_few(const Operand& a, const Operand& b, const std::optional<Tens
   const int64_t depth = a.columns, columns = b.columns;
   const bool by_rows = b.col == 1;
   const int64_t b_stride = by_rows ? b.row : b.col;
-  const Way<T> way = way_of<T>(a.rows, by_rows);
-  // A line of the cache more, so that rows do not compete for the same places in it.
+  const Method<T> method = method_of<T>(a.rows, by_rows);
+  // One more cache line, so that rows do not compete for the same places in the cache.
   const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
   const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
   const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
@@ -137,18 +136,18 @@ void product_of_few(const Operand& a, const Operand& b, const std::optional<Tens
   const T* left = static_cast<const T*>(a.data);
   const T* right = static_cast<const T*>(b.data);
   T* to = static_cast<T*>(out.mutable_data_ptr());
-  const int64_t room = round_up(std::min(kFewRows, a.rows), way.tile);
+  const int64_t room = round_up(std::min(kFewRows, a.rows), method.tile);
   const std::unique_ptr<Line[]> buffer(new Line[room * stride / kCacheLine]);
   float* packed = buffer[0].each;
   for (int64_t row = 0; row < a.rows; row += kFewRows) {
     const int64_t count = std::min(kFewRows, a.rows - row);
-    const FewRows rows{packed, round_up(count, way.tile), depth, stride};
-    run_load(left + row * a.row, a.row, a.col, count, depth, packed, rows.rows, stride);
+    const FewRows rows{packed, round_up(count, method.tile), depth, stride};
+    load_rows(left + row * a.row, a.row, a.col, count, depth, packed, rows.rows, stride);
     in_parallel(ceil_div(columns, part), [&](int64_t number) {
-      const int64_t n = number * part, some = std::min(part, columns - n);
+      const int64_t n = number * part, width = std::min(part, columns - n);
       alignas(64) float c[kFewRows * kFewColumns];
-      way.run(rows, right + n * (by_rows ? 1 : b_stride), b_stride, some, c);
-      run_store(count, some, c, bias ? first.data() + n : nullptr, to + row * columns + n, columns);
+      method.run(rows, right + n * (by_rows ? 1 : b_stride), b_stride, width, c);
+      store_rows(count, width, c, bias ? first.data() + n : nullptr, to + row * columns + n, columns);
     });
   }
 }
@@ -172,9 +171,9 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 }
 
 // input [..., K] of at most 8 dimensions, weight [N, K], of which one stride is 1, neither of them
-// empty, and bias [N] -> [..., N]. A layer's forward in one call: a token of a decoder is many layers
-// of few rows, and calls cost as much as products.
-Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+// empty, and bias [N] -> [..., N]. The forward of a layer in one call: where a decoder generates tokens,
+// the calls of many layers of few rows cost as much as their products.
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor dense = torch::stable::contiguous(input);
   const Operand b = Operand(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
@@ -187,14 +186,5 @@ Tensor layer(const Tensor& input, const Tensor& weight, const std::optional<Tens
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
-  library.def("product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()");
-  library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("product", FASTPLM_BOX(product));
-  library.impl("linear", FASTPLM_BOX(layer));
-}
-#endif
+FASTPLM_OPERATOR(product, "(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(linear, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")

@@ -2,10 +2,10 @@
 //
 //   C [M, N] = A [M, K] B [K, N] + bias [N]
 //
-// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that those rows of A stay in the
-// first-level cache while panel after panel of B, kTileColumns wide, comes from the second; what a
-// tile has of the slices before waits in C. A and B are first copied into the order in which a tile
-// reads them ("packed"), the last rows and columns filled up with zeros.
+// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that a tile's rows of A stay in the
+// first-level cache while panels of B, kTileColumns wide, come from the second; between slices the sums
+// are in C. A and B are first copied into the order in which a tile reads them ("packed"), and the last
+// rows and columns are filled up with zeros.
 //
 // Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
 
@@ -16,8 +16,8 @@ constexpr int64_t kTileRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kTileWide = 2;
 constexpr int64_t kTileColumns = kTileWide * kWidth;
 constexpr int64_t kSliceDepth = 384;
-// What a thread does at a time: columns of B of which a second-level cache holds a slice, beside the
-// rows of C that wait for the next one.
+// What a thread does at a time: the second-level cache holds a slice of its columns of B, and its rows of
+// C until the next slice.
 constexpr int64_t kBlockTiles = 528 / kTileRows;
 constexpr int64_t kBlockColumns = 128;
 // How far ahead of a tile its panel is fetched.
@@ -72,7 +72,7 @@ FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t c
     }
     return;
   }
-  // All steps of a few elements, then the next few: no more rows at once than the CPU reads ahead of.
+  // All steps of a few elements, then the next few: the CPU prefetches only so many rows at once.
   for (int64_t begin = 0; begin < kElements; begin += kWidth, data += kWidth * across) {
     const int64_t width = std::min(kWidth, kElements - begin);
     const int64_t given = std::min(count - begin, width);
@@ -92,13 +92,13 @@ FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t c
   }
 }
 
-// How many steps to pack of one tile or panel before its neighbour: all, or where the neighbour lies
-// in the same lines of the cache, few.
+// How many steps of a tile or panel to pack before its neighbour: all, or few if the neighbour is in the
+// same cache lines.
 FASTPLM_HD int64_t steps_of(int64_t across, int64_t depth) {
   return across == 1 ? kPackSteps : depth;
 }
 
-// Some tiles of A, every slice of theirs.
+// Tiles first … last - 1 of A, all their slices.
 FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64_t last,
                            float* packed) {
   for (int64_t k = 0; k < cut.depth; k += cut.slice) {
@@ -175,7 +175,7 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
         const int64_t columns = std::min(kTileColumns, last_column - column);
         const float* panel = panels + (column - first_column) * depth;
         float* out = c + row * c_row + column;
-        // Where the sums of this slice begin: a row for all, or what C holds.
+        // What the sums of this slice start from: one row for all, or what C holds.
         const float* start = k == 0 ? first + (column - first_column) : out;
         const int64_t start_row = k == 0 ? 0 : c_row;
         if (rows == kTileRows && columns == kTileColumns) {

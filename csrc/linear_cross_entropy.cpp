@@ -1,9 +1,8 @@
-// fastplm_C::softmax_statistics on the CPU: what the loss over a vocabulary takes from its logits.
+// fastplm_C::softmax_statistics on the CPU, for the loss over a vocabulary.
 #include <algorithm>
 #include <limits>
 
-#include "sizes.h"
-#include "tensors.h"
+#include "operators.h"
 
 #define FASTPLM_FILE "linear_cross_entropy.cpp"
 #include "each_level.h"
@@ -39,13 +38,5 @@ Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temper
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
-  library.def(
-      "softmax_statistics(Tensor(a!) logits, bool finite, bool write, float temperature) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("softmax_statistics", FASTPLM_BOX(softmax_statistics));
-}
-#endif
+FASTPLM_OPERATOR(softmax_statistics,
+                 "(Tensor(a!) logits, bool finite, bool write, float temperature) -> Tensor")

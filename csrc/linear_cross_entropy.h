@@ -1,5 +1,5 @@
-// Softmax of rows of logits: what a vocabulary loss wants to know of them, in two passes over a row
-// while it is in the cache. Included once a level, after lanes.h.
+// Softmax of rows of logits: the statistics of a loss over a vocabulary, in two passes over a row while it
+// is in the cache. Included once a level, after lanes.h.
 //
 //   m = max(z)    l = sum(e^(z - m))    d = sum(z - m)    s = sum(e^((z - m) / temperature))
 
@@ -9,8 +9,8 @@ struct RowStatistics {
   float m, l, d, s;
 };
 
-// With `write` z becomes e^(z - m) / l. Where all of a row is minus infinity, or a part of a row may be,
-// `finite` takes 0 for its m, or it would be NaN.
+// With `write` z becomes e^(z - m) / l. With `finite` a row that is all minus infinity uses 0 in place of m,
+// as the result would be NaN.
 FASTPLM_HD RowStatistics softmax_row(float* z, int64_t columns, bool finite, bool write,
                                      bool sampled, float temperature) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();

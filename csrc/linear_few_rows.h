@@ -2,25 +2,24 @@
 //
 //   C [M, N] = A [M, K] B [K, N]      A and C in fp32; B in fp32, fp16 or bf16, widened on the way
 //
-// Reading B is most of the work there is: 2 M operations an element. To pack it first (linear.h)
-// would be to read it twice and to write it once, so vectors of B are used for all rows where they
-// lie, while those to come are fetched. How B lies decides what a tile of C is made of:
+// Reading B takes most of the time: there are only 2 M operations an element. To pack it first (linear.h)
+// would read it twice and write it once. So B is read in place, each vector is used for all rows, and
+// the next ones are prefetched. The layout of B decides what a tile of C is made of:
 //
-//   inner   columns lie together (nn.Linear): a vector of K for each of a few rows and columns, the
-//           lanes of which are added up in the end;
-//   outer   rows lie together (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
+//   inner   columns are contiguous (nn.Linear): a vector of K for each of a few rows and columns, whose
+//           lanes are added up at the end;
+//   outer   rows are contiguous (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
 //           few steps of K are added.
 //
 // Included once a level, after lanes.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// How much of K goes through the tiles of a few columns before the next: the first-level cache holds
-// that of B for the next rows of A.
+// Elements of K that the tiles of a few columns do at a time: the first-level cache holds their part of B
+// for the next rows of A.
 constexpr int64_t kInnerDepth = 768;
-// Steps of K that an outer tile adds up at a time: so many rows of B are read side by side. And steps
-// whose sums are added up before they are added to those of the steps before: sums of sums lose less
-// to rounding than one long sum.
+// Steps of K that an outer tile adds up at a time: this many rows of B are read side by side. And steps
+// that are summed on their own before they are added to the rest: this rounds less than one long sum.
 constexpr int64_t kOuterDepth = 16;
 constexpr int64_t kOuterSlice = 384;
 // How far ahead B is fetched, in elements.
@@ -40,7 +39,7 @@ struct FewRows {
   int64_t rows, depth, stride;
 };
 
-// An inner tile has as many sums as a vector has lanes, an outer one what registers there are.
+// An inner tile has as many sums as a vector has lanes, an outer one as many as the registers hold.
 constexpr int kInnerColumns = 4;
 constexpr int kInnerRows = kWidth / kInnerColumns;
 constexpr int kOuterVectors = 3;
@@ -97,21 +96,17 @@ FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t f
 
 // --- inner ---------------------------------------------------------------------------------------
 
-template <int kBit>
-FASTPLM_HD void fold(Floats* sums) {
+// Lane i of the first vector = the sum of the lanes of vector i.
+template <int kBit = 1>
+FASTPLM_HD void add_lanes(Floats* sums) {
   if constexpr (kBit < kWidth) {
     for (int i = 0; i < kWidth / 2 / kBit; ++i) {
       Floats without, with;
       exchange<kBit>(sums[2 * i], sums[2 * i + 1], without, with);
       sums[i] = without + with;
     }
-    fold<2 * kBit>(sums);
+    add_lanes<2 * kBit>(sums);
   }
-}
-
-// Lane i of the first vector = the sum of the lanes of vector i.
-FASTPLM_HD void add_lanes(Floats* sums) {
-  fold<1>(sums);
 }
 
 // C [kInnerRows, columns] (+)= A B of `depth` elements of K, of columns of B that lie b_col apart.
@@ -152,7 +147,7 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   }
 }
 
-// The same of all rows of A. The first of them fetch what comes after it in B.
+// The same for all rows of A. The first ones prefetch the next part of B.
 template <typename T>
 FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
                             int64_t columns, bool add, float* c) {
@@ -166,18 +161,18 @@ FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t
 template <typename T>
 FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
   for (int64_t n = 0; n < columns; n += kInnerColumns) {
-    const int64_t some = std::min<int64_t>(kInnerColumns, columns - n);
+    const int64_t count = std::min<int64_t>(kInnerColumns, columns - n);
     for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
       const int64_t depth = std::min(kInnerDepth, a.depth - k);
       const FewRows part = a.from(k);
       const T* from = b + n * b_col + k;
       if (sizeof(T) == sizeof(float) || a.rows == kInnerRows) {
-        inner_tiles(part, depth, from, b_col, some, k > 0, c + n);
+        inner_tiles(part, depth, from, b_col, count, k > 0, c + n);
       } else {
         alignas(64) float wide[kInnerColumns * kInnerDepth];
         const int64_t filled = round_up(depth, kWidth);
-        widen_rows<kInnerAhead>(some, depth, from, b_col, wide, filled);
-        inner_tiles(part, filled, wide, filled, some, k > 0, c + n);
+        widen_rows<kInnerAhead>(count, depth, from, b_col, wide, filled);
+        inner_tiles(part, filled, wide, filled, count, k > 0, c + n);
       }
     }
   }
@@ -233,15 +228,15 @@ FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t
         outer_tiles<kRows>(part, depth, from, b_row, k > 0, c + n);
       } else {
         alignas(64) float wide[kOuterDepth * kOuterColumns];
-        const int64_t some = whole ? kOuterColumns : columns - n;
-        widen_rows<kOuterAhead>(depth, some, from, b_row, wide, kOuterColumns);
+        const int64_t count = whole ? kOuterColumns : columns - n;
+        widen_rows<kOuterAhead>(depth, count, from, b_row, wide, kOuterColumns);
         outer_tiles<kRows>(part, depth, wide, kOuterColumns, k > 0, c + n);
       }
     }
   }
 }
 
-// The same of all steps.
+// The same for all steps.
 template <int kRows, typename T>
 FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t columns, float* c) {
   outer_slice<kRows>(a, b, b_row, columns, c);

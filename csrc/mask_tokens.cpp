@@ -12,7 +12,7 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// A vector that does not write zeros first.
+// Like std::vector, but it does not write zeros first.
 template <typename T>
 using Buffer = std::unique_ptr<T[]>;
 
@@ -46,51 +46,39 @@ void write_rows(const Chosen<Id>& chosen, int64_t first_row, int64_t last_row) {
   }
 }
 
-struct MaskTokensCpu {
-  template <typename Id>
-  static void run(const Tensor&, const MaskTokensCall<Id>& call) {
-    Rows rows = call.rows;
-    OneThread group;
-    if (!rows_are_apart(group, rows)) rows.count = 0;
-    Chosen<Id> chosen{call, Buffer<uint8_t>(new uint8_t[rows.tokens]),
-                      std::vector<int64_t>(rows.count + 1), std::vector<int64_t>(rows.count)};
-    int64_t longest = 0;
-    for (int64_t row = 0; row < rows.count; ++row) longest = std::max(longest, rows.length(row));
+template <typename Id>
+void run(const MaskTokensCall<Id>& call) {
+  Rows rows = call.rows;
+  OneThread group;
+  if (!rows_are_apart(group, rows)) rows.count = 0;
+  Chosen<Id> chosen{call, Buffer<uint8_t>(new uint8_t[rows.tokens]),
+                    std::vector<int64_t>(rows.count + 1), std::vector<int64_t>(rows.count)};
+  int64_t longest = 0;
+  for (int64_t row = 0; row < rows.count; ++row) longest = std::max(longest, rows.length(row));
 
-    constexpr int64_t kTokensWorthAThread = 4096;
-    const int64_t grain = std::max<int64_t>(1, kTokensWorthAThread / (longest + 1));
-    torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
-      choose_rows(chosen, first, last, longest);
-    });
-    for (int64_t row = 0; row < rows.count; ++row) {
-      chosen.first_slot[row + 1] += chosen.first_slot[row];
-    }
-    torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
-      write_rows(chosen, first, last);
-    });
+  constexpr int64_t kTokensPerThread = 4096;
+  const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (longest + 1));
+  torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+    choose_rows(chosen, first, last, longest);
+  });
+  std::partial_sum(chosen.first_slot.begin(), chosen.first_slot.end(), chosen.first_slot.begin());
+  torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+    write_rows(chosen, first, last);
+  });
 
-    const int64_t total = chosen.first_slot[rows.count];
-    const int64_t count = std::min(total, call.slots);
-    *call.count = count;
-    *call.dropped =
-        std::accumulate(chosen.dropped.begin(), chosen.dropped.end(), total - count);
-    std::fill(call.positions + count, call.positions + call.slots, kUnusedPosition);
-    std::fill(call.labels + count, call.labels + call.slots, kUnusedLabel);
-    if (rows.count == 0) {
-      std::copy(call.input_ids, call.input_ids + rows.tokens, call.output_ids);
-    }
-  }
-};
+  const int64_t total = chosen.first_slot[rows.count], count = std::min(total, call.slots);
+  *call.count = count;
+  *call.dropped = std::accumulate(chosen.dropped.begin(), chosen.dropped.end(), total - count);
+  std::fill(call.positions + count, call.positions + call.slots, kUnusedPosition);
+  std::fill(call.labels + count, call.labels + call.slots, kUnusedLabel);
+  if (rows.count == 0) std::copy(call.input_ids, call.input_ids + rows.tokens, call.output_ids);
+}
 
-constexpr auto mask_tokens_op = &mask_tokens<MaskTokensCpu>;
+auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& settings) {
+  return fastplm::mask_tokens(given, settings, [](const auto& call) { run(call); });
+}
 
 }  // namespace
 }  // namespace fastplm::FASTPLM_LEVEL
 
-#if FASTPLM_ONCE
-STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) { library.def(fastplm::kMaskTokensSchema); }
-
-STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("mask_tokens", FASTPLM_BOX(mask_tokens_op));
-}
-#endif
+FASTPLM_OPERATOR(mask_tokens)

@@ -1,13 +1,13 @@
 // Masking of one row of tokens: the code that the CPU op and the CUDA kernels both run.
 //
 //   n  tokens of the row that may be chosen        k  tokens to choose
-//   A unit is what is chosen whole: a token, a word, or a run of one to `max_ngram` words. It is
-//   known by its first token, whose key is its key.
+//   A unit is chosen as a whole: a token, a word, or a run of one to `max_ngram` words. Its first
+//   token stands for it, and gives it its key.
 #pragma once
 
 #include <cstdint>
 
-#include "compact.h"
+#include "arguments.h"
 #include "philox.h"
 #include "rows.h"
 #include "select.h"
@@ -17,36 +17,38 @@ namespace fastplm {
 constexpr int64_t kUnusedPosition = -1;
 constexpr int64_t kUnusedLabel = -100;
 
-// One call of the op. Probabilities come as round(p * 2^32), so that a random choice is a
-// comparison of integers.
+// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
+// a comparison of integers.
+#define FASTPLM_MASK_TOKENS_SETTINGS(ARGUMENT)                                                  \
+  ARGUMENT(uint32_t, step)                                                                      \
+  ARGUMENT(int64_t, capacity) /* most tokens chosen in a row */                                 \
+  ARGUMENT(int64_t, slots) /* P */                                                              \
+  ARGUMENT(int64_t, quota_scale) /* the share of tokens to choose, or */                        \
+  ARGUMENT(int64_t, chosen_below) /* if not negative: choose each unit whose key is below it */ \
+  ARGUMENT(int64_t, mask_below) ARGUMENT(int64_t, random_below)                                 \
+  ARGUMENT(int64_t, mask_token_id) ARGUMENT(int64_t, vocab_size)                                \
+  ARGUMENT(int64_t, max_ngram) /* 0: the units are tokens; 1: words; more: runs of words */
+FASTPLM_ARGUMENTS(MaskTokensSettings, FASTPLM_MASK_TOKENS_SETTINGS)
+
+// One call of the op.
 template <typename Id>
-struct MaskTokensCall {
+struct MaskTokensCall : MaskTokensSettings {
   Rows rows;
-  const Id* input_ids;          // [tokens]
-  const bool* maskable;         // [tokens], or null: every token
-  const int64_t* special_ids;   // [special_count], ascending
-  const int64_t* word_ids;      // [tokens]; null if max_ngram is 0
-  const int64_t* seed;          // []
-  Id* output_ids;               // [tokens]
-  int64_t* positions;           // [slots]
-  int64_t* labels;              // [slots]
-  int64_t* count;               // []
-  int64_t* dropped;             // []
+  const Id* input_ids;         // [tokens]
+  const bool* maskable;        // [tokens], or null: every token
+  const int64_t* special_ids;  // [special_count], ascending
   int64_t special_count;
-  int64_t slots;                // P
-  int64_t capacity;             // most tokens chosen in a row
-  int64_t quota_scale;          // the share of tokens to choose, or
-  int64_t chosen_below;         // if not negative: choose each unit whose key is below it
-  int64_t mask_below;
-  int64_t random_below;
-  int64_t mask_token_id;
-  int64_t vocab_size;
-  int64_t max_ngram;            // 0: the units are tokens; 1: words; more: runs of words
-  uint32_t step;
+  const int64_t* word_ids;  // [tokens]; null if max_ngram is 0
+  const int64_t* seed;      // []
+  Id* output_ids;           // [tokens]
+  int64_t* positions;       // [slots]
+  int64_t* labels;          // [slots]
+  int64_t* count;           // []
+  int64_t* dropped;         // []
 
   // How many of a row's n tokens to choose, before the capacity.
   FASTPLM_HD int64_t share(int64_t n) const {
-    const int64_t rounded = (n * quota_scale + (int64_t{1} << 31)) >> 32;
+    const int64_t rounded = share_of(n, quota_scale);
     const int64_t at_least_one = rounded < 1 ? 1 : rounded;
     return at_least_one < n ? at_least_one : n;
   }
@@ -84,7 +86,7 @@ class NgramLengths {
   int64_t total_;
 };
 
-// What a group needs for a row, all of it seen by all of its threads.
+// Memory of a row, shared by all threads of its group.
 struct MaskRow {
   uint32_t* keys;   // [length rounded up to a multiple of 4]
   uint32_t* sizes;  // [length] tokens of the unit that begins here, or 0
@@ -127,7 +129,7 @@ FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t
   }
   if (call.max_ngram == 1) return;
 
-  // A chain of cheap steps over the words; their draws, which are dear, have no order.
+  // The draws are expensive and have no order, so all threads share them. The chain over words is cheap.
   uint8_t* ngrams = memory.chosen;
   draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kNgram, call.rows.sample(row), 0,
              call.step, length, memory.keys);
@@ -189,7 +191,7 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
       group, scratch, length, quota, [&](int64_t i) { return order_of(keys[i], i); },
       [&](int64_t i) { return sizes[i]; });
   if (call.max_ngram == 0) {
-    // Most often the keys alone tell, and 32 bits are compared twice as fast as 64.
+    // Most often the keys alone decide, and 32 bits are compared twice as fast as 64.
     if (prefix.shift >= 32) {
       const int shift = prefix.shift - 32;
       const uint32_t bound = static_cast<uint32_t>(prefix.bound);
@@ -209,7 +211,7 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
     for (int64_t token = 0; token < sizes[i]; ++token) chosen[i + token] = has;
     if (has) sizes[i] = 0;
   }
-  // A unit that is too long for what is left is passed over; the next that fits is taken.
+  // A unit that is too long for what is left is skipped; the next one that fits is chosen.
   uint64_t left = static_cast<uint64_t>(quota) - prefix.weight;
   while (left > 0) {
     constexpr uint64_t kNone = ~uint64_t{0};
@@ -237,8 +239,8 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
   return count;
 }
 
-// Whether the boundaries of packed rows rise. Rows that overlap would share what a group writes; on
-// the CPU they are refused, and on a GPU, where nobody has looked at them, nothing is chosen then.
+// Whether the boundaries of packed rows rise. Groups would write the same tokens if rows overlapped. The
+// CPU op refuses such rows; a GPU cannot check them before, so there nothing is chosen.
 FASTPLM_GROUP_CODE
 template <typename Group>
 FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
@@ -252,7 +254,7 @@ FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
   return falls == 0;
 }
 
-// The tokens before the first of the packed rows and behind the last are in none, and stay.
+// Copies the tokens before the first of the packed rows and after the last: they are in no row.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void copy_spare(Group& group, const MaskTokensCall<Id>& call, int64_t row) {

@@ -1,10 +1,10 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of fastplm's random choices; the
-// Python twin, and their specification, is fastplm/reference/philox.py.
+// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of fastplm's random choices. The same in
+// Python, and the specification, is fastplm/reference/philox.py.
 #pragma once
 
 #include <cstdint>
 
-#include "group.h"
+#include "base.h"
 
 namespace fastplm {
 

@@ -9,15 +9,15 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Rows worked on together: from the logits to the sum for the weight they stay in the nearest cache, and
-// each element of w, and of that sum, is loaded once for all of them.
+// Rows that are worked on together: they stay in the first-level cache from the logits to the sum for the
+// weight, and each element of w and of that sum is loaded once for all of them.
 constexpr int kDetectorRows = 8;
 
-// Rows whose part of each sum is one number, whatever the number of threads.
+// Rows that make one part of each sum, whatever the number of threads.
 constexpr int64_t kDetectorPart = 128;
 
-// Sums over rows that count, and how many: taken for replaced (flagged), replaced (told), both (found),
-// taken for what they are (correct).
+// Sums over the rows that count, and numbers of rows: predicted as replaced (flagged), replaced (told),
+// both (found), predicted right (correct).
 struct Detected {
   double loss = 0, slope = 0;
   int64_t found = 0, flagged = 0, told = 0, correct = 0, total = 0;
@@ -74,16 +74,16 @@ FASTPLM_HD void detect(float logit, bool replaced, float& loss, float& slope) {
 template <typename Function>
 FASTPLM_HD void for_rows(int64_t first, int64_t last, const bool* counts, const Function& function) {
   int64_t number[kDetectorRows];
-  int some = 0;
+  int count = 0;
   for (int64_t row = first; row < last; ++row) {
     if (counts != nullptr && !counts[row]) continue;
-    number[some++] = row;
-    if (some == kDetectorRows) {
+    number[count++] = row;
+    if (count == kDetectorRows) {
       function(std::integral_constant<int, kDetectorRows>(), number);
-      some = 0;
+      count = 0;
     }
   }
-  for (int i = 0; i < some; ++i) function(std::integral_constant<int, 1>(), number + i);
+  for (int i = 0; i < count; ++i) function(std::integral_constant<int, 1>(), number + i);
 }
 
 // Rows `first` … `last` - 1 of input, `stride` apart. is_replaced(row) tells the label; loss and slope are

@@ -10,10 +10,10 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// A row is worked on as fp32, filled up with zeros to whole blocks.
+// Rows are fp32, filled up with zeros to whole blocks.
 constexpr int64_t kNormBlock = kTogether * kWidth;
 
-// Rows whose part of the weight's gradient is one sum, whatever the number of threads.
+// Rows that make one part of the weight's gradient, whatever the number of threads.
 constexpr int64_t kNormRows = 32;
 
 FASTPLM_HD int64_t norm_width(int64_t width) {

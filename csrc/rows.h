@@ -1,11 +1,36 @@
-// The rows of a batch of token sequences: padded, [B, T], or packed one after the other, [N].
+// The rows of a batch of token sequences: padded, [B, T], or packed one after the other, [N]; and the
+// group of threads that works on a row, one thread on the CPU and a thread block on the GPU. A row
+// algorithm is written once, as a template over the group, which offers
+//   rank(), size()             which thread of the group this is, and of how many
+//   kAlone                     whether it is a single thread
+//   kLanes                     neighbours that a thread works on at a time, for vector units
+//   sync()                     barrier; what was written before it is seen after it
+//   add(counter, x)            adds to a shared counter; integers, so any order gives one result
+//   exclusive_sum(x, &total)   sum of x over the lower ranks, and over all; every thread calls it
+//   minimum(x)                 smallest x of all threads; every thread calls it
 #pragma once
 
 #include <cstdint>
 
-#include "group.h"
+#include "base.h"
 
 namespace fastplm {
+
+struct OneThread {
+  static constexpr bool kAlone = true;
+  // With fewer, GCC unrolls the loop over them before it looks for vectors, and finds none.
+  static constexpr int kLanes = 32;
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  void add(uint64_t* counter, uint64_t value) const { *counter += value; }
+  template <typename Sum>
+  Sum exclusive_sum(Sum value, Sum* total) const {
+    *total = value;
+    return 0;
+  }
+  uint64_t minimum(uint64_t value) const { return value; }
+};
 
 struct Rows {
   const int32_t* cu_seqlens;    // [count + 1], where each packed row begins; null: padded rows
@@ -15,7 +40,7 @@ struct Rows {
   int64_t stride;               // T of padded rows
   int64_t tokens;               // B * T, or N
 
-  // Whatever the boundaries say, a row lies within the tokens: on a GPU nobody has looked at them.
+  // Clamped, so that a row lies within the tokens: boundaries on a GPU are not checked.
   FASTPLM_HD int64_t begin(int64_t row) const {
     return cu_seqlens == nullptr ? row * stride : clamp(cu_seqlens[row], 0, tokens);
   }

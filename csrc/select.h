@@ -1,11 +1,11 @@
-// Choosing some of n items without bias: give each a random key and take the smallest.
-//
-// The items are in one order, (key, index), so no two are equal. A 64-bit number holds it.
+// Choosing some of n items without bias, by a random key for each: the items with the smallest keys.
+// Items are ordered by (key, index), so no two are equal. A 64-bit number holds this order.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
-#include "group.h"
+#include "rows.h"
 
 namespace fastplm {
 
@@ -55,7 +55,7 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     group.sync();
     for (int64_t i = group.rank(); i < size; i += group.size()) {
       const uint64_t place = order(i);
-      // The first digit is looked at in all of them; C++ has no shift by 64.
+      // All items have a first digit to look at; C++ has no shift by 64.
       if (weight(i) == 0 || (above < 64 && place >> above != prefix.bound)) continue;
       group.add(&scratch.bins[place >> shift & (kDigits - 1)], uint64_t{1} << 32 | weight(i));
     }
@@ -78,6 +78,42 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     prefix = {prefix.bound << kDigitBits | scratch.digit, shift, scratch.below};
   } while (prefix.weight < budget && scratch.bin >> 32 > 1);
   return prefix;
+}
+
+// Calls emit(i, rank) for every i of 0 … size - 1 with flag(i), rank counting them in ascending order
+// from 0, and returns how many there are. Every thread calls it.
+FASTPLM_GROUP_CODE
+template <typename Group, typename Flag, typename Emit>
+FASTPLM_HD int64_t for_each_flagged(Group& group, int64_t size, const Flag& flag,
+                                    const Emit& emit) {
+  int64_t found = 0;
+  if constexpr (Group::kAlone) {
+    // A branch for each flagged item, and none for the others: flags are gathered in a word, then the
+    // loop goes over its set bits.
+    constexpr int kBits = 64;
+    for (int64_t first = 0; first < size; first += kBits) {
+      uint8_t flags[kBits] = {};
+      const int64_t lanes = size - first < kBits ? size - first : kBits;
+      for (int64_t lane = 0; lane < lanes; ++lane) flags[lane] = flag(first + lane);
+      uint64_t bits = 0;
+      for (int byte = 0; byte < kBits / 8; ++byte) {
+        uint64_t eight;
+        std::memcpy(&eight, flags + 8 * byte, 8);
+        bits |= (eight * 0x0102040810204080) >> 56 << 8 * byte;
+      }
+      for (; bits != 0; bits &= bits - 1) emit(first + __builtin_ctzll(bits), found++);
+    }
+  } else {
+    for (int64_t first = 0; first < size; first += group.size()) {
+      const int64_t i = first + group.rank();
+      const uint32_t flagged = i < size && flag(i);
+      uint32_t total;
+      const uint32_t before = group.exclusive_sum(flagged, &total);
+      if (flagged) emit(i, found + before);
+      found += total;
+    }
+  }
+  return found;
 }
 
 }  // namespace fastplm

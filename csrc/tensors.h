@@ -1,4 +1,4 @@
-// Tensors of PyTorch's stable ABI as the dense pointers that the row algorithms take.
+// Tensors of PyTorch's stable ABI, as the dense pointers that the kernels take, and loops over threads.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,8 +18,8 @@ namespace fastplm {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A dense tensor on the device of `like`. The stable ABI's new_empty looks its operator up by name,
-// which takes several times as long as to make a tensor.
+// A dense tensor on the device of `like`. The stable ABI's new_empty looks up its operator by name, which
+// takes several times as long as making a tensor.
 inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                            ScalarType type) {
   std::array<int64_t, 8> strides;
@@ -42,15 +42,22 @@ inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyA
   return empty_tensor(like, sizes, like.scalar_type());
 }
 
-// A tensor, or none, in row-major order; it owns the copy where one had to be made.
+inline Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// An optional tensor in row-major order; it owns the copy if one had to be made.
 template <typename T>
 struct Dense {
-  explicit Dense(const std::optional<Tensor>& given)
-      : tensor(given ? torch::stable::contiguous(*given) : Tensor()), defined(given.has_value()) {}
-  const T* data() const { return defined ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr; }
+  Dense() = default;
+  explicit Dense(const std::optional<Tensor>& given) {
+    if (given) tensor = dense(*given);
+  }
+  explicit operator bool() const { return tensor.has_value(); }
+  const T* data() const { return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr; }
+  int64_t size() const { return tensor ? tensor->size(0) : 0; }
 
-  const Tensor tensor;
-  const bool defined;
+  std::optional<Tensor> tensor;
 };
 
 inline Tensor empty_tensor_like(const Tensor& tensor) {
@@ -58,28 +65,16 @@ inline Tensor empty_tensor_like(const Tensor& tensor) {
 }
 
 // Padded rows, or packed ones if there are cu_seqlens.
-class DenseRows {
- public:
-  DenseRows(const Tensor& input_ids, const std::optional<Tensor>& cu_seqlens,
-            const std::optional<Tensor>& lengths, const std::optional<Tensor>& sample_index)
-      : cu_seqlens_(cu_seqlens),
-        lengths_(lengths),
-        sample_index_(sample_index),
-        count_(cu_seqlens ? cu_seqlens->size(0) - 1 : input_ids.size(0)),
-        stride_(cu_seqlens ? 0 : input_ids.size(1)),
-        tokens_(input_ids.numel()) {}
-  Rows rows() const {
-    return {cu_seqlens_.data(), lengths_.data(), sample_index_.data(), count_, stride_, tokens_};
-  }
-
- private:
-  const Dense<int32_t> cu_seqlens_;
-  const Dense<int64_t> lengths_;
-  const Dense<int64_t> sample_index_;
-  const int64_t count_;
-  const int64_t stride_;
-  const int64_t tokens_;
-};
+inline Rows rows_of(const Tensor& input_ids, const Dense<int32_t>& cu_seqlens,
+                    const Dense<int64_t>& sample_index, const Dense<int64_t>& lengths = {}) {
+  const bool is_packed = static_cast<bool>(cu_seqlens);
+  return {cu_seqlens.data(),
+          lengths.data(),
+          sample_index.data(),
+          is_packed ? cu_seqlens.size() - 1 : input_ids.size(0),
+          is_packed ? 0 : input_ids.size(1),
+          input_ids.numel()};
+}
 
 // Calls function(T{}) with the element type of a tensor of fp32, fp16 or bf16.
 template <typename Function>
@@ -114,6 +109,26 @@ void with_id_type(const Tensor& input_ids, const Function& function) {
   } else {
     function(int64_t{});
   }
+}
+
+// Calls function(first, last) for ranges of 0 … total, which begin at multiples of `unit`, on PyTorch's
+// threads: `grain` units or more for each.
+template <typename Function>
+void for_ranges(int64_t total, int64_t unit, int64_t grain, const Function& function) {
+  torch::stable::parallel_for(0, ceil_div(total, unit), grain, [&](int64_t begin, int64_t end) {
+    function(begin * unit, std::min(end * unit, total));
+  });
+}
+
+// Calls function(part, first, last) for parts of `size` elements of 0 … total. Parts, and so sums over a
+// part, do not depend on the number of threads.
+template <typename Function>
+void for_parts(int64_t total, int64_t size, int64_t grain, const Function& function) {
+  for_ranges(ceil_div(total, size), 1, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      function(part, part * size, std::min((part + 1) * size, total));
+    }
+  });
 }
 
 }  // namespace fastplm

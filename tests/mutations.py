@@ -365,8 +365,8 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/bart_noise.h",
-        "word >= span_below[length]",
-        "word >= span_below[length] / 4 * 5",
+        "word >= span_below.bounds[length]",
+        "word >= span_below.bounds[length] / 4 * 5",
         "tests/ops/test_bart_noise.py",
         2,
     ),
@@ -406,7 +406,7 @@ MUTATIONS = (
         4,
     ),
     Mutation(
-        "csrc/compact.h",
+        "csrc/select.h",
         "emit(first + __builtin_ctzll(bits), found++);",
         "emit(first + __builtin_ctzll(bits), found), found += 2;",
         "tests/ops/test_mask_tokens.py",

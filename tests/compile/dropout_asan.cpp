@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "philox.h"
-#include "sizes.h"
+#include "base.h"
 #include "one_level.h"
 
 #include "lanes.h"

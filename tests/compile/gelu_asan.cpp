@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <memory>
 
-#include "sizes.h"
+#include "base.h"
 #include "one_level.h"
 
 #include "lanes.h"

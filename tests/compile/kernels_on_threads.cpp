@@ -17,9 +17,7 @@
 // AddressSanitizer guards the static variables of a function template, which stand for shared
 // memory, only where other files cannot have them too. What csrc/ includes is included above.
 namespace {
-#include "bart_noise_kernel.cuh"
-#include "corrupt_spans_kernel.cuh"
-#include "mask_tokens_kernel.cuh"
+#include "kernels.cuh"
 }  // namespace
 
 namespace {
@@ -201,7 +199,7 @@ template <typename Id>
 void mask_by_blocks(const MaskTokensCall<Id>& call, bool backwards) {
   const int64_t count = call.rows.count;
   const int64_t tokens = call.rows.tokens;
-  // As csrc/mask_tokens_cuda.cu has it.
+  // As csrc/cuda.cu has it.
   const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
   Array<uint32_t> keys(all_short ? 0 : tokens + 4 * count), sizes(all_short ? 0 : tokens);
   Array<uint8_t> chosen(tokens);
@@ -332,15 +330,19 @@ Corrupted<Id> corrupt(const Shape& shape, const SpanSettings& settings, By by) {
   Array<int64_t> sentinels(settings.sentinels);
   for (int64_t i = 0; i < sentinels.size; ++i) sentinels[i] = 100 + i;
   const Array<int64_t> seed(1, 5);
-  const SpanPlan plan{settings.max_length, sentinels.size, kOne / 4, kOne / 3 + 1,
-                      settings.has_eos};
+  SpanPlan plan{};
+  plan.step = 2;
+  plan.max_length = settings.max_length;
+  plan.noise_scale = kOne / 4;
+  plan.span_scale = kOne / 3 + 1;
+  plan.eos_token_id = settings.has_eos ? 1 : -1;
+  plan.pad_token_id = 0;
+  plan.sentinels = sentinels.size;
   Corrupted<Id> result{Array<Id>(shape.count * plan.input_width()),
                        Array<int64_t>(shape.count * plan.label_width()),
                        Array<int64_t>(shape.count), Array<int64_t>(shape.count),
                        Array<int64_t>(1)};
-  CorruptSpansCall<Id> call{};
-  call.rows = batch.rows;
-  call.plan = plan;
+  CorruptSpansCall<Id> call{plan, batch.rows};
   call.input_ids = ids.data();
   call.sentinel_ids = sentinels.data();
   call.seed = seed.data();
@@ -349,9 +351,6 @@ Corrupted<Id> corrupt(const Shape& shape, const SpanSettings& settings, By by) {
   call.input_lengths = result.input_lengths.data();
   call.label_lengths = result.label_lengths.data();
   call.dropped = result.dropped.data();
-  call.eos_token_id = 1;
-  call.pad_token_id = 0;
-  call.step = 2;
   const int64_t rows = by == By::kCpu ? 1 : shape.count;
   Array<uint32_t> keys(rows * plan.keys_size()), bounds(rows * 2 * plan.bounds_size());
   if (by == By::kCpu) {
@@ -434,8 +433,8 @@ Noised<Id> noise(const Shape& shape, const NoiseSettings& settings, By by) {
   call.noise_below = settings.noise_below;
   call.random_below = kOne / 2;
   call.step = 2;
-  call.span_thresholds = 6;
-  for (int64_t n = 0; n < 6; ++n) call.span_below[n] = static_cast<uint32_t>((n + 1) << 29);
+  call.span_below.count = 6;
+  for (uint32_t n = 0; n < 6; ++n) call.span_below.bounds[n] = (n + 1) << 29;
 
   const int64_t row_bytes = NoiseRow<Id>{}.lay_out(call, nullptr);
   if (by == By::kCpu) {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "half.h"
-#include "sizes.h"
+#include "base.h"
 #include "one_level.h"
 
 #include "lanes.h"

@@ -211,10 +211,13 @@ Corrupted corrupt(int size, int64_t length, int64_t density, int64_t sentinels) 
   const std::vector<int64_t> sentinel_ids = counting(20, sentinels);
   CorruptSpansCall<int64_t> call{};
   call.rows = {nullptr, nullptr, &sample, 1, length, length};
-  // Spans of three tokens on average.
-  call.plan = {length, sentinels, density, (int64_t{1} << 32) / 3 + 1, true};
-  Corrupted result{std::vector<int64_t>(call.plan.input_width(), -7),
-                   std::vector<int64_t>(call.plan.label_width(), -7), {-7, -7}, 0};
+  call.max_length = length;
+  call.sentinels = sentinels;
+  call.noise_scale = density;
+  call.span_scale = (int64_t{1} << 32) / 3 + 1;  // spans of three tokens on average
+  call.eos_token_id = 1;
+  Corrupted result{std::vector<int64_t>(call.input_width(), -7),
+                   std::vector<int64_t>(call.label_width(), -7), {-7, -7}, 0};
   call.input_ids = input.data();
   call.sentinel_ids = sentinel_ids.data();
   call.seed = &seed;
@@ -222,11 +225,10 @@ Corrupted corrupt(int size, int64_t length, int64_t density, int64_t sentinels) 
   call.labels = result.labels.data();
   call.input_lengths = &result.lengths[0];
   call.label_lengths = &result.lengths[1];
-  call.eos_token_id = 1;
 
   SelectScratch scratch{};
-  std::vector<uint32_t> keys(call.plan.keys_size());
-  std::vector<uint32_t> noise(call.plan.bounds_size()), kept(call.plan.bounds_size());
+  std::vector<uint32_t> keys(call.keys_size());
+  std::vector<uint32_t> noise(call.bounds_size()), kept(call.bounds_size());
   run_group(size, [&](auto& group) {
     corrupt_row(group, scratch, call, 0, keys.data(), {noise.data(), kept.data()});
     const int64_t dropped = count_dropped(group, call);
@@ -265,8 +267,8 @@ Corrupted noise(int size, int64_t length, int64_t infill, int64_t permute, int64
   call.delete_below = int64_t{1} << 29;
   call.noise_below = int64_t{1} << 30;
   call.random_below = int64_t{1} << 31;
-  call.span_thresholds = 6;
-  for (int64_t n = 0; n < 6; ++n) call.span_below[n] = static_cast<uint32_t>((n + 1) << 29);
+  call.span_below.count = 6;
+  for (uint32_t n = 0; n < 6; ++n) call.span_below.bounds[n] = (n + 1) << 29;
 
   SelectScratch scratch{};
   NoiseRow<int64_t> memory;
