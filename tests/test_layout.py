@@ -185,3 +185,9 @@ def test_the_documentation_says_the_shapes_declared(op):
 
 def test_no_tests_package():
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_cuda_library_registers_each_op_that_runs_there():
+    text = (ROOT / "csrc" / "cuda.cu").read_text()
+    there = [name for name, op in OPS.items() if "cuda" in op.backends]
+    assert sorted(there) == sorted(re.findall(r'library\.impl\("(\w+)", Operator', text))
