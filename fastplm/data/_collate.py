@@ -97,8 +97,8 @@ class Collator:
     def set_epoch(self, epoch: int) -> None:
         """Give every sample fresh choices from here on.
 
-        A ``PretrainingStream`` needs none of it: its sample indices never come again. Workers that
-        a DataLoader keeps over epochs have their own copy of the collator, and do not hear of it.
+        A ``PretrainingStream`` does not need this: each of its sample indices occurs once. Workers
+        that a DataLoader keeps over epochs have a copy of the collator, which does not change.
         """
         self._epoch = epoch
 
@@ -119,19 +119,19 @@ class Collator:
 
     @property
     def dropped(self) -> int:
-        """How many tokens found no room since the collator was made; reading it waits for a GPU.
+        """The number of tokens that did not fit, so far; reading it waits for a GPU.
 
-        A DataLoader's workers count in copies of their own; there, and on any CPU, a warning says
-        it the first time.
+        The workers of a DataLoader have their own copies of the collator and of this number. On the
+        CPU, so also in workers, a warning is printed the first time.
         """
         return sum(int(count) for count in self._dropped.values())
 
     def count_dropped(self, dropped: Tensor, fix: str) -> None:
-        """Add what an op has dropped, a 0-d tensor: never silently, and without a wait on a GPU."""
+        """Count the tokens that an op dropped, a 0-d tensor; on the CPU also print a warning."""
         before = self._dropped.get(dropped.device)
         if dropped.device.type == "cpu" and dropped > 0 and not before:
             warnings.warn(
-                f"{type(self).__name__}: {int(dropped)} tokens of this batch found no room and "
+                f"{type(self).__name__}: {int(dropped)} tokens of this batch did not fit and "
                 f"were dropped. {fix} `collator.dropped` counts them.",
                 stacklevel=3,
             )
@@ -427,6 +427,7 @@ class TextCollator(Collator):
         )
         # Looked up once: the properties of a tokenizer are slow.
         self._padding: int | None = self.tokenizer.pad_token_id
+        self._pad_id = self._pad_token_id()
         self._bos: int | None = None
         self._eos: int | None = self.tokenizer.eos_token_id
 

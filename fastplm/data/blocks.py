@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm._checks import TooLittleTextError, UnsupportedError, check
-from fastplm.data._cache import build_once
-from fastplm.data._folder import MANIFEST, damage
+from fastplm.data._folder import MANIFEST, build_once, damage
 from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file
 from fastplm.data.corpus import check_documents, fingerprint
 

@@ -74,7 +74,7 @@ class DataCollatorForDenoising(TextCollator):
         super().__post_init__()
         tokenizer = self.tokenizer
         self._mask = mask_token_id(type(self).__name__, tokenizer)
-        self._padding = self._pad_token_id()
+        self._padding = self._pad_id
         self._bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
         self._edges = (self._bos is not None) + (self._eos is not None)
@@ -92,7 +92,7 @@ class DataCollatorForDenoising(TextCollator):
             text,
             vocab_size=self._vocab_size,
             mask_token_id=self._mask,
-            pad_token_id=self._padding,
+            pad_token_id=self._pad_id,
             bos_token_id=self._bos,
             eos_token_id=self._eos,
             sentence_end_ids=constants["sentence_end_ids"],

@@ -95,7 +95,7 @@ class DataCollatorForSpanCorruption(TextCollator):
             input_ids,
             sentinel_ids=self.constants(input_ids.device)["sentinel_ids"],
             eos_token_id=self._eos,
-            pad_token_id=self._pad_token_id(),
+            pad_token_id=self._pad_id,
             noise_density=self.noise_density,
             mean_span_length=self.mean_span_length,
             lengths=batch["attention_mask"].sum(1),

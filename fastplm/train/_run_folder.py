@@ -183,17 +183,17 @@ def can_resume(out: Path) -> bool:
     return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
 
 
-def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None) -> Path | None:
+def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None) -> Path | None:
     """The newest checkpoint in a run's folder that is whole, if any.
 
     Args:
-        tell: is called with a line for each newer one that is not whole.
+        report: is called with a line for each newer one that is not whole.
     """
     for step, path in reversed(checkpoints(out)):
         reason = damage(path, step=step)
         if reason is None:
             return path
-        tell(f"{path} is not whole and is passed over: {reason}.")
+        report(f"{path} is not whole and is passed over: {reason}.")
     return None
 
 

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
+from fastplm.train._run import using_threads
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
-from fastplm.train._threads import using_threads
-from fastplm.train.choices import MINUTES
+from fastplm.train.arguments import MINUTES, PretrainArguments
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
-    PretrainArguments,
     count_tokens,
     hold_out,
     make_collator,

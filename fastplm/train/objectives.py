@@ -28,7 +28,7 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.data.denoising import DataCollatorForDenoising
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
-from fastplm.train.choices import FAMILIES
+from fastplm.train.presets import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

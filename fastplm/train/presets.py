@@ -51,6 +51,52 @@ class Preset:
     initializer_range: float = 0.02
 
 
+@dataclass(frozen=True)
+class Family:
+    """What an architecture can learn, and how.
+
+    Args:
+        tokenizer: the kind of vocabulary, see ``train_tokenizer``.
+        classes: the class of ``fastplm.models`` that learns each objective; the first objective is
+            the default.
+        unit: the default of ``--unit``.
+    """
+
+    tokenizer: str
+    classes: Mapping[str, str]
+    unit: str = "token"
+
+    @property
+    def usual(self) -> str:
+        """The objective where none is named."""
+        return next(iter(self.classes))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "bert": Family(
+        "wordpiece",
+        {
+            "mlm+nsp": "BertForPreTraining",
+            "mlm": "BertForMaskedLM",
+        },
+    ),
+    "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
+    "albert": Family(
+        "wordpiece",
+        {
+            "mlm+sop": "AlbertForPreTraining",
+            "mlm": "AlbertForMaskedLM",
+        },
+        unit="ngram",
+    ),
+    "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
+    "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
+    "t5": Family("unigram", {"spans": "T5ForConditionalGeneration"}),
+    "bart": Family("bytelevel", {"denoise": "BartForConditionalGeneration"}),
+}
+#: All objectives, and those that choose tokens to mask.
+OBJECTIVES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.classes))
+MASKED = ("mlm", "mlm+nsp", "mlm+sop", "rtd")
 OPTIMIZERS = ("adamw", "lamb")
 
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.

@@ -20,10 +20,9 @@ from fastplm.data import (
     tokenize,
     train_tokenizer,
 )
-from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import PretrainArguments
-from fastplm.train.choices import FAMILIES, HELD_OUT
 from fastplm.train.objectives import OBJECTIVES, Objective
+from fastplm.train.presets import FAMILIES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
 
+#: The share of the tokens, the last ones, that is held out where they are enough.
+HELD_OUT = 0.05
 #: The most samples of held-out text that a run is judged by.
 HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
@@ -105,7 +106,7 @@ def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -
 
 @functools.cache
 def _embedded() -> list[str]:
-    return embedded_corpus()  # takes seconds, and the demo asks several times
+    return embedded_corpus()  # it takes seconds, and the demo needs it several times
 
 
 def make_dataset(
@@ -170,9 +171,6 @@ def _tokenizer(
     needs = objective_of(args).needs
     given = args.tokenizer if checkpoint is None else checkpoint
     if given is not None:
-        expected = "a directory that tokenizer.save_pretrained wrote"
-        return loaded(
-            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
-        )
+        return load_tokenizer(given, needs)
     kind = FAMILIES[args.preset.family].tokenizer
     return train_tokenizer(documents, args.vocab_size, args.cache, kind)

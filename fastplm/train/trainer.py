@@ -23,8 +23,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from fastplm._checks import DivergenceError, check
 from fastplm.data._folder import say
+from fastplm.train._run import hardware_has_bf16
 from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
-from fastplm.train._threads import hardware_has_bf16
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,

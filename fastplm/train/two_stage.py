@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
+from transformers.optimization import _get_linear_schedule_with_warmup_lr_lambda
 
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -38,11 +39,10 @@ class TwoStageTrainer(PretrainingTrainer):
             first, warmup = self._first_stage, self.args.get_warmup_steps(num_training_steps)
 
             def factor(step: int) -> float:
-                length = first if step < first else num_training_steps - first
-                step = step if step < first else step - first
-                if step < warmup:
-                    return step / warmup
-                return max(0.0, (length - step) / max(1, length - warmup))
+                begin, end = (0, first) if step < first else (first, num_training_steps)
+                return _get_linear_schedule_with_warmup_lr_lambda(
+                    step - begin, num_warmup_steps=warmup, num_training_steps=end - begin
+                )
 
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
             self._created_lr_scheduler = True

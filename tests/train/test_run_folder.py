@@ -18,10 +18,9 @@ import transformers
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.cli import main
 from fastplm.data import _folder
-from fastplm.data._cache import build_once
-from fastplm.data._folder import damage, seal
+from fastplm.data._folder import build_once, damage, seal
+from fastplm.train import _run, announce
 from fastplm.train import _run_folder as module
-from fastplm.train import announce
 from fastplm.train._run_folder import claimed, last_checkpoint, read_record
 from fastplm.train.finetune import FinetuneArguments, prepare_task
 from fastplm.train.finetune_data import Example, hold_out
@@ -614,11 +613,11 @@ def test_busy_cores(threads, times, said, monkeypatch):
         used.append(torch.get_num_threads())
         return float(times[len(used) - 1])
 
-    monkeypatch.setattr(announce, "_milliseconds", milliseconds)
+    monkeypatch.setattr(_run, "_milliseconds", milliseconds)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        line = announce.busy_cores()
+        line = _run.busy_cores()
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
