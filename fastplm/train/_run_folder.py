@@ -1,11 +1,4 @@
-"""The folder of a run: written by one process at a time, and nothing in it half-written or lost.
-
-- A run claims its folder (``claimed``): files of others are not overwritten, and no second process
-  writes there.
-- A checkpoint is sealed with a manifest of its files (``seal``), so it is whole or it is not
-  (``damage``).
-- ``run.json`` says what the loss curve depends on, with a hash of its own.
-"""
+"""The folder of a run: one process writes to it, and what is in it is whole or not there."""
 
 from __future__ import annotations
 

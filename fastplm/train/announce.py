@@ -10,6 +10,7 @@ from torch import nn
 
 from fastplm import _backends, _extension
 from fastplm.data import TextFiles
+from fastplm.train.report import block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -59,12 +60,6 @@ def pretraining(
         "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
     }
     return block(rows)
-
-
-def block(rows: dict[str, str]) -> str:
-    """Two columns of names and texts."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
 def flops_a_token(model: nn.Module, length: int) -> float:

@@ -36,11 +36,10 @@ from fastplm.train._run_folder import (
     save_models,
     writing,
 )
-from fastplm.train.announce import block
 from fastplm.train.arguments import LIBRARIES, FinetuneArguments  # noqa: F401 (of others, too)
 from fastplm.train.finetune_data import hold_out, read_examples, subset
 from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
-from fastplm.train.report import curve, settings_of, versions
+from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
 _HELD_OUT = 0.1
@@ -431,9 +430,8 @@ class FinetuningTrainer(RunTrainer):
     of their own: what a model draws for its dropout does not change the next epoch.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, where="finetune", **kwargs)
-        self._tokens = 0
+    where = "finetune"
+    _tokens = 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -571,7 +569,6 @@ def _training_arguments(
     args: FinetuneArguments, samples: int, seed: int, out: Path
 ) -> TrainingArguments:
     settings = training_arguments(
-        "finetune",
         args,
         out,
         bf16=args.bf16,

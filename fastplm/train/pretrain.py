@@ -217,7 +217,6 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
     from fastplm.train.trainer import training_arguments
 
     return training_arguments(
-        "pretrain",
         args,
         out,
         bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",

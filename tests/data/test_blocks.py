@@ -64,12 +64,6 @@ def test_one_block_at_least(store, special):
         BlockDataset(store, len(special), **special)
 
 
-def test_no_tokens(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no tokens"):
-        tokenize([" \n "], tokenizer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_split_loses_nothing(store):
     train, held_out = store.split(0.1)
     assert len(train) + len(held_out) == len(store)
@@ -183,11 +177,6 @@ def test_files_missing_empty_cut_or_too_long(copy, name):
     file.mkdir()
     with pytest.raises(DataError, match=name):
         TokenStore(copy)
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="No such file"):
-        TokenStore(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,6 @@ def test_padding_inside_a_sample_is_never_chosen(documents, tokenizer):
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
 
-def test_too_long(tokenizer):
-    with pytest.raises(ArgumentValueError, match="block_size"):
-        DataCollatorForMaskedTokens(tokenizer, block_size=4)([{"input_ids": list(range(9))}])
-
-
 # --- two halves, units, packing, causal -----------------------------------------------------------
 
 
@@ -350,23 +345,20 @@ def test_packed_batches_train_like_padded_ones(pairs, tokenizer, family, block_s
         assert (out[name] - gold[name]).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("packed", (False, True))
-def test_causal_labels(tokenizer, packed):
+@pytest.mark.parametrize("packed, offset", [(False, 0), (True, 0), (True, 2)])
+def test_causal_labels(tokenizer, packed, offset):
     samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
-    batch = DataCollatorForCausalTokens(tokenizer, packed=packed, block_size=4)(samples)
+    batch = DataCollatorForCausalTokens(
+        tokenizer, packed=packed, block_size=4, position_offset=offset
+    )(samples)
     if packed:
+        positions = batch["position_ids"] - offset
+        assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
         pad = tokenizer.pad_token_id
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, pad, pad, pad]]
         assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9, -100, -100, -100]]
     else:
         assert batch["labels"].tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
-
-
-def test_packed_causal_labels_with_other_positions(tokenizer):
-    collator = DataCollatorForCausalTokens(tokenizer, packed=True, position_offset=2)
-    batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
 
 
 # --- what is never chosen -------------------------------------------------------------------------
@@ -452,38 +444,28 @@ def test_padding_inside_of_a_packed_sample_on_a_gpu_is_not_chosen(tokenizer):
     assert torch.equal(batch["labels"][0] != -100, mask)
 
 
+GOOD = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2], "sample_index": 2**43 - 1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "error", "words"),
     (
-        ({"sequence_lengths": [2, 2]}, "`sequence_lengths` got [2, 2] for 3 tokens in sample 1"),
-        ({"sequence_lengths": [4, -1]}, "got [4, -1] for 3 tokens in sample 1"),
-        ({"sample_index": -1}, "`sample_index` got -1 in sample 1"),
-        ({"sample_index": 2**43}, f"`sample_index` got {2**43} in sample 1"),
+        ({"sequence_lengths": [2, 2]}, DataError, "`sequence_lengths` got [2, 2] for 3 tokens"),
+        ({"sequence_lengths": [4, -1]}, DataError, "got [4, -1] for 3 tokens in sample 1"),
+        ({"sample_index": -1}, DataError, "`sample_index` got -1 in sample 1"),
+        ({"sample_index": 2**43}, DataError, f"`sample_index` got {2**43} in sample 1"),
+        ({"attention_mask": [1, 0, 1]}, ArgumentValueError, "padding inside in sample 1"),
+        ({"attention_mask": torch.tensor([1, 1, 0])}, ArgumentValueError, "padding inside in sam"),
+        ({"attention_mask": torch.ones(3)}, DataError, "`attention_mask` got a torch.float32 in"),
     ),
 )
-def test_wrong_packed_samples(tokenizer, changes, words):
-    good = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2], "sample_index": 2**43 - 1}
+def test_wrong_packed_samples(tokenizer, changes, error, words):
     collator = DataCollatorForMaskedTokens(tokenizer, packed=True)
+    good = GOOD | ({"attention_mask": [1, 1, 1]} if "attention_mask" in changes else {})
     assert collator([good, good])["cu_seq_lens_q"].tolist() == [0, 1, 3, 4, 6]
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(error) as raised:
         collator([good, good | changes])
     assert words in str(raised.value)
-
-
-def test_packed_samples_in_a_padded_batch(tokenizer):
-    sample = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2]}
-    with pytest.raises(ArgumentValueError, match="`sequence_lengths`.*packed=True"):
-        DataCollatorForMaskedTokens(tokenizer)([sample])
-
-
-def test_padding_inside_a_packed_sample(tokenizer):
-    good = {"input_ids": [5, 6], "attention_mask": torch.ones(2)}
-    bad = {"input_ids": [5, 0], "attention_mask": [1, 0]}
-    for samples in ([bad], [{k: torch.tensor(v) for k, v in bad.items()}]):
-        with pytest.raises(ArgumentValueError, match="padding inside in sample 0"):
-            DataCollatorForMaskedTokens(tokenizer, packed=True)(samples)
-    with pytest.raises(DataError, match="`attention_mask` got a torch.float32"):
-        DataCollatorForMaskedTokens(tokenizer, packed=True)([good])
 
 
 # --- samples and settings that cannot be ----------------------------------------------------------
@@ -535,11 +517,14 @@ IDS = {"input_ids": [5, 6]}
         ([{"input_ids": torch.ones(2)}], DataError, "`input_ids` got a torch.float32 in sample 0"),
         ([{"input_ids": np.ones(2)}], DataError, "`input_ids` got a float64 in sample 0"),
         ([{"input_ids": [2**63]}], DataError, "at most 64 bits"),
+        ([IDS, {"input_ids": [5] * 9}], ArgumentValueError, "a sample of 9 tokens; expected at"),
+        ([IDS | {"sequence_lengths": [1, 1]}], ArgumentValueError, "`sequence_lengths` got"),
     ),
 )
 def test_wrong_samples(tokenizer, samples, error, words):
+    collator = DataCollatorForMaskedTokens(tokenizer, block_size=8)
     with pytest.raises(error) as raised:
-        DataCollatorForMaskedTokens(tokenizer)(samples)
+        collator(samples)
     assert words in str(raised.value)
 
 
