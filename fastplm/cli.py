@@ -85,13 +85,13 @@ def _pretrain(**settings: Any) -> int:
 def _finetune(**settings: Any) -> int:
     from fastplm.train.finetune import FinetuneArguments, finetune, summary
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(line, flush=True)
 
     with _running():
-        metrics = finetune(FinetuneArguments(**settings), tell)
-    tell(summary(metrics))
+        metrics = finetune(FinetuneArguments(**settings), print_line)
+    print_line(summary(metrics))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastplm.data._folder import say
-from fastplm.train._run_folder import claimed, read_record, write_record, writing
+from fastplm.train._run_folder import RECORD, claimed, read_record, write_hashed, writing
 from fastplm.train.report import settings_of
 
 # A product of this size takes a core a few milliseconds, and is repeated this often.
@@ -22,12 +22,7 @@ _BUSY = 0.8
 
 @contextmanager
 def started(args: Any, own: Iterable[Path] = ()) -> Iterator[dict[str, Any] | None]:
-    """Claim the folder of a run and set its threads; gives the record of a run that is resumed.
-
-    Args:
-        args: of the command.
-        own: as in ``claimed``.
-    """
+    """Claim the folder of a run and set its threads; gives the record of a run that is resumed."""
     where, out = args.where, Path(args.out)
     folder = claimed(where, out, resume=args.resume, overwrite=args.overwrite, own=own)
     with folder, using_threads(args.threads):
@@ -44,7 +39,7 @@ def begin(args: Any, run: dict[str, Any], announcement: str, device: torch.devic
     """Write what the run is, and print what it will do."""
     out = Path(args.out)
     with writing(args.where, out):
-        write_record(out, run)
+        write_hashed(out / RECORD, run)
     say(announcement)
     if device.type == "cpu":
         say(busy_cores())

@@ -249,30 +249,40 @@ def _sync_folder(folder: Path) -> None:
 # --- what the run is ------------------------------------------------------------------------------
 
 
-def write_record(out: Path, run: dict[str, Any]) -> None:
-    """Write ``run.json``."""
-    write_json(out / RECORD, {**run, "blake2b": content_hash(run)})
+def write_hashed(path: Path, content: dict[str, Any]) -> None:
+    """Write a dict as JSON, with a hash of it."""
+    write_json(path, {**content, "blake2b": _content_hash(content)})
+
+
+def read_hashed(path: Path) -> dict[str, Any] | None:
+    """What ``write_hashed`` wrote; None if it is missing, damaged or was edited."""
+    try:
+        content = json.loads(path.read_text())
+        return content if content.pop("blake2b") == _content_hash(content) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def read_record(where: str, out: Path) -> dict[str, Any]:
-    """What ``write_record`` wrote.
+    """What a run is, as ``run.json`` says.
 
     Raises:
         DataError: it is missing, damaged or was edited.
     """
-    path = out / RECORD
-    try:
-        run = json.loads(path.read_text())
-        if run.pop("blake2b") == content_hash(run):
-            return run
-        got = f"{path}, which is damaged or was edited"
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        got = f"{path}, which cannot be read"
-    fix = (
-        "What the run was cannot be known, so it does not go on; its checkpoints are as they were. "
-        "Put the file back, or start again with --overwrite."
-    )
-    _refuse_to_resume(where, got, fix)
+    run = read_hashed(out / RECORD)
+    if run is None:
+        fix = (
+            "What the run was cannot be known, so it is not continued; its checkpoints are as they "
+            "were. Put the file back, or start again with --overwrite."
+        )
+        got = f"{out / RECORD}, which is missing, is damaged or was edited"
+        _refuse_to_resume(where, got, fix)
+    return run
 
 
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
@@ -292,12 +302,6 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
                     "Give the same arguments, or another --out.",
                 )
             )
-
-
-def content_hash(run: dict[str, Any]) -> str:
-    """The hash of a dict as JSON writes it."""
-    content = json.dumps(run, sort_keys=True).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 # --- errors of libraries --------------------------------------------------------------------------

@@ -153,15 +153,7 @@ class Settings:
         got: object = None,
         error: type[FastplmError] = ArgumentValueError,
     ) -> None:
-        """Raise the error of a setting unless ``condition`` holds.
-
-        Args:
-            name: of the setting.
-            condition: what must hold.
-            expected, fix: of the message.
-            got: of the message; by default the value.
-            error: the class of the error.
-        """
+        """Raise the error of a setting unless ``condition`` holds; it got its value by default."""
         if not condition:
             got = getattr(self, name) if got is None else got
             raise error(message(self.where, name, got, expected, fix))
@@ -185,7 +177,9 @@ def _default_cache() -> Path:
     return default_cache()
 
 
-_USUAL_OBJECTIVES = ", ".join(f"{name} {family.usual}" for name, family in FAMILIES.items())
+_USUAL_OBJECTIVES = ", ".join(
+    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
+)
 
 
 @dataclass

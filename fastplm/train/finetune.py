@@ -29,11 +29,12 @@ from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
     checkpoints,
-    content_hash,
     last_checkpoint,
     loaded,
     move_aside,
+    read_hashed,
     save_models,
+    write_hashed,
     writing,
 )
 from fastplm.train.arguments import LIBRARIES, FinetuneArguments  # noqa: F401 (of others, too)
@@ -150,24 +151,15 @@ def _finetune(
             name: interval([result["scores"][name] for result in results]) for name in task.metrics
         },
     }
-    before_this = _metrics(out)
+    before_this = read_hashed(out / "metrics.json")
     if not trained and before_this is not None and before_this["seeds"] == results:
         say(f"The run in {out} is finished, all its seeds: nothing was changed.")
         return before_this
     processes.wait_for_everyone()
     if processes.is_main_process:
         with writing("finetune", out):
-            write_json(out / "metrics.json", {**metrics, "blake2b": content_hash(metrics)})
+            write_hashed(out / "metrics.json", metrics)
     return metrics
-
-
-def _metrics(out: Path) -> dict[str, Any] | None:
-    """What an earlier start of the run wrote, if it is whole."""
-    try:
-        metrics = json.loads((out / "metrics.json").read_text())
-        return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return None
 
 
 def _announcement(

@@ -37,7 +37,7 @@ class Task:
 
     Args:
         train, test: the examples.
-        tokenizer: a fast one where the task needs to know which characters a token is.
+        tokenizer: a fast one.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
         threshold: of labels that are scores; see ``Classification``.
@@ -421,13 +421,10 @@ def best_spans(
     count: int,
     longest: int,
 ) -> list[tuple[float, int, int]]:
-    """The spans of highest score in a window: (score, first character, last character + 1).
+    """The ``count`` best spans of a window: (score, first character, last character + 1).
 
-    Args:
-        start, end: [T], the logits of a span's first and last token.
-        places: as in ``answer_tokens``; may be shorter than T.
-        count: the number of spans.
-        longest: the most tokens of a span.
+    ``start`` and ``end`` are the logits [T] of a span's first and last token, ``places`` (see
+    ``answer_tokens``) may be shorter, and ``longest`` is the most tokens of a span.
     """
     inside = torch.tensor([place is not None for place in places])
     allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()

@@ -66,28 +66,12 @@ class Family:
     classes: Mapping[str, str]
     unit: str = "token"
 
-    @property
-    def usual(self) -> str:
-        """The objective where none is named."""
-        return next(iter(self.classes))
-
 
 FAMILIES: Mapping[str, Family] = {
-    "bert": Family(
-        "wordpiece",
-        {
-            "mlm+nsp": "BertForPreTraining",
-            "mlm": "BertForMaskedLM",
-        },
-    ),
+    "bert": Family("wordpiece", {"mlm+nsp": "BertForPreTraining", "mlm": "BertForMaskedLM"}),
     "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
     "albert": Family(
-        "wordpiece",
-        {
-            "mlm+sop": "AlbertForPreTraining",
-            "mlm": "AlbertForMaskedLM",
-        },
-        unit="ngram",
+        "wordpiece", {"mlm+sop": "AlbertForPreTraining", "mlm": "AlbertForMaskedLM"}, unit="ngram"
     ),
     "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
     "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
@@ -269,22 +253,20 @@ def _electra(
     )
 
 
-# Where no tokenizer says otherwise: the ids that our trained ones have.
+# The ids of special tokens in our trained vocabularies, by their kind.
 _USUAL_IDS: Mapping[str, Mapping[str, int]] = {
-    "bert": {"pad": 0},
-    "electra": {"pad": 0},
-    "albert": {"pad": 0, "bos": 2, "eos": 3},
-    "roberta": {"pad": 1, "bos": 0, "eos": 2},
-    "gpt2": {"pad": 1, "bos": 0, "eos": 2},
-    "t5": {"pad": 0, "eos": 1},
-    "bart": {"pad": 1, "bos": 0, "eos": 2},
+    "wordpiece": {"pad": 0, "bos": 2, "eos": 3},
+    "bytelevel": {"pad": 1, "bos": 0, "eos": 2},
+    "unigram": {"pad": 0, "eos": 1},
 }
 _ALSO = {"bos": "cls", "eos": "sep"}
 
 
 def _special_ids(family: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
     """The ids of special tokens under the names that the configurations have for them."""
-    usual = _USUAL_IDS[family]
+    usual = _USUAL_IDS[FAMILIES[family].tokenizer]
+    if family in ("bert", "electra"):  # whose configurations name the padding alone
+        usual = {"pad": usual["pad"]}
     if tokenizer is None:
         return {f"{role}_token_id": value for role, value in usual.items()}
     ids = {}

@@ -60,13 +60,8 @@ _COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
     """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
 
-    Under torchrun every process calls it; the first one writes.
-
-    Args:
-        args: the settings.
-
-    Returns:
-        The content of ``metrics.json``.
+    Under torchrun every process calls it and the first one writes. Returns the content of
+    ``metrics.json``.
 
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.

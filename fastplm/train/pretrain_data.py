@@ -40,24 +40,18 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads.
-
-    Args:
-        tokenizer: of the run.
-        all: the tokens of the corpus.
-        store: those to train on.
-        samples: of the whole training, in order.
-        held_out: samples of the rest; None if the corpus is too small for them.
-        documents: of the corpus.
-        cached: what was found in the cache and not made now.
-    """
+    """What a run reads."""
 
     tokenizer: PreTrainedTokenizerBase
+    #: The tokens of the corpus, and those to train on.
     all: TokenStore
     store: TokenStore
+    #: Of the whole training, in order.
     samples: Dataset
+    #: Samples of the rest; None if the corpus is too small for them.
     held_out: Dataset | None
     documents: Iterable[str]
+    #: What was found in the cache and not made now.
     cached: tuple[str, ...]
 
 
@@ -90,15 +84,7 @@ def prepare_data(
 
 
 def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
-    """The documents of the paths named, or of Python itself for the one name "embedded".
-
-    Args:
-        corpus: paths.
-        cache: see ``read_documents``.
-
-    Raises:
-        DataError: see ``read_documents``.
-    """
+    """``read_documents``, or for the one name "embedded" the documentation inside Python."""
     if list(corpus) == [EMBEDDED]:
         return _embedded()
     return read_documents(corpus, cache=cache)
@@ -117,12 +103,7 @@ def make_dataset(
     length: int | None = None,
     at_most: int | None = None,
 ) -> Dataset:
-    """The training stream over a store: blocks of text, or pairs of segments.
-
-    Args:
-        length: the number of samples; by default each block or run of sentences once.
-        at_most: an upper bound of it.
-    """
+    """The training stream over a store; by default each block or run of sentences once."""
     objective = objective_of(args)(args, tokenizer)
     source: Any = objective.source(store)
     length = length or len(source)

@@ -47,17 +47,7 @@ _SCRATCH = ".incomplete"
 
 
 def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
-    """What the Trainer of any run is told.
-
-    Args:
-        args: of the command.
-        out: the folder of the run.
-        bf16: under autocast to bfloat16.
-        settings: of ``TrainingArguments`` beside those of every run.
-
-    Raises:
-        ArgumentValueError: a GPU without bf16.
-    """
+    """The ``TrainingArguments`` of a run: those of every run, and ``settings``."""
     on_gpu = torch.cuda.is_available()
     fix = "Train in fp32 (--precision fp32, or without --bf16)."
     able = not (bf16 and on_gpu) or hardware_has_bf16()
@@ -257,11 +247,8 @@ def all_finite(model: nn.Module) -> bool:
 class FiniteCheck:
     """The first steps at which values were not finite, found without waiting for a GPU.
 
-    Args:
-        device: of the values.
-
-    Attributes:
-        steps: int64 [names], on the device: the first step of each name, or ``NEVER``.
+    ``steps``, int64 [names] on the device of the values, has the first step of each name, or
+    ``NEVER``.
     """
 
     NAMES = ("the loss", "the norm of the gradient")
@@ -430,15 +417,10 @@ class PretrainingTrainer(RunTrainer):
 
 
 def detection(counts: dict[str, float]) -> dict[str, float]:
-    """How well replaced tokens are found.
+    """How well replaced tokens are found, from ``DETECTION_COUNTS`` summed over batches.
 
-    Args:
-        counts: ``DETECTION_COUNTS`` summed over batches.
-
-    Returns:
-        Precision and recall of the replaced class, the mean of both classes' recalls (0.5 for any
-        answer that does not look at the token), the accuracy, and the accuracy of always
-        answering "original".
+    The balanced accuracy is the mean of both classes' recalls: 0.5 for any answer that does not
+    look at the token.
     """
     positives, total = counts["positives"], counts["total"]
     false_positives = counts["predicted_positives"] - counts["true_positives"]

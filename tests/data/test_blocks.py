@@ -228,7 +228,7 @@ def test_stores_of_older_versions_have_no_vocabulary_size(copy):
     ],
     ids=["blocks", "chunks", "packed", "part"],
 )
-def test_numbers_that_cannot_be(copy, name, place, value, expected, read):
+def test_impossible_numbers(copy, name, place, value, expected, read):
     change(copy / name, place, value)
     with pytest.raises(DataError, match=expected):
         read(TokenStore(copy))
@@ -277,7 +277,7 @@ def mutations(draw):
 
 @given(st.lists(mutations(), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
-def test_spoilt_stores_are_refused_or_sound(mutated):
+def test_damaged_stores_are_refused_or_valid(mutated):
     """Errors of one kind alone; and what opens has boundaries and ids that can be."""
     sentences = [0, 4, 9, 10, 25, 31, 40]
     files = {

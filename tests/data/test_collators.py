@@ -154,7 +154,7 @@ def assert_same_batch(one, other):
 
 
 @pytest.mark.parametrize("packed", (False, True))
-def test_the_halves_make_the_whole(pairs, tokenizer, packed):
+def test_pad_and_corrupt_are_the_whole_collator(pairs, tokenizer, packed):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2, unit="ngram", packed=packed)
     samples = [pairs[i] for i in range(5)]
     padded = collator.pad(samples)
@@ -179,7 +179,7 @@ def test_device_tensors_give_the_same_batch(pairs, tokenizer, unit, packed):
     assert_same_batch(moved, collator(samples))
 
 
-def test_lists_arrays_and_tensors_are_one(blocks, tokenizer):
+def test_lists_arrays_and_tensors_give_the_same_batch(blocks, tokenizer):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2)
     samples = [blocks[i] for i in range(3)]
     bytes_ = (torch.Tensor.byte, lambda ids: ids.numpy().astype(np.uint8), tuple)
@@ -203,7 +203,7 @@ def test_words_stay_whole(documents, tokenizer, unit):
         assert all(len(fates) == 1 for fates in by_word.values())
 
 
-def test_an_epoch_has_masks_of_its_own(blocks, tokenizer):
+def test_each_epoch_has_other_masks(blocks, tokenizer):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2)
     samples = [blocks[i] for i in range(3)]
     first = collator(samples)
@@ -213,7 +213,7 @@ def test_an_epoch_has_masks_of_its_own(blocks, tokenizer):
     assert_same_batch(collator(samples), first)
 
 
-def test_what_finds_no_room_is_counted_and_said_once(blocks, tokenizer):
+def test_dropped_tokens_are_counted_with_one_warning(blocks, tokenizer):
     samples = [blocks[i] for i in range(3)]
     collator = DataCollatorForMaskedTokens(tokenizer, max_predictions=3)
     free = DataCollatorForMaskedTokens(tokenizer)
@@ -259,7 +259,7 @@ def test_packed_sequences_are_masked_as_padded_ones(pairs, tokenizer):
         assert torch.equal(packed["next_sentence_label"], padded["next_sentence_label"])
 
 
-def test_packed_documents_have_choices_of_their_own(store, tokenizer):
+def test_packed_documents_have_independent_masks(store, tokenizer):
     stream = PretrainingStream(PackedDocuments(store, 64, **SPECIAL), seed=0, length=8)
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2, packed=True)
     batch = collator([stream[i] for i in range(4)])
@@ -388,7 +388,7 @@ def test_padding_is_not_chosen_without_a_pad_token(plain, field):
     assert not chosen[padding].any() and (batch["input_ids"][padding] == 0).all()
 
 
-def test_ids_alone_say_what_is_chosen_where_they_can(blocks, tokenizer, plain, monkeypatch):
+def test_no_maskable_tensor_where_ids_are_enough(blocks, tokenizer, plain, monkeypatch):
     given, mask_tokens = [], ops.mask_tokens
 
     def spy(input_ids, **settings):
@@ -471,7 +471,7 @@ def test_wrong_packed_samples(tokenizer, changes, error, words):
 # --- samples and settings that cannot be ----------------------------------------------------------
 
 
-def test_choices_that_were_asked_for_and_cannot_be_had_are_said_once(tokenizer, blocks):
+def test_one_warning_if_seed_or_epoch_have_no_effect(tokenizer, blocks):
     known, unknown = [blocks[0]], [{"input_ids": [5, 6, 7, 8]}]
 
     def silent(collator, samples):
@@ -563,7 +563,7 @@ def test_a_tokenizer_without_a_mask_token(plain):
         DataCollatorForMaskedTokens(without)
 
 
-def test_collators_are_things_of_their_own(tokenizer):
+def test_collators_compare_by_identity_and_pickle(tokenizer):
     one, other = (DataCollatorForMaskedTokens(tokenizer) for _ in range(2))
     assert isinstance(one, Collator)
     assert one == one and one != other and len({one, other}) == 2

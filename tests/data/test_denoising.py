@@ -119,7 +119,7 @@ def test_wrong_samples_and_tokenizers(tokenizer, samples):
         DataCollatorForDenoising(without)
 
 
-def test_what_is_cut_is_said(tokenizer):
+def test_a_warning_when_tokens_are_cut(tokenizer):
     collator = DataCollatorForDenoising(tokenizer, infill_probability=0.5, poisson_lambda=0.1)
     with pytest.warns(UserWarning, match="did not fit"):
         batch = collator([{"input_ids": list(range(10, 40))}])

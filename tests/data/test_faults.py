@@ -174,7 +174,7 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
     assert _folder.damage(folder, cache=True) is None
 
 
-def test_those_who_build_at_once_and_those_who_read(tmp_path):
+def test_concurrent_builders_and_readers(tmp_path):
     """Each lock is of its own open file, so that threads stand for processes."""
     expected = random.Random(0).randbytes(9000)
 
@@ -196,7 +196,7 @@ def test_those_who_build_at_once_and_those_who_read(tmp_path):
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_who_comes_second_takes_what_is_there(tmp_path):
+def test_the_folder_that_was_finished_first_is_used(tmp_path):
     inodes = []
 
     def slow(folder: Path) -> None:
@@ -208,7 +208,7 @@ def test_who_comes_second_takes_what_is_there(tmp_path):
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
+def test_readers_wait_while_a_folder_is_replaced(tmp_path, capsys):
     file = _folder.build_once(tmp_path, "key", write) / "a.bin"
     data = file.read_bytes()
     with _folder.locked(tmp_path):
@@ -222,7 +222,7 @@ def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
     assert not thread.is_alive() and capsys.readouterr().err == ""
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     for name in (".key-abandoned", ".key-building", ".other-abandoned"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.bin").write_bytes(b"half")
@@ -268,7 +268,7 @@ def test_a_rebuild_that_fails_leaves_what_is_there(tmp_path, capsys):
     assert (folder / "a.bin").read_bytes() == b"damaged"
 
 
-def test_a_manifest_is_what_it_says(tmp_path):
+def test_a_manifest_has_sizes_and_hashes(tmp_path):
     folder = _folder.build_once(tmp_path, "key", lambda f: (f / "a").write_bytes(b"abc") and None)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["a"]["hash"] == hashlib.blake2b(b"abc", digest_size=16).hexdigest()

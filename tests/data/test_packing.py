@@ -93,14 +93,14 @@ def test_under_a_stream(numbered, workers):
         assert np.sort(tokens - 10).tolist() == list(range(len(numbered)))
 
 
-def test_sequences_have_indices_of_their_own():
+def test_each_sequence_has_its_own_index():
     places = torch.arange(64)
     indices = torch.cat([sequence_index(torch.tensor(i), places) for i in (0, 1, 7, 2**42)])
     assert len(indices.unique()) == 4 * 64 and (indices >= 0).all()
     assert sequence_index(3, 5) == 3 * 2**20 + 5
 
 
-def test_packing_is_found_once_and_travels_by_name(numbered, monkeypatch):
+def test_packing_is_computed_once_and_pickled_by_path(numbered, monkeypatch):
     blocks = PackedDocuments(numbered, 32, **SPECIAL)
     monkeypatch.setattr("fastplm.data.packing.pack_sequences", None)
     data = pickle.dumps(blocks)

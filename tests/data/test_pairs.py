@@ -115,7 +115,7 @@ def test_next_sentence_pairs_are_those_of_the_first_version(numbered):
     assert digest.hexdigest()[:16] == "2f66a1096ddc75ed"
 
 
-def test_lengths_do_not_tell_the_order(store_of):
+def test_lengths_do_not_reveal_the_order(store_of):
     # Both halves of each sentence of 100 tokens are cut to the 13 tokens of a pair: 7 and 6.
     store = store_of(np.arange(400), [0, 100, 200, 300, 400], [0, 4])
     lengths = {0: set(), 1: set()}
@@ -137,7 +137,7 @@ def test_both_objectives_cut_the_same_runs(numbered):
             assert torch.equal(torn["input_ids"], ordered["input_ids"])
 
 
-def test_chunks_are_found_once_and_travel_by_name(numbered, monkeypatch):
+def test_chunks_are_computed_once_and_pickled_by_path(numbered, monkeypatch):
     chunks = SentenceChunks(numbered, BLOCK)
     monkeypatch.setattr("fastplm.data.pairs.sentence_chunks", None)
     again = pickle.loads(pickle.dumps(chunks))

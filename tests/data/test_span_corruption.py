@@ -88,7 +88,7 @@ def test_block_size_fixes_the_shapes(tokenizer, samples):
         collator([full, {"input_ids": [5] * (raw + 1)}])
 
 
-def test_too_few_sentinels_are_said(t5_tokenizer):
+def test_a_warning_when_sentinels_are_too_few(t5_tokenizer):
     long = [{"input_ids": list(range(3, 43)) * 3}]  # 120 tokens, 18 of noise, 6 spans
     with pytest.warns(UserWarning, match="120 tokens has 6 spans, and the tokenizer has 4"):
         batch = DataCollatorForSpanCorruption(t5_tokenizer(4))(long)

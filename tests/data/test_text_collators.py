@@ -70,7 +70,7 @@ def test_the_attention_mask_says_what_is_text(case, before, behind, convert):
     assert_same(collator(changed), collator(samples[:8]))
 
 
-def test_the_halves_make_the_whole(case):
+def test_pad_and_corrupt_are_the_whole_collator(case):
     make, samples = case
     collator = make()
     padded = collator.pad(samples[:8])

@@ -15,7 +15,7 @@ COMMANDS = ("info", "measure", "demo", "pretrain", "finetune")
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
-def test_help_waits_for_nothing(words):
+def test_help_imports_nothing_heavy(words):
     """Few modules are imported, none of them a heavy one; on any machine that is half a second."""
     script = (
         "import json, sys, time\n"
@@ -88,7 +88,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
         ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
     ],
 )
-def test_what_is_typed_wrong_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch):
+def test_wrong_command_lines_give_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
         main(words.split())

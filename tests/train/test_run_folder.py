@@ -74,7 +74,7 @@ def labelled(tmp_path_factory, bert):
     "name", ["model/mine.txt", "metrics.json", "seed-0/model/mine.txt", ".mine"]
 )
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])
-def test_what_is_there_is_not_touched(command, name, arguments, labelled, tmp_path, refused):
+def test_existing_files_are_not_touched(command, name, arguments, labelled, tmp_path, refused):
     out = tmp_path / "out"
     (out / name).parent.mkdir(parents=True)
     (out / name).write_text("mine")
@@ -119,7 +119,7 @@ def test_one_process_at_a_time(copied, arguments, labelled, refused):
     assert content(copied) == before
 
 
-def test_a_lock_that_a_killed_process_left_keeps_nobody_out(tmp_path):
+def test_the_lock_of_a_killed_process_does_not_count(tmp_path):
     (tmp_path / module.LOCK).write_text("1 of elsewhere")
     with claimed("pretrain", tmp_path, resume=False, overwrite=False):
         assert (tmp_path / module.LOCK).read_text().startswith(f"{os.getpid()} of ")
@@ -174,7 +174,7 @@ training_args.bin tokenizer.json manifest.json""".split()
 
 @pytest.mark.parametrize("damaged", _damages())
 @pytest.mark.parametrize("name", FILES)
-def test_a_checkpoint_is_whole_or_it_is_not(name, damaged, copied):
+def test_damaged_checkpoints_are_found(name, damaged, copied):
     _damages()[damaged](copied / "checkpoint-6" / name)
     lines = []
     assert last_checkpoint(copied, lines.append) == copied / "checkpoint-4"
@@ -216,7 +216,7 @@ def _without_optimizers(out):
 def _another_hold_out(out):
     record = read_record("pretrain", out)
     record["held_out"]["samples"] += 1
-    module.write_record(out, record)
+    module.write_hashed(out / "run.json", record)
 
 
 def _another_seed(out):
@@ -368,7 +368,7 @@ def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, monkeyp
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_a_gpu_is_not_waited_for():
+def test_the_check_does_not_wait_for_a_gpu():
     """What was copied before is looked at, and copied again when that copy has arrived."""
     check, arrived = FiniteCheck(torch.device("cpu")), False
     check._on_gpu, check._copy = True, check.steps.clone()
@@ -381,7 +381,7 @@ def test_a_gpu_is_not_waited_for():
     assert check.known().tolist() == [4, check.NEVER]
 
 
-def test_weights_that_are_no_numbers_are_not_saved(arguments, tmp_path, monkeypatch, refused):
+def test_weights_that_are_not_finite_are_not_saved(arguments, tmp_path, monkeypatch, refused):
     step = torch.optim.AdamW.step
 
     def spoiled(self, closure=None):
@@ -581,7 +581,7 @@ def test_the_argument_at_fault_is_named(bert, tmp_path):
 # --- what is said ---------------------------------------------------------------------------------
 
 
-def test_what_a_run_says_before_it_begins(run, corpus, tmp_path, capsys):
+def test_announcement(run, corpus, tmp_path, capsys):
     run(tmp_path / "out", steps=2)
     shown = capsys.readouterr().err
     block, _, lines = shown.partition("\nstep 1/2")

@@ -385,7 +385,7 @@ def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer)
 # --- evaluation during the training ---------------------------------------------------------------
 
 
-def test_evaluation_leaves_no_trace_in_the_log(trained, tokenizer, monkeypatch):
+def test_evaluation_does_not_change_the_log(trained, tokenizer, monkeypatch):
     """And has the loss of ``evaluate``; the clock of the training stands still meanwhile."""
     collator = DataCollatorForMaskedTokens(tokenizer, mlm_probability=0.4)
     clock = 1.0
