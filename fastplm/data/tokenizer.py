@@ -244,7 +244,7 @@ def _bytelevel(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     model = json.loads(bpe.to_str())["model"]
     vocabulary = {**model["vocab"], ROBERTA_MASK: len(model["vocab"])}
     merges = [(left, right) for left, right in model["merges"]]
-    # As in RoBERTa, the mask swallows the space before it: the token after it brings its own.
+    # As in RoBERTa, the mask includes the space before it; the token after it has its own space.
     mask = AddedToken(ROBERTA_MASK, lstrip=True, special=True)
     return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask)
 

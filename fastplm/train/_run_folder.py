@@ -309,11 +309,7 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 @contextmanager
 def writing(where: str, path: Path) -> Iterator[None]:
-    """Turn what libraries raise when a file cannot be written into one line.
-
-    Raises:
-        DataError: in place of it.
-    """
+    """Turn what libraries raise when a file cannot be written into a DataError of one line."""
     try:
         yield
     except FastplmError:
@@ -334,11 +330,7 @@ def writing(where: str, path: Path) -> Iterator[None]:
 def loaded(
     where: str, argument: str, path: str | Path, expected: str, load: Callable[[], _T]
 ) -> _T:
-    """Call ``load``, which reads a file of the user; each library has errors of its own.
-
-    Raises:
-        DataError: in place of it.
-    """
+    """Call ``load``, which reads a file of the user; any error of a library becomes a DataError."""
     try:
         return load()
     except FastplmError:

@@ -68,7 +68,7 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
 
     end = time.perf_counter() + 60 * minutes
     check(0 < minutes < math.inf, "demo", "minutes", minutes, "more than 0", "Change it.")
-    disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
+    disable_progress_bar()  # those of Transformers would break our tables
     cache = out / "cache"
     if (cache / "demo.json").is_file():
         print(f"The demo that was there is now in {move_aside(out)}.")

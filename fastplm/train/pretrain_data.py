@@ -58,7 +58,7 @@ class RunData:
 def prepare_data(
     args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
 ) -> RunData:
-    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
+    """The data of a run, which the first process prepares; a resumed run keeps its tokenizer."""
     with training_arguments.main_process_first(desc="preparing the data"):
         cache = Path(args.cache)
         there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()

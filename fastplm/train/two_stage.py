@@ -15,12 +15,8 @@ from fastplm.train.trainer import PretrainingTrainer
 class TwoStageTrainer(PretrainingTrainer):
     """Trains a model of ``config.stage`` 1, and from a step on in stage 2.
 
-    Each stage has its own warm-up and linear decay. The optimizer is not reset: the
-    discriminator has no moments in it before its first gradient.
-
-    Args:
-        args, kwargs: of ``PretrainingTrainer``.
-        first_stage: the steps of the first stage.
+    Each stage has its own warm-up and linear decay; ``first_stage`` is the steps of the first one.
+    The optimizer is not reset: it has no moments of the discriminator before its first gradient.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §3.2, Training Algorithms.
     """

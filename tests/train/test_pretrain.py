@@ -75,7 +75,7 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
     tokens = batch["attention_mask"].bool()
 
     def shown(cls, dtype):
-        """Padding's logits are nobody's business, and ours leaves padding out."""
+        """The outputs but for those of padding, which mean nothing."""
         model = cls.from_pretrained(path, dtype=dtype).eval()
         with torch.no_grad():
             results = model(**batch)
