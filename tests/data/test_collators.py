@@ -237,18 +237,23 @@ def test_special_tokens_mask(tokenizer):
 
 
 def test_packed_sequences_are_masked_as_padded_ones(pairs, tokenizer):
-    samples = [pairs[i] for i in range(6)]
-    padded = DataCollatorForMaskedTokens(tokenizer, seed=2, max_predictions=4)(samples)
+    samples = [
+        pairs[i] | {"special_tokens_mask": (pairs[i]["input_ids"] % 2).tolist()} for i in range(6)
+    ]
+    settings = dict(seed=2, mlm_probability=0.5, max_predictions=24)
+    padded = DataCollatorForMaskedTokens(tokenizer, **settings)(samples)
     for block_size in (None, 48):
-        packed = DataCollatorForMaskedTokens(
-            tokenizer, seed=2, max_predictions=4, packed=True, block_size=block_size
-        )(samples)
+        settings["block_size"] = block_size
+        packed = DataCollatorForMaskedTokens(tokenizer, packed=True, **settings)(samples)
+        assert "special_tokens_mask" not in packed and "attention_mask" not in packed
         inside = padded["attention_mask"].bool()
         tokens = int(inside.sum())
         assert packed["input_ids"].shape == (1, tokens if block_size is None else 6 * 48)
-        for key in ("input_ids", "labels"):
+        for key in ("input_ids", "labels", "token_type_ids"):
             assert torch.equal(packed[key][0, :tokens], padded[key][inside]), key
+        assert (packed["token_type_ids"][0, tokens:] == 0).all()
         assert (packed["labels"][0, tokens:] == -100).all()
+        assert (packed["labels"][packed["labels"] != -100] % 2 == 0).all()
         lengths = inside.sum(1)
         ends = packed["cu_seq_lens_q"]
         assert ends.dtype == torch.int32 and torch.equal(ends.diff(), lengths.int())
@@ -415,23 +420,6 @@ def test_added_special_tokens_are_special(plain):
 
 
 # --- packed ---------------------------------------------------------------------------------------
-
-
-def test_packed_batches_have_all_that_tokens_have(pairs, tokenizer):
-    samples = [
-        pairs[i] | {"special_tokens_mask": (pairs[i]["input_ids"] % 2).tolist()} for i in range(5)
-    ]
-    settings = dict(seed=2, mlm_probability=0.5, max_predictions=24, block_size=48)
-    padded = DataCollatorForMaskedTokens(tokenizer, **settings)(samples)
-    packed = DataCollatorForMaskedTokens(tokenizer, packed=True, **settings)(samples)
-    inside = padded["attention_mask"].bool()
-    tokens = int(inside.sum())
-    for key in ("input_ids", "labels", "token_type_ids"):
-        assert packed[key].shape == (1, 5 * 48)
-        assert torch.equal(packed[key][0, :tokens], padded[key][inside]), key
-    assert (packed["token_type_ids"][0, tokens:] == 0).all()
-    assert (packed["labels"][packed["labels"] != -100] % 2 == 0).all()
-    assert "special_tokens_mask" not in packed and "attention_mask" not in packed
 
 
 @pytest.mark.gpu
