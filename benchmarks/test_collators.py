@@ -18,7 +18,7 @@ import torch
 
 from fastplm import ops, use_backend
 from fastplm.data import DataCollatorForMaskedTokens, embedded_corpus, train_tokenizer
-from fastplm.data._cache import default_cache
+from fastplm.data._folder import default_cache
 from fastplm.data.words import word_ids, word_starts
 from harness import Case, default_device
 

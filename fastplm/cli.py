@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line_of(error: Exception) -> str | None:
-    """What to say of an error of the input or the machine; None for one of the program."""
+    """One line about an error of the input or the machine; None for a bug of the program."""
     if isinstance(error, FastplmError):
         return str(error)
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
@@ -85,13 +85,13 @@ def _pretrain(**settings: Any) -> int:
 def _finetune(**settings: Any) -> int:
     from fastplm.train.finetune import FinetuneArguments, finetune, summary
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(line, flush=True)
 
     with _running():
-        metrics = finetune(FinetuneArguments(**settings), tell)
-    tell(summary(metrics))
+        metrics = finetune(FinetuneArguments(**settings), print_line)
+    print_line(summary(metrics))
     return 0
 
 
@@ -116,7 +116,7 @@ def _demo(**settings: Any) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and what may have been meant."""
+    """Prints an error as one line, with the valid choice that is closest."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -143,13 +143,13 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.train.arguments import (
+        MINUTES,
         NOT_NEGATIVE,
         FinetuneArguments,
         PretrainArguments,
         add_settings,
         whole,
     )
-    from fastplm.train.choices import MINUTES
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
+from fastplm._checks import (
+    ArgumentValueError,
+    DataError,
+    FastplmError,
+    UnsupportedError,
+    check,
+    message,
+)
 from fastplm.data.packing import sequence_index
 
 if TYPE_CHECKING:
@@ -90,8 +97,8 @@ class Collator:
     def set_epoch(self, epoch: int) -> None:
         """Give every sample fresh choices from here on.
 
-        A ``PretrainingStream`` needs none of it: its sample indices never come again. Workers that
-        a DataLoader keeps over epochs have their own copy of the collator, and do not hear of it.
+        A ``PretrainingStream`` does not need this: each of its sample indices occurs once. Workers
+        that a DataLoader keeps over epochs have a copy of the collator, which does not change.
         """
         self._epoch = epoch
 
@@ -112,19 +119,19 @@ class Collator:
 
     @property
     def dropped(self) -> int:
-        """How many tokens found no room since the collator was made; reading it waits for a GPU.
+        """The number of tokens that did not fit, so far; reading it waits for a GPU.
 
-        A DataLoader's workers count in copies of their own; there, and on any CPU, a warning says
-        it the first time.
+        The workers of a DataLoader have their own copies of the collator and of this number. On the
+        CPU, so also in workers, a warning is printed the first time.
         """
         return sum(int(count) for count in self._dropped.values())
 
     def count_dropped(self, dropped: Tensor, fix: str) -> None:
-        """Add what an op has dropped, a 0-d tensor: never silently, and without a wait on a GPU."""
+        """Count the tokens that an op dropped, a 0-d tensor; on the CPU also print a warning."""
         before = self._dropped.get(dropped.device)
         if dropped.device.type == "cpu" and dropped > 0 and not before:
             warnings.warn(
-                f"{type(self).__name__}: {int(dropped)} tokens of this batch found no room and "
+                f"{type(self).__name__}: {int(dropped)} tokens of this batch did not fit and "
                 f"were dropped. {fix} `collator.dropped` counts them.",
                 stacklevel=3,
             )
@@ -249,17 +256,16 @@ class Collator:
         return batch
 
     def _room(self, longest: int) -> int:
-        if self.block_size is None:
+        """The tokens of a row, which must have room for the longest sample."""
+        return self._fit(longest, self.block_size)
+
+    def _fit(self, longest: int, room: int | None, beside: str = "", most: object = "") -> int:
+        if room is None:
             return longest
-        check(
-            longest <= self.block_size,
-            type(self).__name__,
-            "input_ids",
-            f"a sample of {longest} tokens",
-            f"at most {self.block_size}",
-            "Raise block_size or cut the samples.",
-        )
-        return self.block_size
+        where, got = type(self).__name__, f"a sample of {longest} tokens{beside}"
+        expected, fix = f"at most {most or room}", "Raise block_size or cut the samples."
+        check(longest <= room, where, "input_ids", got, expected, fix)
+        return room
 
     def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id
@@ -396,34 +402,57 @@ class Collator:
         return torch.from_numpy(np.concatenate(parts))
 
 
-def text_of(
-    sample: dict[str, Any], pad: int | None, bos: int | None, eos: int | None, where: str
-) -> Any:
-    """The tokens of a sample that are text: without padding, and one BOS and one EOS at the ends.
+@dataclass(eq=False)
+class TextCollator(Collator):
+    """Base of the collators of T5 and BART, which read text alone.
 
-    Padding is what its attention mask hides or, without one, the padding tokens at its end. For a
-    sample on a GPU this waits, once for its tokens and once for its mask.
+    Padding and special tokens at the ends of a sample are removed: what its ``attention_mask``
+    hides at either end or, without one, the padding tokens at its end; then one BOS and one EOS.
     """
-    ids = sample["input_ids"]
-    tokens = _on_cpu(ids)
-    begin, end = 0, len(tokens)
-    if "attention_mask" in sample:
-        seen = np.flatnonzero(_on_cpu(sample["attention_mask"]))
-        count = len(sample["attention_mask"])
-        got, fix = f"{count} values", "Make both by one call of the tokenizer."
-        expected = f"{end}, as many as input_ids"
-        check(count == end, where, "attention_mask", got, expected, fix)
-        begin, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-        expected, fix = "one run of ones", "Remove what is not text."
-        check(end - begin == len(seen), where, "attention_mask", "gaps", expected, fix, DataError)
-    else:
-        while end > 0 and tokens[end - 1] == pad:
+
+    token_fields: ClassVar[tuple[str, ...]] = ()
+    #: The op of the noise, which also takes packed rows.
+    op: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            not self.packed,
+            type(self).__name__,
+            "packed",
+            self.packed,
+            "False, as an encoder-decoder takes a padded batch",
+            f"Leave it out; ops.{self.op} takes packed rows and returns padded ones.",
+            UnsupportedError,
+        )
+        # Looked up once: the properties of a tokenizer are slow.
+        self._padding: int | None = self.tokenizer.pad_token_id
+        self._pad_id = self._pad_token_id()
+        self._bos: int | None = None
+        self._eos: int | None = self.tokenizer.eos_token_id
+
+    def content(self, sample: dict[str, Any]) -> Any:
+        """The text of a sample. If it is on a GPU, this waits for its tokens and its mask."""
+        ids, where = sample["input_ids"], type(self).__name__
+        tokens = _on_cpu(ids)
+        begin, end = 0, len(tokens)
+        if "attention_mask" in sample:
+            seen = np.flatnonzero(_on_cpu(sample["attention_mask"]))
+            count = len(sample["attention_mask"])
+            got, fix = f"{count} values", "Make both by one call of the tokenizer."
+            expected = f"{end}, as many as input_ids"
+            check(count == end, where, "attention_mask", got, expected, fix)
+            begin, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+            one_run, fix = end - begin == len(seen), "Remove what is not text."
+            check(one_run, where, "attention_mask", "gaps", "one run of ones", fix, DataError)
+        else:
+            while end > 0 and tokens[end - 1] == self._padding:
+                end -= 1
+        if end > begin and self._eos is not None and tokens[end - 1] == self._eos:
             end -= 1
-    if end > begin and eos is not None and tokens[end - 1] == eos:
-        end -= 1
-    if end > begin and bos is not None and tokens[begin] == bos:
-        begin += 1
-    return ids[begin:end]
+        if end > begin and self._bos is not None and tokens[begin] == self._bos:
+            begin += 1
+        return ids[begin:end]
 
 
 def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:

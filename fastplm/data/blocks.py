@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm._checks import TooLittleTextError, UnsupportedError, check
-from fastplm.data._cache import build_once
-from fastplm.data._folder import MANIFEST, damage
+from fastplm.data._folder import MANIFEST, build_once, damage
 from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file
 from fastplm.data.corpus import check_documents, fingerprint
 
@@ -206,9 +205,7 @@ class BlockDataset(Dataset):
         self.store, self.block_size = store, block_size
         self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
         self._begin = int(cls_token_id is not None)
-        self._text = block_size - self._begin - (sep_token_id is not None)
-        expected = f"{block_size - self._text + 1} or more"
-        check(self._text > 0, "BlockDataset", "block_size", block_size, expected, "Raise it.")
+        self._text = room_for_text("BlockDataset", block_size, cls_token_id, sep_token_id)
         check_enough_tokens("BlockDataset", store, self._text)
         store.validate()
 
@@ -226,6 +223,14 @@ class BlockDataset(Dataset):
         text = self.store.tokens[index * self._text : (index + 1) * self._text]
         block[self._begin : self._begin + self._text] = text
         return {"input_ids": torch.from_numpy(block)}
+
+
+def room_for_text(where: str, block_size: int, *special: int | None) -> int:
+    """The tokens of a block beside the special ones that are given; at least one."""
+    room = block_size - sum(token is not None for token in special)
+    expected = f"{block_size - room + 1} or more"
+    check(room > 0, where, "block_size", block_size, expected, "Raise it.")
+    return room
 
 
 def check_enough_tokens(where: str, store: TokenStore, needed: int) -> None:

@@ -79,22 +79,14 @@ class DataCollatorForMaskedTokens(Collator):
         row = 0 if self.packed else slice(None)
         masked = ops.mask_tokens(
             input_ids[row],
-            vocab_size=self._vocab_size,
-            mask_token_id=self._mask_token_id,
             maskable=None if maskable is None else maskable[row],
             special_ids=constants["special_ids"],
-            mlm_probability=self.mlm_probability,
-            mask_replace_prob=self.mask_replace_prob,
-            random_replace_prob=self.random_replace_prob,
-            max_predictions=self.max_predictions,
-            sampling=self.sampling,
-            unit=self.unit,
             word_ids=None if words is None else words[row],
-            max_ngram=self.max_ngram,
             cu_seqlens=batch["cu_seq_lens_q"] if self.packed else None,
             sample_index=batch["sample_index"],
             seed=self.seed,
             step=self._epoch,
+            **self._settings(),
         )
         self.count_dropped(masked.dropped, "Raise max_predictions.")
         batch["input_ids"] = masked.input_ids.view(input_ids.shape)
@@ -110,25 +102,25 @@ class DataCollatorForMaskedTokens(Collator):
         inside = batch["attention_mask"] != 0
         return inside if maskable is None else maskable & inside
 
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the op, in the order in which it checks them."""
+        return {
+            "vocab_size": self._vocab_size,
+            "mask_token_id": self._mask_token_id,
+            "mlm_probability": self.mlm_probability,
+            "mask_replace_prob": self.mask_replace_prob,
+            "random_replace_prob": self.random_replace_prob,
+            "max_predictions": self.max_predictions,
+            "sampling": self.sampling,
+            "unit": self.unit,
+            "max_ngram": self.max_ngram,
+        }
+
     def _check_settings(self, special_count: int) -> None:
         """Raise the errors of the op now, and with the name of the collator."""
         try:
-            check_settings(
-                1,
-                1,
-                1,
-                special_count,
-                self.unit != "token",
-                self._vocab_size,
-                self._mask_token_id,
-                self.mlm_probability,
-                self.mask_replace_prob,
-                self.random_replace_prob,
-                self.max_predictions,
-                self.sampling,
-                self.unit,
-                self.max_ngram,
-            )
+            settings = self._settings().values()
+            check_settings(1, 1, 1, special_count, self.unit != "token", *settings)
         except FastplmError as error:
             text = str(error).replace("mask_tokens", type(self).__name__, 1)
             raise type(error)(text) from None

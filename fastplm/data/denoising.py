@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastplm._checks import UnsupportedError, check
-from fastplm.data._collate import Collator, text_of
+from fastplm.data._collate import TextCollator
 from fastplm.data.collators import mask_token_id, special_ids
 from fastplm.ops.bart_noise import bart_noise
 
@@ -21,7 +20,7 @@ _END_OF_SENTENCE = (".", "!", "?")
 
 
 @dataclass(eq=False)
-class DataCollatorForDenoising(Collator):
+class DataCollatorForDenoising(TextCollator):
     """Batches for BART's denoising, as ``BartForConditionalGeneration`` takes them.
 
     The noise is a pure function of (seed, epoch, sample index): the same at any batch size, worker
@@ -69,24 +68,13 @@ class DataCollatorForDenoising(Collator):
     random_replace_prob: float = 0.1
     sentence_end_ids: Sequence[int] | None = None
 
-    token_fields: ClassVar[tuple[str, ...]] = ()
+    op: ClassVar[str] = "bart_noise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        where = type(self).__name__
-        check(
-            not self.packed,
-            where,
-            "packed",
-            self.packed,
-            "False, as an encoder-decoder takes a padded batch",
-            "Leave it out; ops.bart_noise takes packed rows and returns padded ones.",
-            UnsupportedError,
-        )
-        # Looked up once: the properties of a tokenizer are slow.
         tokenizer = self.tokenizer
-        self._mask = mask_token_id(where, tokenizer)
-        self._pad_id = self._pad_token_id()
+        self._mask = mask_token_id(type(self).__name__, tokenizer)
+        self._padding = self._pad_id
         self._bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
         self._edges = (self._bos is not None) + (self._eos is not None)
@@ -94,10 +82,6 @@ class DataCollatorForDenoising(Collator):
         ends = self.sentence_end_ids
         given = sentence_ends(tokenizer) if ends is None else torch.tensor(list(ends)).long()
         self.keep(special_ids=special_ids(tokenizer), sentence_end_ids=given.unique())
-
-    def content(self, sample: dict[str, Any]) -> Any:
-        """The text of a sample, without padding, BOS and EOS."""
-        return text_of(sample, self._pad_id, self._bos, self._eos, type(self).__name__)
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Noise the text, and make labels of it."""
@@ -147,18 +131,8 @@ class DataCollatorForDenoising(Collator):
 
     def _room(self, longest: int) -> int:
         """Tokens of a row without BOS and EOS."""
-        if self.block_size is None:
-            return longest
-        room = self.block_size - self._edges
-        check(
-            longest <= room,
-            type(self).__name__,
-            "input_ids",
-            f"a sample of {longest} tokens and {self._edges} around them",
-            f"at most {self.block_size}",
-            "Raise block_size or cut the samples.",
-        )
-        return room
+        room = None if self.block_size is None else self.block_size - self._edges
+        return self._fit(longest, room, f" and {self._edges} around them", self.block_size)
 
 
 def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> Tensor:

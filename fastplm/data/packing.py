@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastplm._checks import check
 from fastplm.data._numbers import map_file, refuse_file
-from fastplm.data.blocks import TokenStore, check_enough_tokens
+from fastplm.data.blocks import TokenStore, check_enough_tokens, room_for_text
 from fastplm.data.index import pack_sequences
 
 _PLACES = 20
@@ -49,17 +49,8 @@ class PackedDocuments(Dataset):
     ) -> None:
         self.store, self.block_size = store, block_size
         self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
-        self._special = (cls_token_id is not None) + (sep_token_id is not None)
-        smallest = 1 + self._special
-        expected = f"{smallest} or more"
-        check(
-            block_size >= smallest,
-            "PackedDocuments",
-            "block_size",
-            block_size,
-            expected,
-            "Raise it.",
-        )
+        room = room_for_text("PackedDocuments", block_size, cls_token_id, sep_token_id)
+        self._special = block_size - room
         check_enough_tokens("PackedDocuments", store, 1)
         folder = store.derive(f"packed-{block_size}-{self._special}", self._build)
         self._offsets, self._begin, self._length = (
@@ -83,7 +74,8 @@ class PackedDocuments(Dataset):
         length[members].tofile(folder / "length.bin")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.store, self.block_size, self.cls_token_id, self.sep_token_id)
+        special = {"cls_token_id": self.cls_token_id, "sep_token_id": self.sep_token_id}
+        return functools.partial(PackedDocuments, self.store, self.block_size, **special), ()
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -120,9 +112,3 @@ def sequence_index(sample_index: int | Tensor, place: int | Tensor) -> int | Ten
         place: of the sequence in the block: 0, 1, 2 ….
     """
     return (sample_index << _PLACES) + place
-
-
-def _reopen(
-    store: TokenStore, block_size: int, cls_token_id: int | None, sep_token_id: int | None
-) -> PackedDocuments:
-    return PackedDocuments(store, block_size, cls_token_id=cls_token_id, sep_token_id=sep_token_id)

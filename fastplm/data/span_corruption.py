@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from fastplm._checks import DataError, UnsupportedError, check
-from fastplm.data._collate import Collator, text_of
+from fastplm._checks import DataError, check
+from fastplm.data._collate import TextCollator
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit
 from fastplm.reference.corrupt_spans import fixed_point_scales, span_counts
 
 
 @dataclass(eq=False)
-class DataCollatorForSpanCorruption(Collator):
+class DataCollatorForSpanCorruption(TextCollator):
     """Batches for T5's span corruption, as ``T5ForConditionalGeneration`` takes them.
 
     The spans are a pure function of (seed, epoch, sample index): the same at any batch size, worker
@@ -59,28 +59,17 @@ class DataCollatorForSpanCorruption(Collator):
     noise_density: float = 0.15
     mean_span_length: float = 3.0
 
-    token_fields: ClassVar[tuple[str, ...]] = ()
+    op: ClassVar[str] = "corrupt_spans"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        where = type(self).__name__
-        check(
-            not self.packed,
-            where,
-            "packed",
-            self.packed,
-            "False, as an encoder-decoder takes a padded batch",
-            "Leave it out; ops.corrupt_spans takes packed rows and returns padded ones.",
-            UnsupportedError,
-        )
-        # Looked up once: the properties of a tokenizer are slow.
         vocabulary = self.tokenizer.get_vocab()
         sentinels: list[int] = []
         while (token := f"<extra_id_{len(sentinels)}>") in vocabulary:
             sentinels.append(vocabulary[token])
         check(
             len(sentinels) > 0,
-            where,
+            type(self).__name__,
             "tokenizer",
             "one without <extra_id_0>",
             "sentinels <extra_id_0>, <extra_id_1>, …",
@@ -89,8 +78,6 @@ class DataCollatorForSpanCorruption(Collator):
         )
         self._sentinels = len(sentinels)
         self.keep(sentinel_ids=torch.tensor(sentinels))
-        self._eos = self.tokenizer.eos_token_id
-        self._padding = self.tokenizer.pad_token_id
         self.raw_size: int | None = None
         if self.block_size is not None:
             self.raw_size, _ = span_corruption_fit(
@@ -101,10 +88,6 @@ class DataCollatorForSpanCorruption(Collator):
                 eos=self._eos is not None,
             )
 
-    def content(self, sample: dict[str, Any]) -> Any:
-        """The text of a sample, without padding and the EOS at its end."""
-        return text_of(sample, self._padding, None, self._eos, type(self).__name__)
-
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Replace the spans by sentinels, and make labels of them."""
         input_ids = batch["input_ids"]
@@ -112,7 +95,7 @@ class DataCollatorForSpanCorruption(Collator):
             input_ids,
             sentinel_ids=self.constants(input_ids.device)["sentinel_ids"],
             eos_token_id=self._eos,
-            pad_token_id=self._pad_token_id(),
+            pad_token_id=self._pad_id,
             noise_density=self.noise_density,
             mean_span_length=self.mean_span_length,
             lengths=batch["attention_mask"].sum(1),
@@ -129,17 +112,8 @@ class DataCollatorForSpanCorruption(Collator):
 
     def _room(self, longest: int) -> int:
         """Tokens of a row before its corruption."""
-        size = longest
-        if self.raw_size is not None:
-            check(
-                longest <= self.raw_size,
-                type(self).__name__,
-                "input_ids",
-                f"a sample of {longest} tokens",
-                f"at most {self.raw_size}, of which {self.block_size} are left in the input",
-                "Raise block_size or cut the samples.",
-            )
-            size = self.raw_size
+        most = f"{self.raw_size}, of which {self.block_size} are left in the input"
+        size = self._fit(longest, self.raw_size, most=most)
         scales = fixed_point_scales(self.noise_density, self.mean_span_length)
         sentinels = self._sentinels
         _, spans, wanted = span_counts(longest, *scales, sentinels)

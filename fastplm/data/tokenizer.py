@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
-from fastplm.data._cache import build_once
-from fastplm.data._folder import say
+from fastplm.data._folder import build_once, say
 from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def train_tokenizer(
         f"an integer from 1 to {_MOST_TOKENS:,}",
         "30522 and 50265 are usual.",
     )
-    builders = {"wordpiece": _bert, "bytelevel": _roberta, "unigram": _t5}
+    builders = {"wordpiece": _wordpiece, "bytelevel": _bytelevel, "unigram": _unigram}
 
     def build(directory: Path) -> None:
         tokenizer = builders[kind](documents, vocab_size)
@@ -172,32 +171,10 @@ def _words_by(pre_tokenizer: Any, normalizer: Any = None) -> Callable[[str], lis
 
 
 def _cut(pre_tokenizer: Any) -> Any:
-    """The pre-tokenizer, whose words are then cut where they are too long."""
+    """A pre-tokenizer that also cuts words that are too long."""
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.Sequence([pre_tokenizer, pre_tokenizers.FixedLength(LONGEST_WORD)])
-
-
-def _bert(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    from transformers import BertTokenizer
-
-    return BertTokenizer(vocab=_wordpiece(documents, vocab_size), do_lower_case=True)
-
-
-def _roberta(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    from tokenizers import AddedToken
-    from transformers import RobertaTokenizer
-
-    vocabulary, merges = _bytelevel(documents, vocab_size)
-    # As in RoBERTa, the mask swallows the space before it: the token after it brings its own.
-    mask = AddedToken(ROBERTA_MASK, lstrip=True, special=True)
-    return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask)
-
-
-def _t5(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    from transformers import T5Tokenizer
-
-    return T5Tokenizer(vocab=_unigram(documents, vocab_size), extra_ids=len(T5_SENTINELS))
 
 
 def _alphabet(frequency: Counter[str]) -> list[str]:
@@ -218,8 +195,9 @@ def _check_size(vocab_size: int, least: int) -> None:
     )
 
 
-def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
+def _wordpiece(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertTokenizer
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -251,14 +229,12 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> dict[str, int]:
     pieces = sorted(token for token in train(0, special) if token.startswith("##"))
     vocabulary = train(vocab_size, special + pieces)
     _check_size(vocab_size, len(vocabulary))
-    return vocabulary
+    return BertTokenizer(vocab=vocabulary, do_lower_case=True)
 
 
-def _bytelevel(
-    documents: Iterable[str], vocab_size: int
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Tokens with their ids, and the merges in their order."""
-    from tokenizers import pre_tokenizers
+def _bytelevel(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import RobertaTokenizer
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _check_size(vocab_size, len(ROBERTA_TOKENS) + len(alphabet) + 1)
@@ -267,11 +243,14 @@ def _bytelevel(
     bpe = _bpe(documents, pre_tokenizer, alphabet, vocab_size - 1, ROBERTA_TOKENS)
     model = json.loads(bpe.to_str())["model"]
     vocabulary = {**model["vocab"], ROBERTA_MASK: len(model["vocab"])}
-    return vocabulary, [(left, right) for left, right in model["merges"]]
+    merges = [(left, right) for left, right in model["merges"]]
+    # As in RoBERTa, the mask includes the space before it; the token after it has its own space.
+    mask = AddedToken(ROBERTA_MASK, lstrip=True, special=True)
+    return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask)
 
 
-def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float]]:
-    """Tokens with their log probabilities, in the order of their ids.
+def _unigram(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """T5's tokenizer, of tokens with their log probabilities.
 
     The Unigram trainer of the tokenizers library adds floats in the order of a randomised hash map
     and of its threads, so that its vocabulary depends on the process. Here every sum is one of
@@ -282,6 +261,7 @@ def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float
     Source: Kudo 2018 (arXiv 1804.10959), whose expectation maximisation is the soft one.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import T5Tokenizer
 
     words: Counter[str] = Counter()
     for document in _ReportedWords(documents, str.split):
@@ -313,7 +293,8 @@ def _unigram(documents: Iterable[str], vocab_size: int) -> list[tuple[str, float
         pieces.sort(key=lambda piece: (-scores[piece], piece))
         vocabulary = first + [(piece, scores[piece]) for piece in pieces]
         tokenizer = Tokenizer(models.Unigram(vocabulary, T5_TOKENS.index("<unk>"), False))
-    return vocabulary + [(token, 0.0) for token in T5_SENTINELS]
+    vocabulary += [(token, 0.0) for token in T5_SENTINELS]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=len(T5_SENTINELS))
 
 
 def _bpe(

@@ -134,7 +134,7 @@ def _byte_level(token: str) -> int:
 
 
 def _class(letter: str) -> int:
-    """White space joins nothing, a part of a character everything."""
+    """White space is never joined to its neighbours; a part of a character always is."""
     if letter.isspace():
         return 0
     if letter in ("", "\ufffd"):

@@ -21,12 +21,7 @@ _PATIENCE = 2.0
 
 @contextmanager
 def interruptible(words: Sequence[str], out: str | Path) -> Iterator[None]:
-    """In this block Ctrl-C prints how to continue, and ends the process even if it is busy.
-
-    Args:
-        words: of the command.
-        out: the folder of its run.
-    """
+    """In this block Ctrl-C prints how to continue, and ends the process even if it is busy."""
     left = threading.Event()
     try:
         with _watched(left, words, out):

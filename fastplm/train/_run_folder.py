@@ -1,11 +1,4 @@
-"""The folder of a run: written by one process at a time, and nothing in it half-written or lost.
-
-- A run claims its folder (``claimed``): files of others are not overwritten, and no second process
-  writes there.
-- A checkpoint is sealed with a manifest of its files (``seal``), so it is whole or it is not
-  (``damage``).
-- ``run.json`` says what the loss curve depends on, with a hash of its own.
-"""
+"""The folder of a run: one process writes to it, and what is in it is whole or not there."""
 
 from __future__ import annotations
 
@@ -183,17 +176,17 @@ def can_resume(out: Path) -> bool:
     return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
 
 
-def last_checkpoint(out: Path, tell: Callable[[str], object] = lambda line: None) -> Path | None:
+def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None) -> Path | None:
     """The newest checkpoint in a run's folder that is whole, if any.
 
     Args:
-        tell: is called with a line for each newer one that is not whole.
+        report: is called with a line for each newer one that is not whole.
     """
     for step, path in reversed(checkpoints(out)):
         reason = damage(path, step=step)
         if reason is None:
             return path
-        tell(f"{path} is not whole and is passed over: {reason}.")
+        report(f"{path} is not whole and is passed over: {reason}.")
     return None
 
 
@@ -256,30 +249,40 @@ def _sync_folder(folder: Path) -> None:
 # --- what the run is ------------------------------------------------------------------------------
 
 
-def write_record(out: Path, run: dict[str, Any]) -> None:
-    """Write ``run.json``."""
-    write_json(out / RECORD, {**run, "blake2b": content_hash(run)})
+def write_hashed(path: Path, content: dict[str, Any]) -> None:
+    """Write a dict as JSON, with a hash of it."""
+    write_json(path, {**content, "blake2b": _content_hash(content)})
+
+
+def read_hashed(path: Path) -> dict[str, Any] | None:
+    """What ``write_hashed`` wrote; None if it is missing, damaged or was edited."""
+    try:
+        content = json.loads(path.read_text())
+        return content if content.pop("blake2b") == _content_hash(content) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def read_record(where: str, out: Path) -> dict[str, Any]:
-    """What ``write_record`` wrote.
+    """What a run is, as ``run.json`` says.
 
     Raises:
         DataError: it is missing, damaged or was edited.
     """
-    path = out / RECORD
-    try:
-        run = json.loads(path.read_text())
-        if run.pop("blake2b") == content_hash(run):
-            return run
-        got = f"{path}, which is damaged or was edited"
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        got = f"{path}, which cannot be read"
-    fix = (
-        "What the run was cannot be known, so it does not go on; its checkpoints are as they were. "
-        "Put the file back, or start again with --overwrite."
-    )
-    _refuse_to_resume(where, got, fix)
+    run = read_hashed(out / RECORD)
+    if run is None:
+        fix = (
+            "What the run was cannot be known, so it is not continued; its checkpoints are as they "
+            "were. Put the file back, or start again with --overwrite."
+        )
+        got = f"{out / RECORD}, which is missing, is damaged or was edited"
+        _refuse_to_resume(where, got, fix)
+    return run
 
 
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
@@ -301,22 +304,12 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
             )
 
 
-def content_hash(run: dict[str, Any]) -> str:
-    """The hash of a dict as JSON writes it."""
-    content = json.dumps(run, sort_keys=True).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 # --- errors of libraries --------------------------------------------------------------------------
 
 
 @contextmanager
 def writing(where: str, path: Path) -> Iterator[None]:
-    """Turn what libraries raise when a file cannot be written into one line.
-
-    Raises:
-        DataError: in place of it.
-    """
+    """Turn what libraries raise when a file cannot be written into a DataError of one line."""
     try:
         yield
     except FastplmError:
@@ -337,11 +330,7 @@ def writing(where: str, path: Path) -> Iterator[None]:
 def loaded(
     where: str, argument: str, path: str | Path, expected: str, load: Callable[[], _T]
 ) -> _T:
-    """Call ``load``, which reads a file of the user; each library has errors of its own.
-
-    Raises:
-        DataError: in place of it.
-    """
+    """Call ``load``, which reads a file of the user; any error of a library becomes a DataError."""
     try:
         return load()
     except FastplmError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from fastplm import _backends, _extension
 from fastplm.data import TextFiles
-from fastplm.train.choices import HELD_OUT
+from fastplm.train.report import block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
-# A product of this size takes a core a few milliseconds, and is repeated this often.
-_PRODUCT, _REPEATED = 512, 8
-# With idle cores two threads take half the time of one; above this share the cores are busy.
-_BUSY = 0.8
 
 
 def pretraining(
@@ -34,6 +29,8 @@ def pretraining(
     done: int,
 ) -> str:
     """The lines that a pre-training prints first."""
+    from fastplm.train.pretrain_data import HELD_OUT
+
     held_out = len(data.all) - len(data.store)
     if data.held_out is None:
         tail = f"nothing, as {HELD_OUT:.0%} of this corpus is too little for samples"
@@ -65,12 +62,6 @@ def pretraining(
     return block(rows)
 
 
-def block(rows: dict[str, str]) -> str:
-    """Two columns of names and texts."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
-
-
 def flops_a_token(model: nn.Module, length: int) -> float:
     """Forward and backward of one token, without the heads over the vocabulary.
 
@@ -95,35 +86,6 @@ def flops_a_token(model: nn.Module, length: int) -> float:
                 total += 6 * weight.numel() * (used if "layer_groups" in name else 1)
         total += 12 * layers * config.hidden_size * length
     return total
-
-
-def busy_cores() -> str:
-    """A warning if several threads are hardly faster than one, else an empty string."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return ""
-    many = _milliseconds()
-    torch.set_num_threads(1)
-    try:
-        one = _milliseconds()
-    finally:
-        torch.set_num_threads(threads)
-    if many < _BUSY * one:
-        return ""
-    return (
-        f"The {threads} threads of this process are hardly faster than one (a product takes "
-        f"{many:.1f} ms against {one:.1f}): other programs use the cores, and threads wait for "
-        "each other. With --threads 1 steps may be several times as fast."
-    )
-
-
-def _milliseconds() -> float:
-    matrix = torch.ones(_PRODUCT, _PRODUCT)
-    torch.mm(matrix, matrix)
-    began = time.perf_counter()
-    for _ in range(_REPEATED):
-        torch.mm(matrix, matrix)
-    return 1000 * (time.perf_counter() - began) / _REPEATED
 
 
 def _files(args: PretrainArguments, data: RunData) -> str:

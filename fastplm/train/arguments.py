@@ -12,21 +12,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from fastplm.errors import check, check_choice
+from fastplm.errors import ArgumentValueError, FastplmError, check_choice, message
 from fastplm.models import _electra_options
-from fastplm.train.choices import (
-    BATCH_SIZES,
+from fastplm.train.presets import (
     FAMILIES,
-    LIBRARIES,
     MASKED,
     OBJECTIVES,
-    PRECISIONS,
-    UNITS,
+    OPTIMIZERS,
+    PRESETS,
+    Family,
+    Preset,
+    lamb_learning_rate,
+    preset,
 )
-from fastplm.train.presets import OPTIMIZERS, PRESETS, Preset, lamb_learning_rate, preset
 
+#: The minutes of a demo, without the installation.
+MINUTES = 3.0
+PRECISIONS = ("auto", "fp32", "bf16")
+UNITS = ("token", "word", "ngram")
+#: The tasks of fine-tuning, with the usual size of their batches.
+BATCH_SIZES = {"classification": 32, "pair": 32, "tagging": 32, "qa": 16, "choice": 16}
+LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
 _TABLES = ("classification", "pair")
@@ -129,35 +137,60 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type) -> dict[str, 
     return groups
 
 
-def _check_settings(where: str, arguments: Any) -> None:
-    """The range and the choices of each setting."""
-    named = str(arguments.out).strip() != ""  # an empty name would be the current folder
-    check(named, where, "out", repr(arguments.out), "a folder", "Name one.")
-    for each in fields(arguments):
-        name, value = each.name, getattr(arguments, each.name)
-        number, choices = each.metadata["number"], each.metadata["choices"]
-        if value is not None and number is not None:
-            check(number.holds(value), where, name, value, number.expected, "Change it.")
-        if value is not None and choices is not None:
-            check_choice(where, name, value, tuple(choices))
+class Settings:
+    """Base of the arguments of a command, which checks each value against its declaration."""
+
+    #: The name of the command.
+    where: ClassVar[str]
+    out: str | Path
+
+    def check(
+        self,
+        name: str,
+        condition: bool,
+        expected: str,
+        fix: str,
+        got: object = None,
+        error: type[FastplmError] = ArgumentValueError,
+    ) -> None:
+        """Raise the error of a setting unless ``condition`` holds; it got its value by default."""
+        if not condition:
+            got = getattr(self, name) if got is None else got
+            raise error(message(self.where, name, got, expected, fix))
+
+    def check_values(self) -> None:
+        """Check the range and the choices of each setting."""
+        # An empty name would be the current folder.
+        self.check("out", str(self.out).strip() != "", "a folder", "Name one.", repr(self.out))
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            number, choices = each.metadata["number"], each.metadata["choices"]
+            if value is not None and number is not None:
+                self.check(each.name, number.holds(value), number.expected, "Change it.")
+            if value is not None and choices is not None:
+                check_choice(self.where, each.name, value, tuple(choices))
 
 
 def _default_cache() -> Path:
-    from fastplm.data._cache import default_cache
+    from fastplm.data._folder import default_cache
 
     return default_cache()
 
 
-_USUAL_OBJECTIVES = ", ".join(f"{name} {family.usual}" for name, family in FAMILIES.items())
+_USUAL_OBJECTIVES = ", ".join(
+    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
+)
 
 
 @dataclass
-class PretrainArguments:
+class PretrainArguments(Settings):
     """The settings of a pre-training; see ``fastplm pretrain --help``.
 
     Raises:
         ArgumentValueError: a value is out of its range.
     """
+
+    where = "pretrain"
 
     arch: str = setting("architecture", choices=tuple(PRESETS))
     corpus: Sequence[str | Path] = setting(
@@ -253,20 +286,18 @@ class PretrainArguments:
     )
 
     def __post_init__(self) -> None:
-        _check_settings("pretrain", self)
+        self.check_values()
         family = self.preset.family
         self.corpus = [str(path) for path in self.corpus]
-        self.objective = choose_objective(self.arch, family, self.objective)
-        self.unit = choose_unit(family, self.objective, self.unit)
+        self._choose_objective(FAMILIES[family])
         self._check_electra(family)
         samples = self.steps * self.batch_size * self.gradient_accumulation
-        check(
-            samples <= _MOST_SAMPLES,
-            "pretrain",
+        self.check(
             "batch_size",
-            f"{self.batch_size}, which makes {samples} samples of the run",
+            samples <= _MOST_SAMPLES,
             f"{_MOST_SAMPLES} at most",
             "Lower it.",
+            f"{self.batch_size}, which makes {samples} samples of the run",
         )
         if self.lr is None:
             self.lr = self.preset.learning_rate
@@ -278,20 +309,17 @@ class PretrainArguments:
         self.usual_warmup = self.warmup is None
         if self.warmup is None:
             self.warmup = min(10_000, self.first_stage // 10)
-        check(
-            self.warmup <= self.first_stage,
-            "pretrain",
+        what = "a stage" if self.two_stage else "the run"
+        self.check(
             "warmup",
-            self.warmup,
-            f"0 to {self.first_stage}, the steps of {'a stage' if self.two_stage else 'the run'}",
+            self.warmup <= self.first_stage,
+            f"0 to {self.first_stage}, the steps of {what}",
             "Choose a number of steps in between.",
         )
         if family == "t5":
-            check(
-                self.attention_dropout in (0, self.dropout),
-                "pretrain",
+            self.check(
                 "attention_dropout",
-                self.attention_dropout,
+                self.attention_dropout in (0, self.dropout),
                 f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
                 "Choose it by --dropout.",
             )
@@ -307,41 +335,55 @@ class PretrainArguments:
         """The steps of the first stage of a two-stage training, or of the run."""
         return self.steps // 2 if self.two_stage else self.steps
 
+    def _choose_objective(self, family: Family) -> None:
+        """Check the objective and the unit of its masks, or set them to the family's usual ones."""
+        able = tuple(family.classes)
+        if self.objective is None:
+            self.objective = able[0]
+        self.check(
+            "objective",
+            self.objective in able,
+            f"{' or '.join(able)}, what {self.arch} can learn",
+            "Leave the option out, or choose another architecture.",
+            f"{self.objective} with {self.arch}",
+        )
+        masked = self.objective in MASKED
+        self.check(
+            "unit",
+            masked or self.unit is None,
+            "no unit, as this objective does not mask tokens",
+            "Leave the option out.",
+            f"{self.unit} with objective {self.objective}",
+        )
+        if masked and self.unit is None:
+            self.unit = family.unit
+
     def _check_electra(self, family: str) -> None:
         for each in fields(self):
             if each.name.startswith("electra_") or each.name == "two_stage":
-                check(
-                    family == "electra" or getattr(self, each.name) == each.default,
-                    "pretrain",
+                self.check(
                     each.name,
-                    f"{getattr(self, each.name)} with {self.arch}",
+                    family == "electra" or getattr(self, each.name) == each.default,
                     "an ELECTRA",
                     "Leave the option out, or choose an electra architecture.",
+                    f"{getattr(self, each.name)} with {self.arch}",
                 )
-        if family != "electra":
-            return
-        if self.electra_sharing is None:
+        if family == "electra" and self.electra_sharing is None:
             self.electra_sharing = "none" if self.two_stage else "embeddings"
-        for name, wanted, expected in (
-            ("electra_generator", "model", "model, a generator that can be trained first"),
-            ("electra_sharing", "none", "none, as the generator is frozen in the second stage"),
+        if not self.two_stage:
+            return
+        for name, wanted, why in (
+            ("electra_generator", "model", "a generator that can be trained first"),
+            ("electra_sharing", "none", "as the generator is frozen in the second stage"),
         ):
-            check(
-                not self.two_stage or getattr(self, name) == wanted,
-                "pretrain",
+            self.check(
                 name,
-                f"{getattr(self, name)} in a two-stage training",
-                expected,
+                getattr(self, name) == wanted,
+                f"{wanted}, {why}",
                 "Leave one of the two options out.",
+                f"{getattr(self, name)} in a two-stage training",
             )
-        check(
-            not self.two_stage or self.steps > 1,
-            "pretrain",
-            "steps",
-            self.steps,
-            "2 or more, for two stages",
-            "Raise it.",
-        )
+        self.check("steps", self.steps > 1, "2 or more, for two stages", "Raise it.")
 
     def joint_settings(self) -> dict[str, Any]:
         """The fields of ``ElectraJointConfig`` that the settings name."""
@@ -354,52 +396,15 @@ class PretrainArguments:
         }
 
 
-def choose_objective(arch: str, family: str, objective: str | None) -> str:
-    """The objective of a run; the family's usual one where none is named.
-
-    Raises:
-        ArgumentValueError: the family cannot learn it.
-    """
-    able = tuple(FAMILIES[family].classes)
-    if objective is None:
-        return FAMILIES[family].usual
-    check(
-        objective in able,
-        "pretrain",
-        "objective",
-        f"{objective} with {arch}",
-        f"{' or '.join(able)}, what {arch} can learn",
-        "Leave the option out, or choose another architecture.",
-    )
-    return objective
-
-
-def choose_unit(family: str, objective: str, unit: str | None) -> str | None:
-    """What masks are made of: the family's usual unit; None where nothing is masked.
-
-    Raises:
-        ArgumentValueError: the objective masks no tokens.
-    """
-    if objective in MASKED:
-        return FAMILIES[family].unit if unit is None else unit
-    check(
-        unit is None,
-        "pretrain",
-        "unit",
-        f"{unit} with objective {objective}",
-        "no unit, as this objective does not mask tokens",
-        "Leave the option out.",
-    )
-    return None
-
-
 @dataclass
-class FinetuneArguments:
+class FinetuneArguments(Settings):
     """The settings of a fine-tuning; see ``fastplm finetune --help``.
 
     Raises:
         ArgumentValueError: a value is out of its range.
     """
+
+    where = "finetune"
 
     task: str = setting(
         "a label for a text (classification) or for two (pair), a tag for each word, the place of "
@@ -475,22 +480,20 @@ class FinetuneArguments:
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
 
     def __post_init__(self) -> None:
-        _check_settings("finetune", self)
+        self.check_values()
         self.batch_size = self.batch_size or BATCH_SIZES[self.task]
-        check(
-            self.seed + self.seeds <= 1 << 32,
-            "finetune",
+        self.check(
             "seed",
-            f"{self.seed}, and {self.seeds} seeds from it on",
+            self.seed + self.seeds <= 1 << 32,
             "seeds below 2^32",
             "Lower it.",
+            f"{self.seed}, and {self.seeds} seeds from it on",
         )
         for name in ("text_columns", "label_column", "threshold"):
-            check(
-                self.task in _TABLES or getattr(self, name) is None,
-                "finetune",
+            self.check(
                 name,
-                f"{getattr(self, name)} with the task {self.task}",
+                self.task in _TABLES or getattr(self, name) is None,
                 " or ".join(_TABLES),
                 "Leave the option out.",
+                f"{getattr(self, name)} with the task {self.task}",
             )

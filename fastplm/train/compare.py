@@ -24,21 +24,16 @@ _OURS = ("masked_positions", "sample_index")
 
 @dataclass(frozen=True)
 class Row:
-    """One path of the comparison.
-
-    Args:
-        name: of the path.
-        loss: mean over the batches.
-        difference: of ``loss`` from that of the first path.
-        milliseconds: median time of forward and backward of one batch.
-        peak_bytes: most memory that PyTorch's allocator held at once in such a step, beyond what it
-            held before (weights, the batch). Scratch space inside of libraries is not seen.
-    """
+    """One path of the comparison."""
 
     name: str
+    #: The mean over the batches, and its difference from that of the first path.
     loss: float
     difference: float
+    #: The median time of forward and backward of one batch.
     milliseconds: float
+    #: The most memory that PyTorch's allocator held at once in such a step, beyond what it held
+    #: before (weights, the batch). Scratch space inside libraries is not counted.
     peak_bytes: int
 
 

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
+from fastplm.train._run import using_threads
 from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
-from fastplm.train._threads import using_threads
-from fastplm.train.choices import MINUTES
+from fastplm.train.arguments import MINUTES, PretrainArguments
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import (
-    PretrainArguments,
     count_tokens,
     hold_out,
     make_collator,
@@ -69,7 +68,7 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
 
     end = time.perf_counter() + 60 * minutes
     check(0 < minutes < math.inf, "demo", "minutes", minutes, "more than 0", "Change it.")
-    disable_progress_bar()  # of Transformers' loading and saving, in the middle of our tables
+    disable_progress_bar()  # those of Transformers would break our tables
     cache = out / "cache"
     if (cache / "demo.json").is_file():
         print(f"The demo that was there is now in {move_aside(out)}.")

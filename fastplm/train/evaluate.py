@@ -28,14 +28,9 @@ def evaluate(
     batch_size: int,
     token_loss: str = "mlm_loss",
 ) -> dict[str, Any]:
-    """The mean losses of a model in evaluation mode.
+    """The mean losses of a model of a pre-training in evaluation mode.
 
-    Args:
-        model: of a pre-training.
-        dataset: of samples for the collator.
-        collator: of ``fastplm.data``.
-        batch_size: samples at once.
-        token_loss: the name of the loss over tokens.
+    ``token_loss`` is the name of the loss over tokens.
 
     Returns:
         The loss over tokens (nats a label; not of a unigram generator) and the number of samples,

@@ -22,29 +22,25 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 import fastplm.models
-from fastplm._checks import DataError, DivergenceError, check
+from fastplm._checks import DataError, DivergenceError
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
     checkpoints,
-    claimed,
-    content_hash,
     last_checkpoint,
     loaded,
     move_aside,
-    read_record,
+    read_hashed,
     save_models,
-    write_record,
+    write_hashed,
     writing,
 )
-from fastplm.train._threads import using_threads
-from fastplm.train.announce import block, busy_cores
-from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.choices import LIBRARIES  # noqa: F401 (others take it from here)
+from fastplm.train.arguments import LIBRARIES, FinetuneArguments  # noqa: F401 (of others, too)
 from fastplm.train.finetune_data import hold_out, read_examples, subset
 from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
-from fastplm.train.report import curve, settings_of, versions
+from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
 _HELD_OUT = 0.1
@@ -90,49 +86,44 @@ def finetune(
     from accelerate import PartialState
 
     processes = PartialState(cpu=not torch.cuda.is_available())
-    out = Path(args.out)
-    folder = claimed("finetune", out, resume=args.resume, overwrite=args.overwrite)
-    with folder, using_threads(args.threads):
-        return _finetune(args, out, processes, tell)
+    with started(args) as before:
+        return _finetune(args, Path(args.out), before, processes, tell)
 
 
 def _finetune(
-    args: FinetuneArguments, out: Path, processes: Any, tell: Callable[[str], object]
+    args: FinetuneArguments,
+    out: Path,
+    before: dict[str, Any] | None,
+    processes: Any,
+    tell: Callable[[str], object],
 ) -> dict[str, Any]:
-    before = read_record("finetune", out) if args.resume else None
     task = prepare_task(args)
     run = _record(args, task)
     if before is not None:
         for name in ("steps", "epochs"):
-            check(
-                run[name] == before[name],
-                "finetune",
+            args.check(
                 name,
-                run[name],
+                run[name] == before[name],
                 f"{before[name]}, as in the run that is resumed: its learning rate falls to 0 over "
                 "these steps, and a mean is taken over seeds of one schedule",
                 "Train longer in another --out, or with --overwrite.",
+                run[name],
             )
         check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
-        check(
-            run["examples"] == before["examples"],
-            "finetune",
+        args.check(
             "data",
-            f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
-            f"have changed since ({len(task.train)} and {len(task.test)} now)",
+            run["examples"] == before["examples"],
             "the examples of the run that is resumed",
             "Give the same file, or another --out.",
+            f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
+            f"have changed since ({len(task.train)} and {len(task.test)} now)",
         )
     train = FeatureDataset(task.features(task.train)[0])
     # Now, as its errors would otherwise come after the first model was built.
     _training_arguments(args, len(train), args.seed, out)
     processes.wait_for_everyone()
     if processes.is_main_process:
-        with writing("finetune", out):
-            write_record(out, run)
-        say(_announcement(args, task, train, processes))
-        if processes.device.type == "cpu":
-            say(busy_cores())
+        begin(args, run, _announcement(args, task, train, processes), processes.device)
     results = []
     trained = False
     for seed in range(args.seed, args.seed + args.seeds):
@@ -160,24 +151,15 @@ def _finetune(
             name: interval([result["scores"][name] for result in results]) for name in task.metrics
         },
     }
-    before_this = _metrics(out)
+    before_this = read_hashed(out / "metrics.json")
     if not trained and before_this is not None and before_this["seeds"] == results:
         say(f"The run in {out} is finished, all its seeds: nothing was changed.")
         return before_this
     processes.wait_for_everyone()
     if processes.is_main_process:
         with writing("finetune", out):
-            write_json(out / "metrics.json", {**metrics, "blake2b": content_hash(metrics)})
+            write_hashed(out / "metrics.json", metrics)
     return metrics
-
-
-def _metrics(out: Path) -> dict[str, Any] | None:
-    """What an earlier start of the run wrote, if it is whole."""
-    try:
-        metrics = json.loads((out / "metrics.json").read_text())
-        return metrics if metrics.pop("blake2b") == content_hash(metrics) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return None
 
 
 def _announcement(
@@ -282,13 +264,12 @@ def prepare_task(args: FinetuneArguments) -> Task:
     else:
         test, known = read_examples(args.task, args.eval_data, *columns), train
     if args.task == "choice":
-        check(
-            len(train[0].texts) == len(test[0].texts),
-            "finetune",
+        args.check(
             "eval_data",
-            f"{len(test[0].texts) - 1} choices",
+            len(train[0].texts) == len(test[0].texts),
             f"{len(train[0].texts) - 1}, as in the training data",
             "Give data of one kind.",
+            f"{len(test[0].texts) - 1} choices",
             DataError,
         )
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
@@ -300,7 +281,7 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     """The model of a run, its head new: that of Transformers, or ours with the same weights."""
     from transformers import set_seed
 
-    where, expected = "finetune", f"a checkpoint of a model with a head for {args.task}"
+    expected = f"a checkpoint of a model with a head for {args.task}"
     config = _config(args, **task.config)
     for name in _DROPOUTS if args.dropout is not None else ():
         if hasattr(config, name):
@@ -320,7 +301,7 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         output_loading_info=True,
     )
     try:
-        plain, loading = loaded(where, "model", args.model, expected, load)
+        plain, loading = loaded("finetune", "model", args.model, expected, load)
     finally:
         logging.set_verbosity(shown)
     backbone = f"{plain.base_model_prefix}."
@@ -329,35 +310,26 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         for name in sorted(loading["missing_keys"])
         if name.startswith(backbone) and ".pooler." not in name
     ]
-    check(
-        not lost,
-        where,
-        "model",
-        f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}",
-        expected,
-        "Check the path.",
-        DataError,
-    )
+    got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
+    args.check("model", not lost, expected, "Check the path.", got, DataError)
     vocabulary = plain.get_input_embeddings().num_embeddings
-    check(
-        len(task.tokenizer) <= vocabulary,
-        where,
+    args.check(
         "model",
-        f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
+        len(task.tokenizer) <= vocabulary,
         "a tokenizer and a model that belong together",
         "Check the path.",
+        f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
         DataError,
     )
     if args.library == "transformers":
         return plain
     name = type(plain).__name__
-    check(
-        name in fastplm.models.__all__,
-        where,
+    args.check(
         "model",
-        f"{args.model}, a {name}",
+        name in fastplm.models.__all__,
         "a class of fastplm.models",
         "Use --library transformers.",
+        f"{args.model}, a {name}",
         DataError,
     )
     ours = getattr(fastplm.models, name)._from_config(
@@ -379,31 +351,28 @@ def _config(args: FinetuneArguments, **settings: Any) -> Any:
 def _tokenizer(args: FinetuneArguments) -> Any:
     from transformers import AutoTokenizer
 
-    expected = "a directory that tokenizer.save_pretrained wrote"
-    load = functools.partial(load_tokenizer, args.model, needs=())
-    tokenizer: Any = loaded("finetune", "model", args.model, expected, load)
+    tokenizer: Any = load_tokenizer(args.model, needs=())
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
         # A byte-level tokenizer then splits a word alone as it does inside a text.
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, add_prefix_space=True, local_files_only=True
         )
-    check(
-        tokenizer.is_fast,
-        "finetune",
+    kind = type(tokenizer).__name__
+    args.check(
         "model",
-        f"{args.model}, whose tokenizer is {type(tokenizer).__name__}",
+        tokenizer.is_fast,
         "a fast tokenizer",
         "Save it as one, with a tokenizer.json.",
+        f"{args.model}, whose tokenizer is {kind}",
         DataError,
     )
     if tokenizer.pad_token is None:
-        check(
-            tokenizer.eos_token is not None,
-            "finetune",
+        args.check(
             "model",
-            f"{args.model}, whose tokenizer has no pad_token",
+            tokenizer.eos_token is not None,
             "a tokenizer that can pad",
             "Add one with tokenizer.add_special_tokens.",
+            f"{args.model}, whose tokenizer has no pad_token",
             DataError,
         )
         tokenizer.pad_token = tokenizer.eos_token
@@ -420,7 +389,7 @@ def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
     length = min(TASKS[args.task].max_length, bound)
     if args.max_length is not None:
         length = args.max_length
-    check(length <= bound, "finetune", "max_length", length, f"{bound}, this model's", "Lower it.")
+    args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
     return length
 
 
@@ -453,9 +422,8 @@ class FinetuningTrainer(RunTrainer):
     of their own: what a model draws for its dropout does not change the next epoch.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, where="finetune", **kwargs)
-        self._tokens = 0
+    where = "finetune"
+    _tokens = 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -593,7 +561,6 @@ def _training_arguments(
     args: FinetuneArguments, samples: int, seed: int, out: Path
 ) -> TrainingArguments:
     settings = training_arguments(
-        "finetune",
         args,
         out,
         bf16=args.bf16,
@@ -609,13 +576,8 @@ def _training_arguments(
         batch = settings.train_batch_size * settings.world_size
         steps = max(1, math.ceil(args.epochs * math.ceil(samples / batch)))
     warmup = steps // 10 if args.warmup is None else args.warmup
-    check(
-        warmup <= steps,
-        "finetune",
-        "warmup",
-        warmup,
-        f"0 to {steps}, the steps of the run",
-        "Lower it.",
+    args.check(
+        "warmup", warmup <= steps, f"0 to {steps}, the steps of the run", "Lower it.", warmup
     )
     settings.max_steps, settings.warmup_steps = steps, warmup
     return settings
@@ -626,13 +588,11 @@ def _training_arguments(
 
 def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
-    settings = settings_of(args)
-    run = {name: settings[name] for name in sorted(settings.keys() - _FREE_ON_RESUME)}
+    run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
     if args.learning_rate is None:
         run["learning_rate"] = usual_learning_rate(_config(args))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())
     run["examples"] = digest.hexdigest()
-    run["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
     return run

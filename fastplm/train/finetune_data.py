@@ -67,12 +67,9 @@ def read_examples(
     """
     path = Path(path)
     text = _read(path)
-    if task == "tagging":
-        examples = list(_sentences(path, text))
-    elif task == "qa":
-        examples = list(_questions(path, text))
-    elif task == "choice":
-        examples = list(_choices(path, text))
+    readers = {"tagging": _sentences, "qa": _questions, "choice": _choices}
+    if task in readers:
+        examples = list(readers[task](path, text))
     else:
         count = 2 if task == "pair" else 1
         examples = list(_rows(path, text, count, text_columns, label_column))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import string
@@ -10,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from fastplm._checks import ArgumentValueError, DataError, message
@@ -18,6 +20,12 @@ from fastplm.train.finetune_data import Example
 Feature = dict[str, Any]
 #: One feature's outputs of the model.
 Logits = tuple[Tensor, ...]
+#: Features, and for each of them a note that ``Task.score`` needs.
+Featured = tuple[list[Feature], list[Any]]
+#: Scores by name, and the predictions to be written.
+Scored = tuple[dict[str, float], Any]
+#: A function from an example to its labels.
+Labels = Callable[[Example], Collection[str]]
 
 _WHERE = "finetune"
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
@@ -29,14 +37,15 @@ class Task:
 
     Args:
         train, test: the examples.
-        tokenizer: a fast one where the task needs to know which characters a token is.
+        tokenizer: a fast one.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
         threshold: of labels that are scores; see ``Classification``.
     """
 
-    #: The class of Transformers that picks the model's.
+    #: The classes of Transformers that pick the model's, and that pad a batch.
     auto: str
+    collator_class = "DataCollatorWithPadding"
     #: The names of the scores; the first is the main one.
     metrics: tuple[str, ...] = ("accuracy",)
     #: The tokens of a feature at most, where no length is given.
@@ -63,10 +72,8 @@ class Task:
         """Find the classes in the examples, and check them."""
 
     @classmethod
-    def labels(
-        cls, examples: list[Example], threshold: float | None
-    ) -> Callable[[Example], Collection[str]]:
-        """A function to the labels of an example, so that each label is seen in training."""
+    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
+        """What ``hold_out`` needs, so that each label is seen in training."""
         return lambda example: ()
 
     @property
@@ -74,20 +81,16 @@ class Task:
         """What the model's configuration must say."""
         return {}
 
-    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
-        """The inputs of the model, and for each of them a note that ``score`` needs."""
+    def features(self, examples: list[Example]) -> Featured:
+        """The inputs of the model."""
         raise NotImplementedError
 
     def collator(self) -> Any:
-        """Features -> a padded batch."""
-        from transformers import DataCollatorWithPadding
+        """Makes a padded batch of features."""
+        return getattr(transformers, self.collator_class)(self.tokenizer)
 
-        return DataCollatorWithPadding(self.tokenizer)
-
-    def score(
-        self, examples: list[Example], notes: list[Any], logits: list[Logits]
-    ) -> tuple[dict[str, float], Any]:
-        """Scores by name, and the predictions to be written."""
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
+        """Compare the outputs of the model with the targets."""
         raise NotImplementedError
 
     def chance(self) -> float:
@@ -95,7 +98,41 @@ class Task:
         return 0.0
 
 
-class Classification(Task):
+class Labelled(Task):
+    """A task whose targets are labels with names."""
+
+    names: list[str]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "num_labels": len(self.names),
+            "id2label": dict(enumerate(self.names)),
+            "label2id": self.ids,
+        }
+
+    @functools.cached_property
+    def ids(self) -> dict[str, int]:
+        """The number of each label."""
+        return {name: index for index, name in enumerate(self.names)}
+
+    def answers(self, examples: list[Example]) -> list[Any]:
+        """All labels of the examples."""
+        raise NotImplementedError
+
+    def chance(self) -> float:
+        usual = Counter(self.answers(self.train)).most_common(1)[0][0]
+        right = self.answers(self.test)
+        return accuracy([usual] * len(right), right)
+
+    def check_label(self, label: str, example: Example, kind: str) -> None:
+        """Check that a label to judge by is one of those to train on."""
+        if label not in self.names:
+            expected = f"one of the training {kind}s, {', '.join(self.names[:20])}"
+            raise _data_error(example.where, f"the {kind} {label!r}", expected, "eval_data")
+
+
+class Classification(Labelled):
     """One label for a text or a pair of texts. Labels that are scores become two classes."""
 
     auto = "AutoModelForSequenceClassification"
@@ -106,7 +143,6 @@ class Classification(Task):
             self.names = sorted({example.target for example in self.known}, key=_label_order)
         else:
             self.names = ["negative", "positive"]
-        self.ids = {name: index for index, name in enumerate(self.names)}
         self.targets = {
             id(example): self._target(example) for example in (*self.train, *self.test, *self.known)
         }
@@ -130,9 +166,7 @@ class Classification(Task):
         raise ArgumentValueError(error)
 
     @classmethod
-    def labels(
-        cls, examples: list[Example], threshold: float | None
-    ) -> Callable[[Example], Collection[str]]:
+    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
         threshold = _threshold(examples, threshold)
         if threshold is None:
             return lambda example: (example.target,)
@@ -145,17 +179,10 @@ class Classification(Task):
             if score is None:
                 raise _data_error(example.where, f"the label {example.target!r}", "a number")
             return int(score > self.threshold)
-        if example.target not in self.ids:
-            expected = f"one of the training labels, {', '.join(self.names[:20])}"
-            got = f"the label {example.target!r}"
-            raise _data_error(example.where, got, expected, "eval_data")
+        self.check_label(example.target, example, "label")
         return self.ids[example.target]
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return _label_names(self.names)
-
-    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+    def features(self, examples: list[Example]) -> Featured:
         columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
         features = _unzipped(encoded)
@@ -163,19 +190,16 @@ class Classification(Task):
             feature["labels"] = self.targets[id(example)]
         return features, [None] * len(features)
 
-    def score(
-        self, examples: list[Example], notes: list[Any], logits: list[Logits]
-    ) -> tuple[dict[str, float], Any]:
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         chosen = [int(scores.argmax()) for (scores,) in logits]
-        right = [self.targets[id(example)] for example in examples]
+        right = self.answers(examples)
         scores = {"accuracy": accuracy(chosen, right)}
         if "f1" in self.metrics:
             scores["f1"] = f1(chosen, right, len(self.names))
         return scores, [self.names[index] for index in chosen]
 
-    def chance(self) -> float:
-        usual = _most_common(self.targets[id(example)] for example in self.train)
-        return accuracy([usual] * len(self.test), [self.targets[id(e)] for e in self.test])
+    def answers(self, examples: list[Example]) -> list[int]:
+        return [self.targets[id(example)] for example in examples]
 
 
 class Pair(Classification):
@@ -184,39 +208,26 @@ class Pair(Classification):
     metrics = ("accuracy", "f1")
 
 
-class Tagging(Task):
+class Tagging(Labelled):
     """One tag for each word: its first token has the label.
 
     Sentences that are too long go on in further features, so that no word is left out.
     """
 
     auto = "AutoModelForTokenClassification"
+    collator_class = "DataCollatorForTokenClassification"
 
     def prepare(self, threshold: float | None) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
-        self.ids = {name: index for index, name in enumerate(self.names)}
         for example in self.test:
             for tag in example.target:
-                if tag not in self.ids:
-                    expected = f"one of the training tags, {', '.join(self.names[:20])}"
-                    raise _data_error(example.where, f"the tag {tag!r}", expected, "eval_data")
+                self.check_label(tag, example, "tag")
 
     @classmethod
-    def labels(
-        cls, examples: list[Example], threshold: float | None
-    ) -> Callable[[Example], Collection[str]]:
+    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
         return lambda example: set(example.target)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return _label_names(self.names)
-
-    def collator(self) -> Any:
-        from transformers import DataCollatorForTokenClassification
-
-        return DataCollatorForTokenClassification(self.tokenizer)
-
-    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+    def features(self, examples: list[Example]) -> Featured:
         encoded = self.tokenizer(
             [list(example.texts) for example in examples],
             is_split_into_words=True,
@@ -240,9 +251,7 @@ class Tagging(Task):
             notes.append(places)
         return features, notes
 
-    def score(
-        self, examples: list[Example], notes: list[Any], logits: list[Logits]
-    ) -> tuple[dict[str, float], Any]:
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         # A word without a token has no prediction, which is a wrong one.
         tags: list[list[str | None]] = [[None] * len(example.texts) for example in examples]
         for places, (scores,) in zip(notes, logits, strict=True):
@@ -250,21 +259,14 @@ class Tagging(Task):
             for sample, word, place in places:
                 tags[sample][word] = self.names[chosen[place]]
         found = [tag for sentence in tags for tag in sentence]
-        right = [tag for example in examples for tag in example.target]
-        return {"accuracy": accuracy(found, right)}, tags
+        return {"accuracy": accuracy(found, self.answers(examples))}, tags
 
-    def chance(self) -> float:
-        usual = _most_common(tag for example in self.train for tag in example.target)
-        right = [tag for example in self.test for tag in example.target]
-        return accuracy([usual] * len(right), right)
+    def answers(self, examples: list[Example]) -> list[str]:
+        return [tag for example in examples for tag in example.target]
 
 
 class QuestionAnswering(Task):
-    """The place of the answer in a text (SQuAD 1.1).
-
-    A long text is cut into windows that overlap by a third. In a window without the answer the
-    first token is to be found. The prediction is the best span of all windows.
-    """
+    """The place of the answer in a text (SQuAD 1.1), see docs/finetuning.md."""
 
     auto = "AutoModelForQuestionAnswering"
     metrics = ("f1", "exact_match")
@@ -273,7 +275,7 @@ class QuestionAnswering(Task):
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
 
-    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+    def features(self, examples: list[Example]) -> Featured:
         overlap = self.limit // 3
         encoded = self.tokenizer(
             [self._shortened(example.texts[0], overlap) for example in examples],
@@ -304,9 +306,7 @@ class QuestionAnswering(Task):
         offsets = encoded["offset_mapping"]
         return question if len(offsets) <= tokens else question[: offsets[tokens - 1][1]]
 
-    def score(
-        self, examples: list[Example], notes: list[Any], logits: list[Logits]
-    ) -> tuple[dict[str, float], Any]:
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         spans: list[list[tuple[float, int, int]]] = [[] for _ in examples]
         for (sample, places), (start, end) in zip(notes, logits, strict=True):
             spans[sample] += best_spans(start, end, places, self.best, self.span_tokens)
@@ -327,14 +327,10 @@ class Choice(Task):
     """The right one of several answers, each read after the question."""
 
     auto = "AutoModelForMultipleChoice"
+    collator_class = "DataCollatorForMultipleChoice"
     max_length = 64
 
-    def collator(self) -> Any:
-        from transformers import DataCollatorForMultipleChoice
-
-        return DataCollatorForMultipleChoice(self.tokenizer)
-
-    def features(self, examples: list[Example]) -> tuple[list[Feature], list[Any]]:
+    def features(self, examples: list[Example]) -> Featured:
         pairs = [(e.texts[0], choice) for e in examples for choice in e.texts[1:]]
         first, second = (list(column) for column in zip(*pairs, strict=True))
         encoded = self.tokenizer(first, second, truncation=True, max_length=self.limit)
@@ -346,9 +342,7 @@ class Choice(Task):
             start = end
         return features, [None] * len(features)
 
-    def score(
-        self, examples: list[Example], notes: list[Any], logits: list[Logits]
-    ) -> tuple[dict[str, float], Any]:
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         chosen = [int(scores.argmax()) for (scores,) in logits]
         return {"accuracy": accuracy(chosen, [e.target for e in examples])}, chosen
 
@@ -427,13 +421,10 @@ def best_spans(
     count: int,
     longest: int,
 ) -> list[tuple[float, int, int]]:
-    """The spans of highest score in a window: (score, first character, last character + 1).
+    """The ``count`` best spans of a window: (score, first character, last character + 1).
 
-    Args:
-        start, end: [T], the logits of a span's first and last token.
-        places: as in ``answer_tokens``; may be shorter than T.
-        count: the number of spans.
-        longest: the most tokens of a span.
+    ``start`` and ``end`` are the logits [T] of a span's first and last token, ``places`` (see
+    ``answer_tokens``) may be shorter, and ``longest`` is the most tokens of a span.
     """
     inside = torch.tensor([place is not None for place in places])
     allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()
@@ -455,18 +446,6 @@ def _unzipped(encoded: Any) -> list[Feature]:
         dict(zip(names, values, strict=True))
         for values in zip(*(encoded[name] for name in names), strict=True)
     ]
-
-
-def _label_names(names: list[str]) -> dict[str, Any]:
-    return {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
-    }
-
-
-def _most_common(values: Any) -> Any:
-    return Counter(values).most_common(1)[0][0]
 
 
 def _number(text: str) -> float | None:

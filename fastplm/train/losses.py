@@ -1,9 +1,8 @@
 """The losses over all batches of an optimizer step, for classes that divide by their own batch.
 
-Most of Transformers' classes (RoBERTa, ALBERT, T5, BART among them) take any keyword, so that its
-Trainer hands them ``num_items_in_batch`` and leaves the rest to them; but they divide by the labels
-of their batch regardless. The loss of two accumulated batches would be twice too large, and a batch
-of few labels would weigh as much as one of many. So their losses are computed from the logits here.
+Most classes of Transformers (RoBERTa, ALBERT, T5 and BART, for example) accept any keyword. The
+Trainer therefore passes ``num_items_in_batch`` and does not divide by it, and the class ignores it:
+the loss of two accumulated batches would be twice too large. Here it is computed from the logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The pre-training objectives: what each makes of text, and which class of which family learns it.
+"""The pre-training objectives: the samples, the collator and the special tokens of each.
 
-An objective is a stream of samples over a token store, a collator that corrupts them, and the
-tokens that a vocabulary must have for it. ``FAMILIES`` says which architecture learns which.
+``FAMILIES`` of ``presets`` says which architecture learns which objective.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from torch.utils.data import Dataset
 from fastplm import models
 from fastplm.data import (
     BlockDataset,
+    Collator,
     DataCollatorForCausalTokens,
+    DataCollatorForDenoising,
     DataCollatorForMaskedTokens,
+    DataCollatorForSpanCorruption,
     NextSentencePairs,
     PretrainingStream,
     SentenceChunks,
@@ -26,9 +28,7 @@ from fastplm.data import (
     TokenStore,
 )
 from fastplm.data.blocks import check_enough_tokens
-from fastplm.data.denoising import DataCollatorForDenoising
-from fastplm.data.span_corruption import DataCollatorForSpanCorruption
-from fastplm.train.choices import FAMILIES
+from fastplm.train.presets import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,18 +81,14 @@ class DocumentBlocks(Dataset):
 
 
 class Objective:
-    """How a model learns from text.
+    """How a model learns from text."""
 
-    Args:
-        args: of the run.
-        tokenizer: of the run.
-
-    Attributes:
-        token_loss: the name of the loss over tokens, to which one over pairs may be added.
-        needs: what a tokenizer must have, see ``load_tokenizer``.
-    """
-
+    #: The name of the loss over tokens, to which one over pairs may be added.
     token_loss: str
+    collator_class: type[Collator]
+    #: The special tokens of a sample.
+    special = 0
+    #: What a tokenizer must have, see ``load_tokenizer``.
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
 
     def __init__(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -101,38 +97,38 @@ class Objective:
     @property
     def tokens(self) -> int:
         """The tokens of text that one sample needs."""
-        raise NotImplementedError
+        return self.args.block_size - self.special
 
     def enough(self, store: TokenStore) -> bool:
         """Whether a store gives one sample at least."""
         return len(store) >= self.tokens
 
     def source(self, store: TokenStore) -> Dataset:
-        """The pieces of the corpus that a training stream shuffles.
-
-        Raises:
-            DataError: the corpus is too small for one of them.
-        """
+        """The pieces of the corpus that a training stream shuffles; at least one."""
         return BlockDataset(store, self.tokens)
 
     def samples(self, stream: PretrainingStream) -> Dataset:
         """The stream itself, or what is made of each of its elements."""
         return stream
 
-    def collator(self) -> Any:
+    def collator(self) -> Collator:
         """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both."""
-        raise NotImplementedError
+        size, seed = self.args.block_size, self.args.seed
+        return self.collator_class(self.tokenizer, seed=seed, block_size=size, **self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the collator beside the seed and the block size."""
+        return {}
 
 
 class MaskedTokens(Objective):
-    """Masked language modelling: BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged.
-
-    Attributes:
-        mask_replace_prob: share of the chosen tokens that becomes ``[MASK]``; of the rest half
-            becomes random tokens.
-    """
+    """Masked language modelling: BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged."""
 
     token_loss = "mlm_loss"
+    collator_class = DataCollatorForMaskedTokens
+    special = 2
+    #: The share of the chosen tokens that becomes ``[MASK]``.
     mask_replace_prob = 0.8
 
     @property
@@ -143,23 +139,17 @@ class MaskedTokens(Objective):
             "sep_token_id": self.tokenizer.sep_token_id,
         }
 
-    @property
-    def tokens(self) -> int:
-        return self.args.block_size - 2
-
     def source(self, store: TokenStore) -> Dataset:
         return BlockDataset(store, self.args.block_size, **self.ends)
 
-    def collator(self) -> Any:
-        return DataCollatorForMaskedTokens(
-            self.tokenizer,
-            seed=self.args.seed,
-            mlm_probability=self.args.preset.mlm_probability,
-            mask_replace_prob=self.mask_replace_prob,
-            random_replace_prob=0.1 if self.mask_replace_prob < 1 else 0.0,
-            block_size=self.args.block_size,
-            unit=str(self.args.unit),
-        )
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "mlm_probability": self.args.preset.mlm_probability,
+            "mask_replace_prob": self.mask_replace_prob,
+            "random_replace_prob": 0.1 if self.mask_replace_prob < 1 else 0.0,
+            "unit": self.args.unit,
+        }
 
 
 class ReplacedTokens(MaskedTokens):
@@ -172,11 +162,9 @@ class SentenceOrder(MaskedTokens):
     """Masked language modelling over pairs of segments, which are in their order or not."""
 
     pairs: type[NextSentencePairs] | type[SentenceOrderPairs] = SentenceOrderPairs
+    special = 3
+    #: The documents that a pair needs.
     documents = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.args.block_size - 3
 
     def enough(self, store: TokenStore) -> bool:
         # With more tokens than documents, one of these has two tokens and gives two segments.
@@ -201,17 +189,11 @@ class CausalTokens(Objective):
     """Each token from those before it, the end of each document among them."""
 
     token_loss = "clm_loss"
+    collator_class = DataCollatorForCausalTokens
     needs = ("eos",)
-
-    @property
-    def tokens(self) -> int:
-        return self.args.block_size
 
     def source(self, store: TokenStore) -> Dataset:
         return DocumentBlocks(store, self.args.block_size, self.tokenizer.eos_token_id)
-
-    def collator(self) -> Any:
-        return DataCollatorForCausalTokens(self.tokenizer, block_size=self.args.block_size)
 
 
 class Spans(Objective):
@@ -221,17 +203,14 @@ class Spans(Objective):
     """
 
     token_loss = "spans_loss"
+    collator_class = DataCollatorForSpanCorruption
     needs = ("pad", "eos", "<extra_id_0>")
 
     @property
     def tokens(self) -> int:
         # It depends on the number of sentinels, which the collator has looked up.
-        return self.collator().raw_size
-
-    def collator(self) -> Any:
-        return DataCollatorForSpanCorruption(
-            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
-        )
+        collator: Any = self.collator()
+        return collator.raw_size
 
 
 class Denoising(Objective):
@@ -241,16 +220,9 @@ class Denoising(Objective):
     """
 
     token_loss = "denoise_loss"
+    collator_class = DataCollatorForDenoising
+    special = 2
     needs = ("pad", "mask", "bos", "eos")
-
-    @property
-    def tokens(self) -> int:
-        return self.args.block_size - 2
-
-    def collator(self) -> Any:
-        return DataCollatorForDenoising(
-            self.tokenizer, seed=self.args.seed, block_size=self.args.block_size
-        )
 
 
 OBJECTIVES: Mapping[str, type[Objective]] = {

@@ -51,6 +51,36 @@ class Preset:
     initializer_range: float = 0.02
 
 
+@dataclass(frozen=True)
+class Family:
+    """What an architecture can learn, and how.
+
+    Args:
+        tokenizer: the kind of vocabulary, see ``train_tokenizer``.
+        classes: the class of ``fastplm.models`` that learns each objective; the first objective is
+            the default.
+        unit: the default of ``--unit``.
+    """
+
+    tokenizer: str
+    classes: Mapping[str, str]
+    unit: str = "token"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "bert": Family("wordpiece", {"mlm+nsp": "BertForPreTraining", "mlm": "BertForMaskedLM"}),
+    "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
+    "albert": Family(
+        "wordpiece", {"mlm+sop": "AlbertForPreTraining", "mlm": "AlbertForMaskedLM"}, unit="ngram"
+    ),
+    "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
+    "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
+    "t5": Family("unigram", {"spans": "T5ForConditionalGeneration"}),
+    "bart": Family("bytelevel", {"denoise": "BartForConditionalGeneration"}),
+}
+#: All objectives, and those that choose tokens to mask.
+OBJECTIVES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.classes))
+MASKED = ("mlm", "mlm+nsp", "mlm+sop", "rtd")
 OPTIMIZERS = ("adamw", "lamb")
 
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
@@ -223,22 +253,20 @@ def _electra(
     )
 
 
-# Where no tokenizer says otherwise: the ids that our trained ones have.
+# The ids of special tokens in our trained vocabularies, by their kind.
 _USUAL_IDS: Mapping[str, Mapping[str, int]] = {
-    "bert": {"pad": 0},
-    "electra": {"pad": 0},
-    "albert": {"pad": 0, "bos": 2, "eos": 3},
-    "roberta": {"pad": 1, "bos": 0, "eos": 2},
-    "gpt2": {"pad": 1, "bos": 0, "eos": 2},
-    "t5": {"pad": 0, "eos": 1},
-    "bart": {"pad": 1, "bos": 0, "eos": 2},
+    "wordpiece": {"pad": 0, "bos": 2, "eos": 3},
+    "bytelevel": {"pad": 1, "bos": 0, "eos": 2},
+    "unigram": {"pad": 0, "eos": 1},
 }
 _ALSO = {"bos": "cls", "eos": "sep"}
 
 
 def _special_ids(family: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
     """The ids of special tokens under the names that the configurations have for them."""
-    usual = _USUAL_IDS[family]
+    usual = _USUAL_IDS[FAMILIES[family].tokenizer]
+    if family in ("bert", "electra"):  # whose configurations name the padding alone
+        usual = {"pad": usual["pad"]}
     if tokenizer is None:
         return {f"{role}_token_id": value for role, value in usual.items()}
     ids = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import threading
@@ -13,19 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastplm._checks import check
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.train._run import begin, describe, hardware_has_bf16, started
 from fastplm.train._run_folder import (
     RECORD,
     check_same,
     checkpoint_to_resume,
-    claimed,
-    read_record,
     save_models,
-    write_record,
     writing,
 )
-from fastplm.train._threads import hardware_has_bf16, using_threads
 from fastplm.train.arguments import PretrainArguments
 from fastplm.train.objectives import build_model
 from fastplm.train.presets import configuration
@@ -44,7 +39,6 @@ from fastplm.train.pretrain_data import (  # noqa: F401 (others take some of it 
 from fastplm.train.report import settings_of
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
     from transformers import (
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -60,51 +54,37 @@ _FREE_ON_RESUME = {
     *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
 }
 # Settings that are compared in other ways: by the token ids, and as a longer run.
-_SEEN_APART = {"corpus", "tokenizer", "vocab_size", "steps"}
+_COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
     """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
 
-    Under torchrun every process calls it; the first one writes.
-
-    Args:
-        args: the settings.
-
-    Returns:
-        The content of ``metrics.json``.
+    Under torchrun every process calls it and the first one writes. Returns the content of
+    ``metrics.json``.
 
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
-    out = Path(args.out)
-    folder = claimed(
-        "pretrain",
-        out,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        own=[Path(args.cache)],
-    )
-    with folder, using_threads(args.threads):
-        return _pretrain(args, out)
+    with started(args, own=[Path(args.cache)]) as before:
+        return _pretrain(args, Path(args.out), before)
 
 
-def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
-    from transformers import set_seed
+def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None) -> dict[str, Any]:
     from transformers.integrations import TensorBoardCallback
 
-    from fastplm.train.announce import busy_cores, pretraining
+    from fastplm.train.announce import pretraining
 
-    before = read_record("pretrain", out) if args.resume else None
-    wrong = damage(out) if args.resume else ""
-    checkpoint = checkpoint_to_resume("pretrain", out) if args.resume else None
-    done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
+    checkpoint, done = None, 0
+    wrong: str | None = ""
     if before is not None:
+        wrong = damage(out)
+        checkpoint = checkpoint_to_resume("pretrain", out)
+        done = int(checkpoint.name.removeprefix("checkpoint-"))
         _check_steps(args, before, done)
     training_arguments = _training_arguments(args, out)
     with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
         data = prepare_data(args, training_arguments, checkpoint)
-    tokenizer = data.tokenizer
     run = _record(args, data, training_arguments)
     if before is not None:
         _check_same_run(args, run, before)
@@ -113,42 +93,31 @@ def _pretrain(args: PretrainArguments, out: Path) -> dict[str, Any]:
             return json.loads((out / "metrics.json").read_text()) if first_process() else {}
         if wrong is not None and (out / MANIFEST).is_file():
             say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
-    set_seed(args.seed)
-    model = make_model(args, tokenizer)
-    if args.electra_generator == "unigram":
-        model.set_token_counts(count_tokens(data.store, tokenizer))
-    collator = make_collator(args, tokenizer)
-    first = training_arguments.process_index == 0
-    if first:
-        with writing("pretrain", out):
-            (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
-            tokenizer.save_pretrained(out / "tokenizer")
-            run["starts"] = [*(before or {"starts": []})["starts"], done]
-            write_record(out, run)
-        say(pretraining(args, data, model, training_arguments, done))
-        if before is not None and before["steps"] != args.steps:
-            say(
-                f"The run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
-                f"step {done + 1} on its learning rate is that of a schedule over all of them."
-            )
-        if training_arguments.device.type == "cpu":
-            say(busy_cores())
-    callbacks = []
-    if first:
+    callbacks: list[TrainerCallback] = []
+    if training_arguments.process_index == 0:
         from torch.utils.tensorboard import SummaryWriter
 
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
-    trainer = _make_trainer(
-        args, training_arguments, model, tokenizer, collator, data.samples, callbacks
-    )
-    resumed = None if checkpoint is None else str(checkpoint)
-    trainer.train(resume_from_checkpoint=resumed)
-    metrics = {}
-    if first:
+    trainer, collator = _make_trainer(args, training_arguments, data, callbacks)
+    if callbacks:
         with writing("pretrain", out):
-            metrics = _finish(args, out, trainer, tokenizer, collator, data.held_out, run)
+            (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
+            data.tokenizer.save_pretrained(out / "tokenizer")
+        run["starts"] = [*(before or {"starts": []})["starts"], done]
+        text = pretraining(args, data, trainer.model, training_arguments, done)
+        if before is not None and before["steps"] != args.steps:
+            text += (
+                f"\nThe run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
+                f"step {done + 1} on its learning rate is that of a schedule over all of them."
+            )
+        begin(args, run, text, training_arguments.device)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    metrics = {}
+    if callbacks:
+        with writing("pretrain", out):
+            metrics = _finish(args, out, trainer, data, collator, run)
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -160,15 +129,10 @@ def seconds_a_step(args: PretrainArguments) -> float:
     """
     from fastplm.train.trainer import Progress, Stopwatch
 
-    out = Path(args.out)
-    training_arguments = _training_arguments(args, out)
+    training_arguments = _training_arguments(args, Path(args.out))
     data = prepare_data(args, training_arguments, None)
-    tokenizer = data.tokenizer
-    model, collator = make_model(args, tokenizer), make_collator(args, tokenizer)
     stopwatch = Stopwatch()
-    trainer = _make_trainer(
-        args, training_arguments, model, tokenizer, collator, data.samples, [stopwatch]
-    )
+    trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
     trainer.remove_callback(Progress)
     trainer.train()
     return stopwatch.median
@@ -205,55 +169,49 @@ def corrupts_on_device() -> bool:
     return torch.cuda.is_available()
 
 
-def _collation(collator: Any) -> dict[str, Any]:
-    if corrupts_on_device():
-        return {"data_collator": collator.pad, "corrupt": collator.corrupt}
-    return {"data_collator": collator}
-
-
 def _make_trainer(
     args: PretrainArguments,
     training_arguments: TrainingArguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    collator: Any,
-    train_dataset: Dataset,
+    data: RunData,
     callbacks: list[TrainerCallback],
-) -> Any:
-    return _trainer_class(args)(
-        model=model,
-        args=training_arguments,
-        train_dataset=train_dataset,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-        optimizer_cls_and_kwargs=_optimizer(args),
-        **_collation(collator),
-    )
+) -> tuple[Any, Any]:
+    """The trainer of an untrained model, and the collator of its samples."""
+    from transformers import set_seed
 
-
-def _trainer_class(args: PretrainArguments) -> Any:
+    from fastplm.train.optimizer import Lamb
     from fastplm.train.trainer import PretrainingTrainer
     from fastplm.train.two_stage import TwoStageTrainer
 
+    set_seed(args.seed)
+    model = make_model(args, data.tokenizer)
+    if args.electra_generator == "unigram":
+        model.set_token_counts(count_tokens(data.store, data.tokenizer))
+    collator = make_collator(args, data.tokenizer)
+    settings: dict[str, Any] = {"data_collator": collator}
+    if corrupts_on_device():
+        settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    kind: type[PretrainingTrainer] = PretrainingTrainer
     if args.two_stage:
-        return functools.partial(TwoStageTrainer, first_stage=args.first_stage)
-    return PretrainingTrainer
-
-
-def _optimizer(args: PretrainArguments) -> tuple[Any, dict[str, Any]] | None:
-    """What the Trainer makes its optimizer of; by itself it makes AdamW."""
-    if args.optimizer == "adamw":
-        return None
-    from fastplm.train.optimizer import Lamb
-
-    return Lamb, {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
+        kind = TwoStageTrainer
+        settings["first_stage"] = args.first_stage
+    if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
+        lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
+        settings["optimizer_cls_and_kwargs"] = Lamb, lamb
+    trainer = kind(
+        model=model,
+        args=training_arguments,
+        train_dataset=data.samples,
+        processing_class=data.tokenizer,
+        callbacks=callbacks,
+        **settings,
+    )
+    return trainer, collator
 
 
 def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
     from fastplm.train.trainer import training_arguments
 
     return training_arguments(
-        "pretrain",
         args,
         out,
         bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",
@@ -280,19 +238,11 @@ def _check_steps(args: PretrainArguments, before: dict[str, Any], done: int) -> 
     """Check the steps of a resumed run, and keep the warm-up with which it began."""
     if args.usual_warmup and not args.two_stage:
         args.warmup = before["warmup"]
-    check(
-        args.steps >= done,
-        "pretrain",
+    expected = f"{done} or more, the steps that are done"
+    args.check("steps", args.steps >= done, expected, "Raise it.")
+    args.check(
         "steps",
-        args.steps,
-        f"{done} or more, the steps that are done",
-        "Raise it.",
-    )
-    check(
         not args.two_stage or args.steps == before["steps"],
-        "pretrain",
-        "steps",
-        args.steps,
         f"{before['steps']}, of which the first stage of a two-stage training is half",
         "Give the same steps, or another --out.",
     )
@@ -302,53 +252,45 @@ def _record(
     args: PretrainArguments, data: RunData, training_arguments: TrainingArguments
 ) -> dict[str, Any]:
     """What the loss curve depends on, and some of what it does not."""
-    settings = settings_of(args)
-    names = sorted(settings.keys() - _FREE_ON_RESUME - _SEEN_APART)
     description = data.tokenizer.backend_tokenizer.to_str()
-    return {
-        **{name: settings[name] for name in names},
-        "steps": args.steps,
-        "corpus": {
+    samples = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
+    return describe(
+        args,
+        _FREE_ON_RESUME | _COMPARED_OTHERWISE,
+        steps=args.steps,
+        corpus={
             "paths": list(args.corpus),
             "documents": len(data.all.documents) - 1,
             "tokens": len(data.all),
             "hash": data.all.directory.name,
         },
-        "tokenizer": hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
-        "held_out": {
-            "tokens": len(data.all) - len(data.store),
-            "samples": 0 if data.held_out is None else len(data.held_out),  # type: ignore[arg-type]
-        },
-        "processes": training_arguments.world_size,
-        "precision": "bf16" if training_arguments.bf16 else "fp32",
-        "threads": torch.get_num_threads(),
-    }
+        tokenizer=hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
+        held_out={"tokens": len(data.all) - len(data.store), "samples": samples},
+        processes=training_arguments.world_size,
+        precision="bf16" if training_arguments.bf16 else "fp32",
+        threads=torch.get_num_threads(),
+    )
 
 
 def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[str, Any]) -> None:
     ours, theirs = run["corpus"], before["corpus"]
-    paths = ", ".join(ours["paths"])
-    same = ours["paths"] == theirs["paths"]
-    got = f"{paths}, whose text has changed since" if same else paths
-    check(
-        ours["hash"] == theirs["hash"],
-        "pretrain",
+    changed = ", whose text has changed since" if ours["paths"] == theirs["paths"] else ""
+    args.check(
         "corpus",
-        f"{got} ({ours['documents']:,} documents, {ours['tokens']:,} tokens)",
-        f"{', '.join(theirs['paths'])} ({theirs['documents']:,} documents, {theirs['tokens']:,} "
-        "tokens), as in the run that is resumed",
+        ours["hash"] == theirs["hash"],
+        f"{_described(theirs)}, as in the run that is resumed",
         "Give the same text, or another --out.",
+        _described(ours, changed),
     )
     apart = {"corpus", "held_out", "steps", "threads", "starts"}
     check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
-    held, kept = run["held_out"], before["held_out"]
-    check(
-        held == kept,
-        "pretrain",
+    samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]
+    args.check(
         "cache",
-        f"{args.cache}, which gives {held['samples']} held-out samples",
-        f"{kept['samples']}, as in the run that is resumed",
+        run["held_out"] == before["held_out"],
+        f"{kept}, as in the run that is resumed",
         "Delete the tokens there: they are made again.",
+        f"{args.cache}, which gives {samples} held-out samples",
     )
     if run["threads"] != before["threads"]:
         say(
@@ -357,13 +299,17 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
         )
 
 
+def _described(corpus: dict[str, Any], changed: str = "") -> str:
+    paths = ", ".join(corpus["paths"])
+    return f"{paths}{changed} ({corpus['documents']:,} documents, {corpus['tokens']:,} tokens)"
+
+
 def _finish(
     args: PretrainArguments,
     out: Path,
     trainer: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    data: RunData,
     collator: Any,
-    held_out: Dataset | None,
     run: dict[str, Any],
 ) -> dict[str, Any]:
     from fastplm.train.evaluate import evaluate
@@ -375,7 +321,7 @@ def _finish(
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
-    save_models(out, models, tokenizer)
+    save_models(out, models, data.tokenizer)
     history = curve(trainer.state.log_history)
     metrics = {
         "arguments": settings_of(args),
@@ -384,7 +330,7 @@ def _finish(
         "precision": "bf16" if trainer.args.bf16 else "fp32",
         "processes": trainer.args.world_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(data.tokenizer),
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,
         "train_seconds": trainer.train_seconds,
@@ -398,9 +344,9 @@ def _finish(
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),
     }
-    if held_out is not None:
+    if data.held_out is not None:
         metrics["held_out"] = evaluate(
-            model, held_out, collator, args.batch_size, objective_of(args).token_loss
+            model, data.held_out, collator, args.batch_size, objective_of(args).token_loss
         )
     plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
     write_json(out / "metrics.json", metrics)

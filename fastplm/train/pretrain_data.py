@@ -20,10 +20,9 @@ from fastplm.data import (
     tokenize,
     train_tokenizer,
 )
-from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import PretrainArguments
-from fastplm.train.choices import FAMILIES, HELD_OUT
 from fastplm.train.objectives import OBJECTIVES, Objective
+from fastplm.train.presets import FAMILIES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 #: The name of the corpus that needs no file.
 EMBEDDED = "embedded"
 
+#: The share of the tokens, the last ones, that is held out where they are enough.
+HELD_OUT = 0.05
 #: The most samples of held-out text that a run is judged by.
 HELD_OUT_SAMPLES = 512
 _TOKENS_AT_ONCE = 1 << 24
@@ -39,31 +40,25 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads.
-
-    Args:
-        tokenizer: of the run.
-        all: the tokens of the corpus.
-        store: those to train on.
-        samples: of the whole training, in order.
-        held_out: samples of the rest; None if the corpus is too small for them.
-        documents: of the corpus.
-        cached: what was found in the cache and not made now.
-    """
+    """What a run reads."""
 
     tokenizer: PreTrainedTokenizerBase
+    #: The tokens of the corpus, and those to train on.
     all: TokenStore
     store: TokenStore
+    #: Of the whole training, in order.
     samples: Dataset
+    #: Samples of the rest; None if the corpus is too small for them.
     held_out: Dataset | None
     documents: Iterable[str]
+    #: What was found in the cache and not made now.
     cached: tuple[str, ...]
 
 
 def prepare_data(
     args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
 ) -> RunData:
-    """The data of a run, which the first process prepares; a resumed run has its own tokenizer."""
+    """The data of a run, which the first process prepares; a resumed run keeps its tokenizer."""
     with training_arguments.main_process_first(desc="preparing the data"):
         cache = Path(args.cache)
         there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
@@ -89,15 +84,7 @@ def prepare_data(
 
 
 def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
-    """The documents of the paths named, or of Python itself for the one name "embedded".
-
-    Args:
-        corpus: paths.
-        cache: see ``read_documents``.
-
-    Raises:
-        DataError: see ``read_documents``.
-    """
+    """``read_documents``, or for the one name "embedded" the documentation inside Python."""
     if list(corpus) == [EMBEDDED]:
         return _embedded()
     return read_documents(corpus, cache=cache)
@@ -105,7 +92,7 @@ def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -
 
 @functools.cache
 def _embedded() -> list[str]:
-    return embedded_corpus()  # takes seconds, and the demo asks several times
+    return embedded_corpus()  # it takes seconds, and the demo needs it several times
 
 
 def make_dataset(
@@ -116,12 +103,7 @@ def make_dataset(
     length: int | None = None,
     at_most: int | None = None,
 ) -> Dataset:
-    """The training stream over a store: blocks of text, or pairs of segments.
-
-    Args:
-        length: the number of samples; by default each block or run of sentences once.
-        at_most: an upper bound of it.
-    """
+    """The training stream over a store; by default each block or run of sentences once."""
     objective = objective_of(args)(args, tokenizer)
     source: Any = objective.source(store)
     length = length or len(source)
@@ -170,9 +152,6 @@ def _tokenizer(
     needs = objective_of(args).needs
     given = args.tokenizer if checkpoint is None else checkpoint
     if given is not None:
-        expected = "a directory that tokenizer.save_pretrained wrote"
-        return loaded(
-            "pretrain", "tokenizer", given, expected, lambda: load_tokenizer(given, needs)
-        )
+        return load_tokenizer(given, needs)
     kind = FAMILIES[args.preset.family].tokenizer
     return train_tokenizer(documents, args.vocab_size, args.cache, kind)

@@ -82,8 +82,13 @@ def summary(metrics: dict[str, Any]) -> str:
         *metrics["models"].items(),
         ("picture", metrics["picture"]),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return block(dict(rows))
+
+
+def block(rows: dict[str, str]) -> str:
+    """Two columns of names and texts."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
 def _of_all(metrics: dict[str, Any]) -> str:

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastplm._checks import DivergenceError, check
+from fastplm._checks import DivergenceError
 from fastplm.data._folder import say
+from fastplm.train._run import hardware_has_bf16
 from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
-from fastplm.train._threads import hardware_has_bf16
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
@@ -45,33 +45,13 @@ _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
 
 _SCRATCH = ".incomplete"
 
-__all__ = ["PretrainingTrainer", "RunTrainer", "detection", "last_checkpoint"]
 
-
-def training_arguments(
-    where: str, args: Any, out: Path, *, bf16: bool, **settings: Any
-) -> TrainingArguments:
-    """What the Trainer of any run is told.
-
-    Args:
-        where: the command.
-        args: of the command.
-        out: the folder of the run.
-        bf16: under autocast to bfloat16.
-        settings: of ``TrainingArguments`` beside those of every run.
-
-    Raises:
-        ArgumentValueError: a GPU without bf16.
-    """
+def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
+    """The ``TrainingArguments`` of a run: those of every run, and ``settings``."""
     on_gpu = torch.cuda.is_available()
-    check(
-        not (bf16 and on_gpu) or hardware_has_bf16(),
-        where,
-        "bf16",
-        True,
-        "a GPU that has it",
-        "Train in fp32 (--precision fp32, or without --bf16).",
-    )
+    fix = "Train in fp32 (--precision fp32, or without --bf16)."
+    able = not (bf16 and on_gpu) or hardware_has_bf16()
+    args.check("bf16", able, "a GPU that has it", fix, True)
     return TrainingArguments(
         output_dir=str(out),
         bf16=bf16,
@@ -93,23 +73,25 @@ def training_arguments(
 class RunTrainer(Trainer):
     """Trainer of a run that may be killed, run out of disk or diverge at any moment.
 
-    - A checkpoint is written under another name, sealed with a manifest and renamed when all
-      processes are done; only then an older one goes. One that cannot be written leaves nothing.
-    - At a loss, gradient or weight that is not finite it stops, before a checkpoint has it: on the
-      CPU in that step; on a GPU, which is never waited for, a step or two later; with several
+    - A checkpoint is written to a scratch folder, sealed with a manifest and renamed when all
+      processes are done. Only then an older one is removed.
+    - The run stops at a loss, gradient or weight that is not finite, before a checkpoint has it:
+      on the CPU in that step; on a GPU, which it never waits for, a step or two later; with several
       processes, which must stop together, when the loss is logged.
-    - What it logs has ``seconds`` and ``tokens_per_second``; a window ends at each checkpoint, so
-      that the sums over the history are those of all steps that count, however often the run was
-      resumed, and the loss curve is the same.
+    - A window of the log ends at each checkpoint, so that the loss curve and the sums of
+      ``seconds`` and tokens do not depend on how often the run was resumed.
+
+    See docs/pretraining.md, "Stopping and resuming".
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
-        where: the command that trains, for messages.
     """
 
-    def __init__(self, *args: Any, where: str = "pretrain", **kwargs: Any) -> None:
+    #: The command that trains, for messages.
+    where = "pretrain"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.where = where
         if self.args.world_size == 1 and self.args.n_gpu > 1:
             # The Trainer would split batches by rows, and flat positions do not split.
             self.args._n_gpu = 1
@@ -265,11 +247,8 @@ def all_finite(model: nn.Module) -> bool:
 class FiniteCheck:
     """The first steps at which values were not finite, found without waiting for a GPU.
 
-    Args:
-        device: of the values.
-
-    Attributes:
-        steps: int64 [names], on the device: the first step of each name, or ``NEVER``.
+    ``steps``, int64 [names] on the device of the values, has the first step of each name, or
+    ``NEVER``.
     """
 
     NAMES = ("the loss", "the norm of the gradient")
@@ -438,15 +417,10 @@ class PretrainingTrainer(RunTrainer):
 
 
 def detection(counts: dict[str, float]) -> dict[str, float]:
-    """How well replaced tokens are found.
+    """How well replaced tokens are found, from ``DETECTION_COUNTS`` summed over batches.
 
-    Args:
-        counts: ``DETECTION_COUNTS`` summed over batches.
-
-    Returns:
-        Precision and recall of the replaced class, the mean of both classes' recalls (0.5 for any
-        answer that does not look at the token), the accuracy, and the accuracy of always
-        answering "original".
+    The balanced accuracy is the mean of both classes' recalls: 0.5 for any answer that does not
+    look at the token.
     """
     positives, total = counts["positives"], counts["total"]
     false_positives = counts["predicted_positives"] - counts["true_positives"]

@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
+from transformers.optimization import _get_linear_schedule_with_warmup_lr_lambda
 
 from fastplm.train.trainer import PretrainingTrainer
 
@@ -14,12 +15,8 @@ from fastplm.train.trainer import PretrainingTrainer
 class TwoStageTrainer(PretrainingTrainer):
     """Trains a model of ``config.stage`` 1, and from a step on in stage 2.
 
-    Each stage has its own warm-up and linear decay. The optimizer is not reset: the
-    discriminator has no moments in it before its first gradient.
-
-    Args:
-        args, kwargs: of ``PretrainingTrainer``.
-        first_stage: the steps of the first stage.
+    Each stage has its own warm-up and linear decay; ``first_stage`` is the steps of the first one.
+    The optimizer is not reset: it has no moments of the discriminator before its first gradient.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §3.2, Training Algorithms.
     """
@@ -38,11 +35,10 @@ class TwoStageTrainer(PretrainingTrainer):
             first, warmup = self._first_stage, self.args.get_warmup_steps(num_training_steps)
 
             def factor(step: int) -> float:
-                length = first if step < first else num_training_steps - first
-                step = step if step < first else step - first
-                if step < warmup:
-                    return step / warmup
-                return max(0.0, (length - step) / max(1, length - warmup))
+                begin, end = (0, first) if step < first else (first, num_training_steps)
+                return _get_linear_schedule_with_warmup_lr_lambda(
+                    step - begin, num_warmup_steps=warmup, num_training_steps=end - begin
+                )
 
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
             self._created_lr_scheduler = True

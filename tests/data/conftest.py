@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
@@ -52,6 +54,21 @@ def tokenizer(documents, tmp_path_factory):
 @pytest.fixture(scope="session")
 def store(documents, tokenizer, tmp_path_factory) -> TokenStore:
     return tokenize(documents, tokenizer, tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def store_of(tmp_path):
+    """Makes a store of the numbers given, whatever tokenizers make of a text."""
+
+    def build(tokens, sentences, documents) -> TokenStore:
+        np.asarray(tokens, dtype=np.int32).tofile(tmp_path / "tokens.bin")
+        np.asarray(sentences, dtype=np.int64).tofile(tmp_path / "sentences.bin")
+        np.asarray(documents, dtype=np.int64).tofile(tmp_path / "documents.bin")
+        meta = {"dtype": "int32", "vocab_size": int(max(tokens)) + 1}
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        return TokenStore(tmp_path)
+
+    return build
 
 
 @pytest.fixture(scope="session")

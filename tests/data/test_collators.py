@@ -143,11 +143,6 @@ def test_padding_inside_a_sample_is_never_chosen(documents, tokenizer):
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
 
-def test_too_long(tokenizer):
-    with pytest.raises(ArgumentValueError, match="block_size"):
-        DataCollatorForMaskedTokens(tokenizer, block_size=4)([{"input_ids": list(range(9))}])
-
-
 # --- two halves, units, packing, causal -----------------------------------------------------------
 
 
@@ -159,7 +154,7 @@ def assert_same_batch(one, other):
 
 
 @pytest.mark.parametrize("packed", (False, True))
-def test_the_halves_make_the_whole(pairs, tokenizer, packed):
+def test_pad_and_corrupt_are_the_whole_collator(pairs, tokenizer, packed):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2, unit="ngram", packed=packed)
     samples = [pairs[i] for i in range(5)]
     padded = collator.pad(samples)
@@ -184,7 +179,7 @@ def test_device_tensors_give_the_same_batch(pairs, tokenizer, unit, packed):
     assert_same_batch(moved, collator(samples))
 
 
-def test_lists_arrays_and_tensors_are_one(blocks, tokenizer):
+def test_lists_arrays_and_tensors_give_the_same_batch(blocks, tokenizer):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2)
     samples = [blocks[i] for i in range(3)]
     bytes_ = (torch.Tensor.byte, lambda ids: ids.numpy().astype(np.uint8), tuple)
@@ -208,7 +203,7 @@ def test_words_stay_whole(documents, tokenizer, unit):
         assert all(len(fates) == 1 for fates in by_word.values())
 
 
-def test_an_epoch_has_masks_of_its_own(blocks, tokenizer):
+def test_each_epoch_has_other_masks(blocks, tokenizer):
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2)
     samples = [blocks[i] for i in range(3)]
     first = collator(samples)
@@ -218,7 +213,7 @@ def test_an_epoch_has_masks_of_its_own(blocks, tokenizer):
     assert_same_batch(collator(samples), first)
 
 
-def test_what_finds_no_room_is_counted_and_said_once(blocks, tokenizer):
+def test_dropped_tokens_are_counted_with_one_warning(blocks, tokenizer):
     samples = [blocks[i] for i in range(3)]
     collator = DataCollatorForMaskedTokens(tokenizer, max_predictions=3)
     free = DataCollatorForMaskedTokens(tokenizer)
@@ -242,18 +237,23 @@ def test_special_tokens_mask(tokenizer):
 
 
 def test_packed_sequences_are_masked_as_padded_ones(pairs, tokenizer):
-    samples = [pairs[i] for i in range(6)]
-    padded = DataCollatorForMaskedTokens(tokenizer, seed=2, max_predictions=4)(samples)
+    samples = [
+        pairs[i] | {"special_tokens_mask": (pairs[i]["input_ids"] % 2).tolist()} for i in range(6)
+    ]
+    settings = dict(seed=2, mlm_probability=0.5, max_predictions=24)
+    padded = DataCollatorForMaskedTokens(tokenizer, **settings)(samples)
     for block_size in (None, 48):
-        packed = DataCollatorForMaskedTokens(
-            tokenizer, seed=2, max_predictions=4, packed=True, block_size=block_size
-        )(samples)
+        settings["block_size"] = block_size
+        packed = DataCollatorForMaskedTokens(tokenizer, packed=True, **settings)(samples)
+        assert "special_tokens_mask" not in packed and "attention_mask" not in packed
         inside = padded["attention_mask"].bool()
         tokens = int(inside.sum())
         assert packed["input_ids"].shape == (1, tokens if block_size is None else 6 * 48)
-        for key in ("input_ids", "labels"):
+        for key in ("input_ids", "labels", "token_type_ids"):
             assert torch.equal(packed[key][0, :tokens], padded[key][inside]), key
+        assert (packed["token_type_ids"][0, tokens:] == 0).all()
         assert (packed["labels"][0, tokens:] == -100).all()
+        assert (packed["labels"][packed["labels"] != -100] % 2 == 0).all()
         lengths = inside.sum(1)
         ends = packed["cu_seq_lens_q"]
         assert ends.dtype == torch.int32 and torch.equal(ends.diff(), lengths.int())
@@ -264,7 +264,7 @@ def test_packed_sequences_are_masked_as_padded_ones(pairs, tokenizer):
         assert torch.equal(packed["next_sentence_label"], padded["next_sentence_label"])
 
 
-def test_packed_documents_have_choices_of_their_own(store, tokenizer):
+def test_packed_documents_have_independent_masks(store, tokenizer):
     stream = PretrainingStream(PackedDocuments(store, 64, **SPECIAL), seed=0, length=8)
     collator = DataCollatorForMaskedTokens(tokenizer, seed=2, packed=True)
     batch = collator([stream[i] for i in range(4)])
@@ -350,23 +350,20 @@ def test_packed_batches_train_like_padded_ones(pairs, tokenizer, family, block_s
         assert (out[name] - gold[name]).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("packed", (False, True))
-def test_causal_labels(tokenizer, packed):
+@pytest.mark.parametrize("packed, offset", [(False, 0), (True, 0), (True, 2)])
+def test_causal_labels(tokenizer, packed, offset):
     samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
-    batch = DataCollatorForCausalTokens(tokenizer, packed=packed, block_size=4)(samples)
+    batch = DataCollatorForCausalTokens(
+        tokenizer, packed=packed, block_size=4, position_offset=offset
+    )(samples)
     if packed:
+        positions = batch["position_ids"] - offset
+        assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
         pad = tokenizer.pad_token_id
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, pad, pad, pad]]
         assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9, -100, -100, -100]]
     else:
         assert batch["labels"].tolist() == [[5, 6, 7, -100], [8, 9, -100, -100]]
-
-
-def test_packed_causal_labels_with_other_positions(tokenizer):
-    collator = DataCollatorForCausalTokens(tokenizer, packed=True, position_offset=2)
-    batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
 
 
 # --- what is never chosen -------------------------------------------------------------------------
@@ -396,7 +393,7 @@ def test_padding_is_not_chosen_without_a_pad_token(plain, field):
     assert not chosen[padding].any() and (batch["input_ids"][padding] == 0).all()
 
 
-def test_ids_alone_say_what_is_chosen_where_they_can(blocks, tokenizer, plain, monkeypatch):
+def test_no_maskable_tensor_where_ids_are_enough(blocks, tokenizer, plain, monkeypatch):
     given, mask_tokens = [], ops.mask_tokens
 
     def spy(input_ids, **settings):
@@ -425,23 +422,6 @@ def test_added_special_tokens_are_special(plain):
 # --- packed ---------------------------------------------------------------------------------------
 
 
-def test_packed_batches_have_all_that_tokens_have(pairs, tokenizer):
-    samples = [
-        pairs[i] | {"special_tokens_mask": (pairs[i]["input_ids"] % 2).tolist()} for i in range(5)
-    ]
-    settings = dict(seed=2, mlm_probability=0.5, max_predictions=24, block_size=48)
-    padded = DataCollatorForMaskedTokens(tokenizer, **settings)(samples)
-    packed = DataCollatorForMaskedTokens(tokenizer, packed=True, **settings)(samples)
-    inside = padded["attention_mask"].bool()
-    tokens = int(inside.sum())
-    for key in ("input_ids", "labels", "token_type_ids"):
-        assert packed[key].shape == (1, 5 * 48)
-        assert torch.equal(packed[key][0, :tokens], padded[key][inside]), key
-    assert (packed["token_type_ids"][0, tokens:] == 0).all()
-    assert (packed["labels"][packed["labels"] != -100] % 2 == 0).all()
-    assert "special_tokens_mask" not in packed and "attention_mask" not in packed
-
-
 @pytest.mark.gpu
 def test_padding_inside_of_a_packed_sample_on_a_gpu_is_not_chosen(tokenizer):
     ids, mask = torch.arange(10, 20).cuda(), (torch.arange(10) < 7).cuda()
@@ -452,44 +432,34 @@ def test_padding_inside_of_a_packed_sample_on_a_gpu_is_not_chosen(tokenizer):
     assert torch.equal(batch["labels"][0] != -100, mask)
 
 
+GOOD = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2], "sample_index": 2**43 - 1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "error", "words"),
     (
-        ({"sequence_lengths": [2, 2]}, "`sequence_lengths` got [2, 2] for 3 tokens in sample 1"),
-        ({"sequence_lengths": [4, -1]}, "got [4, -1] for 3 tokens in sample 1"),
-        ({"sample_index": -1}, "`sample_index` got -1 in sample 1"),
-        ({"sample_index": 2**43}, f"`sample_index` got {2**43} in sample 1"),
+        ({"sequence_lengths": [2, 2]}, DataError, "`sequence_lengths` got [2, 2] for 3 tokens"),
+        ({"sequence_lengths": [4, -1]}, DataError, "got [4, -1] for 3 tokens in sample 1"),
+        ({"sample_index": -1}, DataError, "`sample_index` got -1 in sample 1"),
+        ({"sample_index": 2**43}, DataError, f"`sample_index` got {2**43} in sample 1"),
+        ({"attention_mask": [1, 0, 1]}, ArgumentValueError, "padding inside in sample 1"),
+        ({"attention_mask": torch.tensor([1, 1, 0])}, ArgumentValueError, "padding inside in sam"),
+        ({"attention_mask": torch.ones(3)}, DataError, "`attention_mask` got a torch.float32 in"),
     ),
 )
-def test_wrong_packed_samples(tokenizer, changes, words):
-    good = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2], "sample_index": 2**43 - 1}
+def test_wrong_packed_samples(tokenizer, changes, error, words):
     collator = DataCollatorForMaskedTokens(tokenizer, packed=True)
+    good = GOOD | ({"attention_mask": [1, 1, 1]} if "attention_mask" in changes else {})
     assert collator([good, good])["cu_seq_lens_q"].tolist() == [0, 1, 3, 4, 6]
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(error) as raised:
         collator([good, good | changes])
     assert words in str(raised.value)
-
-
-def test_packed_samples_in_a_padded_batch(tokenizer):
-    sample = {"input_ids": [5, 6, 7], "sequence_lengths": [1, 2]}
-    with pytest.raises(ArgumentValueError, match="`sequence_lengths`.*packed=True"):
-        DataCollatorForMaskedTokens(tokenizer)([sample])
-
-
-def test_padding_inside_a_packed_sample(tokenizer):
-    good = {"input_ids": [5, 6], "attention_mask": torch.ones(2)}
-    bad = {"input_ids": [5, 0], "attention_mask": [1, 0]}
-    for samples in ([bad], [{k: torch.tensor(v) for k, v in bad.items()}]):
-        with pytest.raises(ArgumentValueError, match="padding inside in sample 0"):
-            DataCollatorForMaskedTokens(tokenizer, packed=True)(samples)
-    with pytest.raises(DataError, match="`attention_mask` got a torch.float32"):
-        DataCollatorForMaskedTokens(tokenizer, packed=True)([good])
 
 
 # --- samples and settings that cannot be ----------------------------------------------------------
 
 
-def test_choices_that_were_asked_for_and_cannot_be_had_are_said_once(tokenizer, blocks):
+def test_one_warning_if_seed_or_epoch_have_no_effect(tokenizer, blocks):
     known, unknown = [blocks[0]], [{"input_ids": [5, 6, 7, 8]}]
 
     def silent(collator, samples):
@@ -535,11 +505,14 @@ IDS = {"input_ids": [5, 6]}
         ([{"input_ids": torch.ones(2)}], DataError, "`input_ids` got a torch.float32 in sample 0"),
         ([{"input_ids": np.ones(2)}], DataError, "`input_ids` got a float64 in sample 0"),
         ([{"input_ids": [2**63]}], DataError, "at most 64 bits"),
+        ([IDS, {"input_ids": [5] * 9}], ArgumentValueError, "a sample of 9 tokens; expected at"),
+        ([IDS | {"sequence_lengths": [1, 1]}], ArgumentValueError, "`sequence_lengths` got"),
     ),
 )
 def test_wrong_samples(tokenizer, samples, error, words):
+    collator = DataCollatorForMaskedTokens(tokenizer, block_size=8)
     with pytest.raises(error) as raised:
-        DataCollatorForMaskedTokens(tokenizer)(samples)
+        collator(samples)
     assert words in str(raised.value)
 
 
@@ -578,7 +551,7 @@ def test_a_tokenizer_without_a_mask_token(plain):
         DataCollatorForMaskedTokens(without)
 
 
-def test_collators_are_things_of_their_own(tokenizer):
+def test_collators_compare_by_identity_and_pickle(tokenizer):
     one, other = (DataCollatorForMaskedTokens(tokenizer) for _ in range(2))
     assert isinstance(one, Collator)
     assert one == one and one != other and len({one, other}) == 2

@@ -19,7 +19,6 @@ from fastplm.data import (
     PackedDocuments,
     SentenceChunks,
     TokenStore,
-    _cache,
     _folder,
     read_documents,
     tokenize,
@@ -129,7 +128,7 @@ def test_caches_of_older_versions_and_foreign_files(whole, corpus, tmp_path, cap
 
 def test_a_file_where_the_folder_was(tmp_path, capsys):
     (tmp_path / "key").write_text("no folder")
-    folder = _cache.build_once(tmp_path, "key", write)
+    folder = _folder.build_once(tmp_path, "key", write)
     assert (folder / "a.bin").stat().st_size == 9000
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert os.listdir(tmp_path) == ["key"]
@@ -156,7 +155,7 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "_LARGE", 8999)
     monkeypatch.setattr(_folder, "_PAGES", 2)
     monkeypatch.setattr(_folder, "_PAGE", 100)
-    folder = _cache.build_once(tmp_path, "key", write)
+    folder = _folder.build_once(tmp_path, "key", write)
     file = folder / "a.bin"
     data, times = file.read_bytes(), file.stat()
 
@@ -175,12 +174,12 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
     assert _folder.damage(folder, cache=True) is None
 
 
-def test_those_who_build_at_once_and_those_who_read(tmp_path):
+def test_concurrent_builders_and_readers(tmp_path):
     """Each lock is of its own open file, so that threads stand for processes."""
     expected = random.Random(0).randbytes(9000)
 
     def use(number: int) -> bool:
-        folder = _cache.build_once(tmp_path, "key", write)
+        folder = _folder.build_once(tmp_path, "key", write)
         return (folder / "a.bin").read_bytes() == expected
 
     def spoilt(number: int) -> None:
@@ -197,24 +196,24 @@ def test_those_who_build_at_once_and_those_who_read(tmp_path):
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_who_comes_second_takes_what_is_there(tmp_path):
+def test_the_folder_that_was_finished_first_is_used(tmp_path):
     inodes = []
 
     def slow(folder: Path) -> None:
-        other = _cache.build_once(tmp_path, "key", write)
+        other = _folder.build_once(tmp_path, "key", write)
         inodes.append(other.stat().st_ino)
         write(folder)
 
-    assert _cache.build_once(tmp_path, "key", slow).stat().st_ino == inodes[0]
+    assert _folder.build_once(tmp_path, "key", slow).stat().st_ino == inodes[0]
     assert os.listdir(tmp_path) == ["key"]
 
 
-def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
-    file = _cache.build_once(tmp_path, "key", write) / "a.bin"
+def test_readers_wait_while_a_folder_is_replaced(tmp_path, capsys):
+    file = _folder.build_once(tmp_path, "key", write) / "a.bin"
     data = file.read_bytes()
     with _folder.locked(tmp_path):
         file.write_bytes(b"half")
-        thread = threading.Thread(target=_cache.build_once, args=(tmp_path, "key", write))
+        thread = threading.Thread(target=_folder.build_once, args=(tmp_path, "key", write))
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
@@ -223,12 +222,12 @@ def test_nobody_looks_while_a_folder_is_replaced(tmp_path, capsys):
     assert not thread.is_alive() and capsys.readouterr().err == ""
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     for name in (".key-abandoned", ".key-building", ".other-abandoned"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.bin").write_bytes(b"half")
     with _folder.locked(tmp_path / ".key-building"):
-        _cache.build_once(tmp_path, "key", write)
+        _folder.build_once(tmp_path, "key", write)
     assert sorted(os.listdir(tmp_path)) == [".key-building", ".other-abandoned", "key"]
 
 
@@ -238,7 +237,7 @@ def test_a_full_disk(tmp_path):
             file.write(b"x" * 10_000)
 
     with pytest.raises(DataError, match="No space left on device.*--cache DIR"):
-        _cache.build_once(tmp_path, "key", full)
+        _folder.build_once(tmp_path, "key", full)
     assert os.listdir(tmp_path) == []
 
 
@@ -257,20 +256,20 @@ def test_a_disk_with_no_room_for_a_map(whole, tmp_path, monkeypatch):
 
 
 def test_a_rebuild_that_fails_leaves_what_is_there(tmp_path, capsys):
-    folder = _cache.build_once(tmp_path, "key", write)
+    folder = _folder.build_once(tmp_path, "key", write)
     (folder / "a.bin").write_bytes(b"damaged")
 
     def fails(folder: Path) -> None:
         raise DataError("no corpus any more")
 
     with pytest.raises(DataError, match="no corpus"):
-        _cache.build_once(tmp_path, "key", fails)
+        _folder.build_once(tmp_path, "key", fails)
     assert os.listdir(tmp_path) == ["key"]
     assert (folder / "a.bin").read_bytes() == b"damaged"
 
 
-def test_a_manifest_is_what_it_says(tmp_path):
-    folder = _cache.build_once(tmp_path, "key", lambda f: (f / "a").write_bytes(b"abc") and None)
+def test_a_manifest_has_sizes_and_hashes(tmp_path):
+    folder = _folder.build_once(tmp_path, "key", lambda f: (f / "a").write_bytes(b"abc") and None)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["a"]["hash"] == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
     assert manifest["files"]["a"]["size"] == 3

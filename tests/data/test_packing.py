@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import pickle
 
 import numpy as np
@@ -9,26 +8,26 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastplm._checks import ArgumentValueError
-from fastplm.data import PackedDocuments, PretrainingStream, TokenStore, sequence_index
+from fastplm.data import PackedDocuments, PretrainingStream, sequence_index
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 OPTIONS = [{}, {"cls_token_id": 2}, {"sep_token_id": 3}, SPECIAL]
 
 
-def store_of(folder, lengths):
+@pytest.fixture
+def documents_of(store_of):
     """A store of documents of one sentence each, in which token i is 10 + i."""
-    ends = np.cumsum([0, *lengths])
-    (10 + np.arange(ends[-1], dtype=np.int32)).tofile(folder / "tokens.bin")
-    ends.tofile(folder / "sentences.bin")
-    np.arange(len(ends)).tofile(folder / "documents.bin")
-    meta = {"dtype": "int32", "vocab_size": int(ends[-1]) + 10}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return TokenStore(folder)
+
+    def build(lengths):
+        ends = np.cumsum([0, *lengths])
+        return store_of(10 + np.arange(ends[-1]), ends, np.arange(len(ends)))
+
+    return build
 
 
 @pytest.fixture
-def numbered(tmp_path):
-    return store_of(tmp_path, [1 + i * i * 7 % 61 for i in range(300)])
+def numbered(documents_of):
+    return documents_of([1 + i * i * 7 % 61 for i in range(300)])
 
 
 def sequences_of(blocks):
@@ -37,9 +36,9 @@ def sequences_of(blocks):
         yield from (part.numpy() for part in parts)
 
 
-def test_small_packing(tmp_path):
+def test_small_packing(documents_of):
     # 12 tokens are a piece of 8 and one of 4; 3 joins 5, and 2 joins 4.
-    blocks = PackedDocuments(store_of(tmp_path, [5, 3, 12, 2]), 8)
+    blocks = PackedDocuments(documents_of([5, 3, 12, 2]), 8)
     assert [block["sequence_lengths"] for block in blocks] == [[8], [5, 3], [4, 2]]
     ids = [(block["input_ids"] - 10).tolist() for block in blocks]
     assert ids == [
@@ -94,14 +93,14 @@ def test_under_a_stream(numbered, workers):
         assert np.sort(tokens - 10).tolist() == list(range(len(numbered)))
 
 
-def test_sequences_have_indices_of_their_own():
+def test_each_sequence_has_its_own_index():
     places = torch.arange(64)
     indices = torch.cat([sequence_index(torch.tensor(i), places) for i in (0, 1, 7, 2**42)])
     assert len(indices.unique()) == 4 * 64 and (indices >= 0).all()
     assert sequence_index(3, 5) == 3 * 2**20 + 5
 
 
-def test_packing_is_found_once_and_travels_by_name(numbered, monkeypatch):
+def test_packing_is_computed_once_and_pickled_by_path(numbered, monkeypatch):
     blocks = PackedDocuments(numbered, 32, **SPECIAL)
     monkeypatch.setattr("fastplm.data.packing.pack_sequences", None)
     data = pickle.dumps(blocks)

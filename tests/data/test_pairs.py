@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 
 import numpy as np
@@ -15,7 +14,6 @@ from fastplm.data import (
     PretrainingStream,
     SentenceChunks,
     SentenceOrderPairs,
-    TokenStore,
     tokenize,
 )
 from fastplm.data.pairs import _truncate
@@ -29,24 +27,14 @@ def pairs_of(store, length=1000, seed=0, block_size=BLOCK, kind=NextSentencePair
     return kind(stream, **SPECIAL)
 
 
-def store_of(folder, tokens, sentences, documents):
-    """A store of the numbers given, whatever tokenizers make of a text."""
-    np.asarray(tokens, dtype=np.int32).tofile(folder / "tokens.bin")
-    np.asarray(sentences, dtype=np.int64).tofile(folder / "sentences.bin")
-    np.asarray(documents, dtype=np.int64).tofile(folder / "documents.bin")
-    meta = {"dtype": "int32", "vocab_size": int(max(tokens)) + 1}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return TokenStore(folder)
-
-
 @pytest.fixture
-def numbered(tmp_path):
+def numbered(store_of):
     """445 documents of 1 to 17 sentences of 1 to 29 tokens, in which every token is another one."""
     n = np.arange(4000)
     sentences = np.cumsum([0, *(1 + (n * n * 7 + n * 3) % 29)])
     documents = np.cumsum([0, *(1 + (np.arange(444) * 13) % 17)])
     documents = [*documents[documents < 4000], 4000]
-    return store_of(tmp_path, 10 + np.arange(sentences[-1]), sentences, documents)
+    return store_of(10 + np.arange(sentences[-1]), sentences, documents)
 
 
 def items_of(dataset):
@@ -69,46 +57,29 @@ def test_chunks_cover_every_sentence(store):
     assert (chunks.end <= store.documents[chunks.document + 1]).all()
 
 
-def test_half_of_the_pairs_are_random(store):
-    labels = np.array([item["next_sentence_label"] for item in items_of(pairs_of(store, 4000))])
-    random = labels.sum()
-    chi_square = (random - 2000) ** 2 / 2000 + (4000 - random - 2000) ** 2 / 2000
-    assert chi_square < 10.83  # one degree of freedom, p = 0.001
-
-
-def test_pairs_are_what_their_label_says(numbered):
-    pairs = pairs_of(numbered, 2000)
-    chunks, ends = pairs.stream.dataset, numbered.sentences[numbered.documents]
-    seen = set()
+@pytest.mark.parametrize("kind", [NextSentencePairs, SentenceOrderPairs])
+def test_pairs_are_what_their_label_says(numbered, kind):
+    pairs = pairs_of(numbered, 4000, kind=kind)
+    chunks, ends, labels = pairs.stream.dataset, numbered.sentences[numbered.documents], []
     for item, source in zip(items_of(pairs), pairs.stream, strict=True):
         first, second = (np.array(segment) - 10 for segment in segments(item))
-        assert 0 < len(first) and 0 < len(second) and len(first) + len(second) <= BLOCK - 3
+        assert len(first) and len(second) and len(first) + len(second) <= BLOCK - 3
         assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
-        chunk, label = source["chunk"], item["next_sentence_label"]
+        chunk, label = source["chunk"], item[kind.label]
         begin, end = (numbered.sentences[at[chunk]] for at in (chunks.begin, chunks.end))
-        assert begin <= first[0] and first[-1] < end
-        # Tokens are their places: where the second one lies says which document it is of.
-        document = np.searchsorted(ends, second[0], side="right") - 1
-        assert second[-1] < ends[document + 1]
-        assert (document == chunks.document[chunk]) == (label == 0)
-        assert label == 1 or first[-1] < second[0] <= second[-1] < end
-        seen.add(label)
-    assert seen == {0, 1}
-
-
-def test_the_random_segment_is_of_another_document(tokenizer, tmp_path):
-    whole = [token for token in sorted(tokenizer.get_vocab()) if token.isalpha() and len(token) > 2]
-    documents = [". ".join([word] * 12) + "." for word in whole[:3]]
-    pairs = pairs_of(tokenize(documents, tokenizer, tmp_path), 200, block_size=16)
-    seen = set()
-    for item in pairs:
-        first, second = (set(segment) for segment in segments(item))
-        dot = tokenizer.convert_tokens_to_ids(".")
-        same = bool((first - {dot}) & (second - {dot}))
-        empty = not (first - {dot}) or not (second - {dot})
-        assert empty or same == (item["next_sentence_label"] == 0)
-        seen.add(item["next_sentence_label"])
-    assert seen == {0, 1}
+        earlier, later = first, second
+        if kind is SentenceOrderPairs and label:
+            earlier, later = second, first
+        assert begin <= earlier[0] and earlier[-1] < end
+        if kind is SentenceOrderPairs or not label:
+            assert earlier[-1] < later[0] and later[-1] < end
+            if end - begin == len(first) + len(second):  # nothing was cut off
+                assert earlier[0] == begin and earlier[-1] + 1 == later[0] and later[-1] + 1 == end
+        else:  # tokens are their places, which say the document
+            document = np.searchsorted(ends, second[0], side="right") - 1
+            assert second[-1] < ends[document + 1] and document != chunks.document[chunk]
+        labels.append(label)
+    assert (sum(labels) - 2000) ** 2 / 1000 < 10.83  # one degree of freedom, p = 0.001
 
 
 def test_one_pair_in_ten_is_short(store):
@@ -144,27 +115,9 @@ def test_next_sentence_pairs_are_those_of_the_first_version(numbered):
     assert digest.hexdigest()[:16] == "2f66a1096ddc75ed"
 
 
-def test_order_pairs_are_what_their_label_says(numbered):
-    pairs = pairs_of(numbered, 2000, kind=SentenceOrderPairs)
-    chunks, labels = pairs.stream.dataset, []
-    for item, source in zip(items_of(pairs), pairs.stream, strict=True):
-        first, second = (np.array(segment) - 10 for segment in segments(item))
-        assert len(first) and len(second) and len(first) + len(second) <= BLOCK - 3
-        assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
-        label = item["sentence_order_label"]
-        earlier, later = (second, first) if label else (first, second)
-        sentences = chunks.begin[source["chunk"]], chunks.end[source["chunk"]]
-        begin, end = (numbered.sentences[sentence] for sentence in sentences)
-        assert begin <= earlier[0] and earlier[-1] < later[0] and later[-1] < end
-        if end - begin == len(first) + len(second):  # nothing was cut off: they are consecutive
-            assert earlier[0] == begin and earlier[-1] + 1 == later[0] and later[-1] + 1 == end
-        labels.append(label)
-    assert (sum(labels) - 1000) ** 2 / 500 < 10.83  # one degree of freedom, p = 0.001
-
-
-def test_lengths_do_not_tell_the_order(tmp_path):
+def test_lengths_do_not_reveal_the_order(store_of):
     # Both halves of each sentence of 100 tokens are cut to the 13 tokens of a pair: 7 and 6.
-    store = store_of(tmp_path, np.arange(400), [0, 100, 200, 300, 400], [0, 4])
+    store = store_of(np.arange(400), [0, 100, 200, 300, 400], [0, 4])
     lengths = {0: set(), 1: set()}
     for item in items_of(pairs_of(store, 200, block_size=16, kind=SentenceOrderPairs)):
         if len(item["input_ids"]) == 16:  # not one of the short pairs
@@ -184,7 +137,7 @@ def test_both_objectives_cut_the_same_runs(numbered):
             assert torch.equal(torn["input_ids"], ordered["input_ids"])
 
 
-def test_chunks_are_found_once_and_travel_by_name(numbered, monkeypatch):
+def test_chunks_are_computed_once_and_pickled_by_path(numbered, monkeypatch):
     chunks = SentenceChunks(numbered, BLOCK)
     monkeypatch.setattr("fastplm.data.pairs.sentence_chunks", None)
     again = pickle.loads(pickle.dumps(chunks))
@@ -205,8 +158,8 @@ def test_runs_that_were_cut_off_are_found_again(numbered, cut, capsys):
     assert f"{file.parent} is damaged (chunks.bin has " in line
 
 
-def test_documents_of_one_token(tmp_path):
-    store = store_of(tmp_path, np.arange(9), np.arange(10), np.arange(10))
+def test_documents_of_one_token(store_of):
+    store = store_of(np.arange(9), np.arange(10), np.arange(10))
     with pytest.raises(DataError, match="documents of one token"):
         SentenceChunks(store, 5)
 
@@ -221,26 +174,9 @@ def test_workers_and_batches_change_nothing(store, workers, kind):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(item[key])), key
 
 
-def test_seeds_differ(store):
-    assert any(
-        not torch.equal(a["input_ids"], b["input_ids"])
-        for a, b in zip(pairs_of(store, 5, seed=1), pairs_of(store, 5, seed=2), strict=True)
-    )
-
-
 def test_needs_two_documents_and_a_block(tokenizer, tmp_path, store):
     one = tokenize(["anna reads. boris builds a house. clara cooks."], tokenizer, tmp_path)
     with pytest.raises(DataError, match="one document"):
         pairs_of(one, block_size=8)
     with pytest.raises(DataError, match="tokens"):
         SentenceChunks(store, len(store) + 4)
-
-
-def test_real_text_is_balanced(real_text, tmp_path):
-    from fastplm.data import read_documents, train_tokenizer
-
-    documents = read_documents([real_text / "wikitext-2.valid.txt"])
-    tokenizer = train_tokenizer(documents, 2000, tmp_path)
-    pairs = pairs_of(tokenize(documents, tokenizer, tmp_path), 1000, block_size=128)
-    labels = [item["next_sentence_label"] for item in items_of(pairs)]
-    assert (sum(labels) - 500) ** 2 / 250 < 10.83

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
-from fastplm._checks import ArgumentValueError, DataError, UnsupportedError
+from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
 from fastplm.ops.corrupt_spans import span_corruption_fit, span_corruption_lengths
 from fastplm.reference.corrupt_spans import corrupt_spans_ref
@@ -70,9 +69,6 @@ def test_wrong_samples(tokenizer):
     for sample, error, words in (
         ({"attention_mask": [1, 0, 1]}, DataError, "`attention_mask` got gaps"),
         ({"attention_mask": [1, 1]}, ArgumentValueError, "`attention_mask` got 2 values"),
-        ({"sequence_lengths": [1, 2]}, ArgumentValueError, "a sample of its own"),
-        ({"input_ids": [[5, 6, 7]]}, DataError, "got shape \\(1, 3\\) in sample 0"),
-        ({"input_ids": [5, 6.5, 7]}, DataError, "expected whole numbers"),
     ):
         with pytest.raises(error, match=words):
             collator([{"input_ids": [5, 6, 7]} | sample])
@@ -92,48 +88,14 @@ def test_block_size_fixes_the_shapes(tokenizer, samples):
         collator([full, {"input_ids": [5] * (raw + 1)}])
 
 
-def test_t5_learns_from_the_batches(tokenizer, samples):
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = T5ForConditionalGeneration(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    collator = DataCollatorForSpanCorruption(tokenizer, block_size=40)
-    losses = []
-    for step in range(30):
-        collator.set_epoch(step)
-        batch = collator(samples)
-        del batch["sample_index"]
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 1
-
-
-def test_too_few_sentinels_are_said(t5_tokenizer):
+def test_a_warning_when_sentinels_are_too_few(t5_tokenizer):
     long = [{"input_ids": list(range(3, 43)) * 3}]  # 120 tokens, 18 of noise, 6 spans
     with pytest.warns(UserWarning, match="120 tokens has 6 spans, and the tokenizer has 4"):
         batch = DataCollatorForSpanCorruption(t5_tokenizer(4))(long)
     assert (batch["labels"] > 62).sum() == 4 and (batch["labels"] > 0).sum() == 4 + 18 + 1
 
 
-def test_wrong_settings(tokenizer, t5_tokenizer):
+def test_a_tokenizer_without_sentinels(t5_tokenizer):
     without = t5_tokenizer(0)
     with pytest.raises(DataError, match="without <extra_id_0>"):
         DataCollatorForSpanCorruption(without)
-    with pytest.raises(UnsupportedError, match="`packed` got True"):
-        DataCollatorForSpanCorruption(tokenizer, packed=True)
-    with pytest.raises(ArgumentValueError, match="`noise_density` got 15"):
-        DataCollatorForSpanCorruption(tokenizer, noise_density=15)([{"input_ids": [5, 6]}])
-    with pytest.raises(ArgumentValueError, match="ForSpanCorruption: `block_size` got 0"):
-        DataCollatorForSpanCorruption(tokenizer, block_size=0)

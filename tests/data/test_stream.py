@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from fastplm._checks import DataError
 from fastplm.data import PretrainingStream
@@ -56,13 +55,6 @@ def test_a_longer_run_changes_nothing():
     short = PretrainingStream(elements(), seed=1, length=50)
     long = PretrainingStream(elements(), seed=1, length=500)
     assert [short[i] for i in range(50)] == [long[i] for i in range(50)]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_change_nothing(workers):
-    stream = PretrainingStream(elements(), seed=3, length=90)
-    loader = DataLoader(stream, batch_size=8, num_workers=workers, collate_fn=list)
-    assert [item for batch in loader for item in batch] == [stream[i] for i in range(90)]
 
 
 def test_bounds():

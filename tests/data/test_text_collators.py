@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from fastplm._checks import ArgumentValueError, UnsupportedError
 from fastplm.data import DataCollatorForDenoising, DataCollatorForSpanCorruption
 
 # Settings under which much is random.
@@ -63,7 +70,7 @@ def test_the_attention_mask_says_what_is_text(case, before, behind, convert):
     assert_same(collator(changed), collator(samples[:8]))
 
 
-def test_the_halves_make_the_whole(case):
+def test_pad_and_corrupt_are_the_whole_collator(case):
     make, samples = case
     collator = make()
     padded = collator.pad(samples[:8])
@@ -96,6 +103,47 @@ def test_workers_batch_size_and_order_change_nothing(case):
     assert_same(rows(samples[:48], 16), alone)
     backwards = rows(samples[:48][::-1], 8)
     assert_same({name: value.flip(0) for name, value in backwards.items()}, alone)
+
+
+@pytest.mark.parametrize(
+    "kind, settings, error, words",
+    [
+        ("t5", {"packed": True}, UnsupportedError, "`packed` got True.*ops.corrupt_spans takes"),
+        ("bart", {"packed": True}, UnsupportedError, "`packed` got True.*ops.bart_noise takes"),
+        ("t5", {"block_size": 0}, ArgumentValueError, "ForSpanCorruption: `block_size` got 0"),
+        ("t5", {"noise_density": 15}, ArgumentValueError, "`noise_density` got 15"),
+        ("bart", {"infill_probability": 2.0}, ArgumentValueError, "infill_probability"),
+    ],
+)
+def test_wrong_settings(kind, settings, error, words, request):
+    tokenizer, samples = request.getfixturevalue(kind)
+    with pytest.raises(error, match=words):
+        KINDS[kind](tokenizer, **settings)(samples[:1])
+
+
+def test_a_model_learns_from_the_batches(case):
+    make, samples = case
+    collator = make()
+    torch.manual_seed(0)
+    size = {"vocab_size": len(collator.tokenizer), "d_model": 32}
+    if isinstance(collator, DataCollatorForDenoising):
+        layers = {f"{side}_layers": 1 for side in ("encoder", "decoder")}
+        model = BartForConditionalGeneration(BartConfig(**size, **layers))
+    else:
+        more = {"num_layers": 1, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+        model = T5ForConditionalGeneration(T5Config(**size, **more))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(20):
+        collator.set_epoch(step)
+        batch = collator(samples[:32])
+        del batch["sample_index"]
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
 def test_seed_epoch_and_sample_change_the_noise(case):

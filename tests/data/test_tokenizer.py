@@ -156,7 +156,7 @@ def test_ordinary_words_are_not_cut(documents, tmp_path, monkeypatch, capsys, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_words_are_cut_and_it_is_said_once(documents, tmp_path, monkeypatch, capsys, kind):
+def test_long_words_are_cut_with_one_line(documents, tmp_path, monkeypatch, capsys, kind):
     text = [*documents, *["abcdefghijklmnopqrstuvwxyz" * 9] * 50]
 
     def longest(vocabulary):

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fastplm.data._cache import build_once, default_cache
+from fastplm.data._folder import build_once, default_cache
 from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,

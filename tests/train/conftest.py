@@ -3,24 +3,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fastplm.cli import main
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def real_text() -> Path:
-    """The folder of real text files: $FASTPLM_TEST_DATA/text or ../shared/data/text."""
-    folder = os.environ.get("FASTPLM_TEST_DATA")
-    path = (Path(folder) if folder else REPOSITORY.parent / "shared" / "data") / "text"
-    if not path.is_dir():
-        pytest.skip(f"no real text in {path}: set FASTPLM_TEST_DATA to the folder that has text/")
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +128,34 @@ def command():
     """The command line as a process, one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return [sys.executable, "-m", "fastplm"], environment
+
+
+#: The command as a process that is killed, as by a scheduler, in the step after this many.
+KILLED = """
+import os, signal, sys
+from transformers import Trainer
+from fastplm.cli import main
+step, steps, seed = Trainer.training_step, int(sys.argv[1]), int(sys.argv[2])
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == steps and self.args.seed == seed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+Trainer.training_step = training_step
+main(sys.argv[3:])
+"""
+
+
+@pytest.fixture(scope="session")
+def killed(command):
+    """Runs a command line that is killed after so many steps of a seed."""
+    (python, *_), environment = command
+
+    def killed(argv: list[str], steps: int, seed: int = 0) -> None:
+        words = [python, "-c", KILLED, str(steps), str(seed), *argv]
+        process = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert process.returncode == -signal.SIGKILL, process.stderr
+
+    return killed
 
 
 @pytest.fixture(scope="session")

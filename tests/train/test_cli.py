@@ -15,7 +15,7 @@ COMMANDS = ("info", "measure", "demo", "pretrain", "finetune")
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
-def test_help_waits_for_nothing(words):
+def test_help_imports_nothing_heavy(words):
     """Few modules are imported, none of them a heavy one; on any machine that is half a second."""
     script = (
         "import json, sys, time\n"
@@ -63,6 +63,8 @@ TUNE = "finetune --task qa --model m --data d --out out"
         (f"{RUN} --vocab-size {10**12}", f"--vocab-size: got '{10**12}'; .* from 6 to 4194304"),
         (f"{RUN} --vocab-size 5", "--vocab-size: got '5'; expected a whole number from 6"),
         (f"{RUN} --block-size 7", "--block-size: got '7'; expected a whole number from 8"),
+        (f"{RUN} --batch-size {10**18}", f"--batch-size: got '{10**18}'; expected a whole"),
+        (f"{RUN} --threads 0", "--threads: got '0'; expected a whole number from 1"),
         (f"{RUN} --batch-size 1e3", "--batch-size: got '1e3'; expected a whole number"),
         (f"{RUN} --warmup -1", "--warmup: got '-1'; expected a whole number from 0"),
         (f"{RUN} --seed {2**32}", f"--seed: got '{2**32}'; .* from 0 to {2**32 - 1}"),
@@ -86,7 +88,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
         ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
     ],
 )
-def test_what_is_typed_wrong_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch):
+def test_wrong_command_lines_give_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
         main(words.split())

@@ -119,7 +119,7 @@ def test_checks_hold_after_the_least_steps(seed, tmp_path, capsys):
     assert demo.demo(tmp_path, minutes=0.001, seed=seed), capsys.readouterr().out
 
 
-def test_threads_are_those_asked_for(tmp_path, monkeypatch):
+def test_threads_option(tmp_path, monkeypatch):
     """A busy machine prints a hint that names the option."""
     before, seen = torch.get_num_threads(), []
     monkeypatch.setattr(demo, "_demo", lambda *_: seen.append(torch.get_num_threads()) or True)

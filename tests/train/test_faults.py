@@ -75,7 +75,7 @@ class Finetuning:
 
 
 @pytest.fixture(scope="module", params=["pretrain", "finetune"])
-def training(request, arguments, bert, tmp_path_factory):
+def training(request, arguments, bert, killed, tmp_path_factory):
     """A kind of run, its folder when it was finished, and one of it killed on its way."""
     work = tmp_path_factory.mktemp(request.param)
     kind = (
@@ -89,30 +89,14 @@ def training(request, arguments, bert, tmp_path_factory):
     assert main(kind.argv(whole)) == 0
     kind.whole = whole
     kind.gold = kind.curve(whole)
-    # Killed at step 5 (of the second seed), by a signal that asks nobody.
+    # Killed at step 5 (of the second seed).
     stopped = work / "stopped" / "out"
     if (work / "cache").is_dir():
         shutil.copytree(work / "cache", work / "stopped" / "cache")
-    at, skip = (5, 0) if request.param == "pretrain" else (5, 1)
-    words = [sys.executable, "-c", KILLED, str(at), str(skip), *kind.argv(stopped)]
-    assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
+    killed(kind.argv(stopped), 5, seed=0 if request.param == "pretrain" else 1)
     kind.stopped = stopped
     yield kind
     torch.set_num_threads(threads)
-
-
-KILLED = """
-import os, signal, sys
-from transformers import Trainer
-from fastplm.cli import main
-step, at, seed = Trainer.training_step, int(sys.argv[1]), int(sys.argv[2])
-def training_step(self, *args, **kwargs):
-    if self.state.global_step == at and self.args.seed == seed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **kwargs)
-Trainer.training_step = training_step
-main(sys.argv[3:])
-"""
 
 
 def outcome(kind, out, capsys, argv=None):

@@ -181,23 +181,6 @@ def test_from_file_to_score(task, checkpoint, files, tmp_path, capsys):
     transformers.AutoTokenizer.from_pretrained(result["model"])
 
 
-def test_output_folder(arguments, checkpoint, files, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = f"finetune --task tagging --model {checkpoint} --data {files['tagging']} --out {out}"
-    words = [*words.split(), "--steps", "1", "--batch-size", "4"]
-    assert cli.main(words) == 0
-    assert "1 seed, no interval" in capsys.readouterr().out
-    assert cli.main(words) == 2
-    assert "--resume" in capsys.readouterr().err
-    # A finished seed is kept, and a further one is added.
-    before = (out / "seed-0" / "result.json").stat().st_mtime_ns
-    assert cli.main([*words, "--seeds", "2", "--resume"]) == 0
-    assert (out / "seed-0" / "result.json").stat().st_mtime_ns == before
-    assert "interval of 2 seeds" in capsys.readouterr().out
-    assert cli.main([*words, "--resume", "--weight-decay", "0.5"]) == 2
-    assert "`weight_decay` got 0.5" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("task", ["classification", "tagging"])
 def test_learns(task, arguments, files):
     args = arguments(
@@ -505,6 +488,8 @@ def test_interval_by_hand():
     scores = {"accuracy": result}
     shown = "accuracy 2.0000 ± 2.4841  (95 % interval of 3 seeds)"
     assert summary({"seeds": seeds, "scores": scores}) == shown
+    alone = {"seeds": seeds[:1], "scores": {"accuracy": interval([0.25])}}
+    assert summary(alone) == "accuracy 0.2500  (1 seed, no interval)"
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -647,15 +632,8 @@ def test_benchmark(checkpoint, files, tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_settings(arguments):
-    for name, value in {
-        "steps": 0,
-        "seeds": 0,
-        "epochs": 0.0,
-        "dropout": 1.0,
-        "max_length": 8,
-        "warmup": -1,
-        "library": "keras",
-    }.items():
+    wrong = {"steps": 10**19, "epochs": 0.0, "dropout": 1.0, "max_length": 8, "library": "keras"}
+    for name, value in wrong.items():
         with pytest.raises(ArgumentValueError, match=f"`{name}`"):
             arguments("pair", **{name: value})
     with pytest.raises(ArgumentValueError, match="`threshold` got 0 with the task qa"):

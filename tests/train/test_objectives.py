@@ -15,11 +15,9 @@ from fastplm._checks import TooLittleTextError
 from fastplm.data import TokenStore, tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
-from fastplm.train.arguments import choose_objective, choose_unit
-from fastplm.train.choices import MASKED
 from fastplm.train.evaluate import evaluate
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
-from fastplm.train.presets import PRESETS
+from fastplm.train.presets import MASKED, PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
 #: Bytes, or the letters of the text and the hundred sentinels, leave some tokens to be learned.
@@ -40,20 +38,21 @@ def short_run(run):
 # --- which architecture learns what ---------------------------------------------------------------
 
 
-def test_defaults():
-    usual = {family: choose_objective("", family, None) for family in FAMILIES}
-    assert usual == {
-        "bert": "mlm+nsp",
-        "roberta": "mlm",
-        "albert": "mlm+sop",
-        "electra": "rtd",
-        "gpt2": "clm",
-        "t5": "spans",
-        "bart": "denoise",
-    }
-    assert choose_unit("albert", "mlm+sop", None) == "ngram"
-    assert choose_unit("bert", "mlm", None) == "token"
-    assert choose_unit("t5", "spans", None) is None
+@pytest.mark.parametrize(
+    "arch, objective, unit",
+    [
+        ("bert-tiny", "mlm+nsp", "token"),
+        ("roberta-tiny", "mlm", "token"),
+        ("albert-tiny", "mlm+sop", "ngram"),
+        ("electra-tiny", "rtd", "token"),
+        ("gpt2-tiny", "clm", None),
+        ("t5-tiny", "spans", None),
+        ("bart-tiny", "denoise", None),
+    ],
+)
+def test_defaults(arch, objective, unit):
+    args = module.PretrainArguments(arch, ["-"], 9, "out")
+    assert (args.objective, args.unit) == (objective, unit)
 
 
 def test_every_preset_and_objective_is_reached():

@@ -1,4 +1,4 @@
-"""The Trainer's losses and figures with classes, batches and evaluations that it has not made."""
+"""The Trainer's losses: of accumulated batches, of classes and evaluations it has not made."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import torch
 from transformers import (
     AlbertConfig,
     AlbertForPreTraining,
+    BartConfig,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
     BertLMHeadModel,
+    ElectraConfig,
     GPT2Config,
     GPT2LMHeadModel,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
+    T5Config,
+    Trainer,
     TrainingArguments,
 )
 
 import fastplm.hf
-import fastplm.models
+from fastplm import models
 from fastplm.data import DataCollatorForCausalTokens, DataCollatorForMaskedTokens
-from fastplm.testing import FORWARD_FACTOR, check_error
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, BudgetExceeded, check_error
 from fastplm.train import trainer as module
 from fastplm.train.evaluate import evaluate
 from fastplm.train.losses import outputs_with_loss
+from fastplm.train.objectives import build_model
 from fastplm.train.trainer import PretrainingTrainer
 
-VOCAB, LENGTH = 37, 12
+VOCAB, LENGTH, STEPS = 37, 12, 3
 LENGTHS = (12, 3, 7, 1, 5, 12, 2)
-GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": LENGTH}
-GPT |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")}
-GPT |= {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2}
 BERT = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -46,12 +48,230 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
     "initializer_range": 0.3,
 }
-ALBERT = {**BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+ALBERT = {**BERT, **ENDS, "embedding_size": 16, "classifier_dropout_prob": 0.0}
+GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": LENGTH}
+GPT |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")}
+GPT |= {"initializer_range": 0.3, **ENDS}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
+BART = {f"{side}_{name}": SIDE[name] for side in ("encoder", "decoder") for name in SIDE}
+BART |= {"vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": LENGTH, "dropout": 0.0}
+BART |= {"init_std": 0.3, "pad_token_id": 0, "decoder_start_token_id": 2, **ENDS}
 CAUSAL = {
     GPT2LMHeadModel: GPT2Config(**GPT),
     OpenAIGPTLMHeadModel: OpenAIGPTConfig(**GPT),
     BertLMHeadModel: BertConfig(**BERT, is_decoder=True),
 }
+
+
+def settings(tmp_path, batch_size, rows, **options):
+    """Steps that each see all rows, in their order; each is logged."""
+    return TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=-(-len(rows) // batch_size),
+        optim="sgd",
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+
+
+def logged(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def mean_loss(logits, labels):
+    return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
+
+
+# --- accumulated batches --------------------------------------------------------------------------
+
+# The labels and tokens of seven samples a step, very unequal: in one batch, or in micro-batches of
+# two (the last of one) or of one, some without any label.
+LABELS = (0, 0, 1, 0, 2, 1, 9)
+TOKENS = (12, 5, 12, 3, 6, 4, 12)
+
+
+def samples(pair_label):
+    """One epoch, which is one step."""
+    rows = []
+    for index, (labels, tokens) in enumerate(zip(LABELS, TOKENS, strict=True)):
+        ids = torch.randint(1, VOCAB, (LENGTH,))
+        seen = torch.arange(LENGTH) < tokens
+        chosen = torch.randperm(tokens)[:labels]
+        row = {
+            "input_ids": ids.index_fill(0, chosen, 1).masked_fill(~seen, 0),
+            "attention_mask": seen.long(),
+            "labels": torch.full((LENGTH,), -100).index_copy(0, chosen, ids[chosen]),
+        }
+        if pair_label:
+            row[pair_label] = torch.tensor(index % 3 % 2)
+        else:
+            row["sample_index"] = torch.tensor(index)
+        rows.append(row)
+    return rows
+
+
+def collate(rows):
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    positions = (batch["labels"].flatten() != -100).nonzero().flatten()
+    spare = torch.full((batch["labels"].numel() - len(positions),), -1)
+    return {**batch, "masked_positions": torch.cat((positions, spare))}
+
+
+def electra(**options):
+    discriminator = ElectraConfig(**BERT, embedding_size=16)
+    return models.ElectraForJointPreTraining(
+        models.ElectraJointConfig.from_discriminator(discriminator, generator_size=0.5, **options)
+    )
+
+
+CASES = {
+    "MLM": (lambda: models.BertForMaskedLM(BertConfig(**BERT)), PretrainingTrainer),
+    "MLM, plain Trainer": (lambda: models.BertForMaskedLM(BertConfig(**BERT)), Trainer),
+    "MLM+NSP": (lambda: models.BertForPreTraining(BertConfig(**BERT)), PretrainingTrainer),
+    "RTD": (electra, PretrainingTrainer),
+    "RTD, masked tokens": (lambda: electra(objective="rtd_masked"), PretrainingTrainer),
+    "MLM+SOP": (
+        lambda: build_model("albert", "mlm+sop", AlbertConfig(**ALBERT)),
+        PretrainingTrainer,
+    ),
+    "CLM": (lambda: build_model("gpt2", "clm", GPT2Config(**GPT)), PretrainingTrainer),
+    "spans": (lambda: build_model("t5", "spans", T5Config(**T5)), PretrainingTrainer),
+    "denoise": (lambda: build_model("bart", "denoise", BartConfig(**BART)), PretrainingTrainer),
+}
+
+
+def pair_label(model):
+    if isinstance(model, AlbertForPreTraining):
+        return "sentence_order_label"
+    return "next_sentence_label" if isinstance(model, BertForPreTraining) else None
+
+
+def unaware(cls):
+    """The model, blind to all batches but its own: its mean losses are averaged."""
+
+    class MeanOfMeans(cls):
+        accepts_loss_kwargs = False
+
+        def forward(
+            self,
+            num_items_in_batch=None,
+            num_sequences_in_batch=None,
+            num_tokens_in_batch=None,
+            **kwargs,
+        ):
+            return super().forward(**kwargs)
+
+    return MeanOfMeans
+
+
+@pytest.fixture
+def accumulated(tmp_path):
+    """Trains a case; returns the logged losses [STEPS] by name, and all parameters by name."""
+
+    def run(case, batch_size, *, unaware_of_others=False):
+        make_model, trainer_cls = CASES[case]
+        torch.manual_seed(0)
+        model = make_model()
+        rows = samples(pair_label(model))
+        if type(model) is models.BertForMaskedLM:
+            rows = [{k: v for k, v in row.items() if k != "sample_index"} for row in rows]
+        if unaware_of_others:
+            model.__class__ = unaware(type(model))
+        options = {"max_steps": STEPS, "learning_rate": 0.02, "max_grad_norm": 0.0}
+        trainer = trainer_cls(
+            model=model.double(),
+            args=settings(tmp_path, batch_size, rows, **options),
+            data_collator=collate,
+            train_dataset=rows,
+        )
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer.train()
+        history = logged(trainer)
+        assert len(history) == STEPS
+        losses = {
+            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64)
+            for name in history[0]
+            if name.endswith("loss")
+        }
+        moved = {name: (p.detach() - before[name]) for name, p in model.named_parameters()}
+        return losses, moved
+
+    return run
+
+
+def hold_run(out, gold, bases):
+    """Losses and what the optimizer made of the gradients, in fp64 but for an fp32 rounding."""
+    for kind, factor in ((0, FORWARD_FACTOR), (1, GRADIENT_FACTOR)):
+        related = tuple(gold[1].values()) if kind else ()
+        assert out[kind].keys() == gold[kind].keys()
+        for name, value in out[kind].items():
+            measures = [base[kind][name].float() for base in bases]
+            check_error(name, value.float(), gold[kind][name], measures, factor, related)
+
+
+QUICK = ("MLM, plain Trainer", "RTD")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_micro_batches_of_unequal_size_are_one_batch(accumulated, case):
+    gold = accumulated(case, 7)
+    assert all(moved.any() for moved in gold[1].values())
+    # In fp64 all that may differ is how an fp32 number is rounded.
+    hold_run(accumulated(case, 2), gold, [gold])
+    hold_run(accumulated(case, 1), gold, [gold])
+    # The mean of the micro-batches' means is something else.
+    wrong = accumulated(case, 2, unaware_of_others=True)
+    for kind in (0, 1):
+        with pytest.raises(BudgetExceeded):
+            hold_run(pick(wrong, kind), pick(gold, kind), [pick(gold, kind)])
+
+
+def pick(run, kind):
+    """The loss alone, or the parameters alone."""
+    losses, moved = run
+    return ({"loss": losses["loss"]}, {}) if kind == 0 else ({}, moved)
+
+
+@pytest.mark.parametrize("batch_size", [7, 2])
+@pytest.mark.parametrize("case", ["MLM", "MLM+SOP", "CLM", "spans"])
+def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(accumulated, case, batch_size):
+    """By the definition: the first step's loss from Transformers' logits on all rows at once."""
+    losses, _ = accumulated(case, batch_size)
+    torch.manual_seed(0)
+    model = CASES[case][0]()
+    batch = collate(samples(pair_label(model)))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if case == "spans":
+        start = torch.zeros(len(LABELS), 1, dtype=torch.int64)
+        shifted = torch.cat((start, batch["labels"][:, :-1]), 1)
+        inputs["decoder_input_ids"] = shifted.clamp(min=0)  # padding is 0, too
+    with torch.no_grad():
+        outputs = model.double().eval()(**inputs)
+    logits, labels = outputs[0], batch["labels"]
+    if case == "CLM":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    chosen = labels != -100
+    assert case == "CLM" or chosen.sum() == sum(LABELS)
+    expected = mean_loss(logits[chosen], labels[chosen])
+    if case == "MLM+SOP":
+        expected = expected + mean_loss(outputs.sop_logits, batch["sentence_order_label"])
+    check_error("loss", losses["loss"][0].float(), expected, [expected.float()], FORWARD_FACTOR)
+
+
+# --- any model, collator and rows -----------------------------------------------------------------
 
 
 def make(cls, config, attention="eager"):
@@ -79,27 +299,12 @@ def trained(tmp_path):
         rows = text() if rows is None else rows
         batch_size = batch_size or len(rows)
         evaluated = "eval_dataset" in options
+        rate = options.pop("learning_rate", 0.0)
+        when = {"eval_strategy": "steps" if evaluated else "no", "eval_steps": 1}
+        when |= {"max_steps": steps, "learning_rate": rate, "per_device_eval_batch_size": 100}
         trainer = PretrainingTrainer(
             model=model,
-            args=TrainingArguments(
-                output_dir=str(tmp_path),
-                per_device_train_batch_size=batch_size,
-                per_device_eval_batch_size=100,
-                gradient_accumulation_steps=-(-len(rows) // batch_size),
-                max_steps=steps,
-                learning_rate=options.pop("learning_rate", 0.0),
-                optim="sgd",
-                lr_scheduler_type="constant",
-                train_sampling_strategy="sequential",
-                remove_unused_columns=False,
-                logging_steps=1,
-                eval_strategy="steps" if evaluated else "no",
-                eval_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=True,
-            ),
+            args=settings(tmp_path, batch_size, rows, **when),
             data_collator=collator,
             train_dataset=rows,
             **options,
@@ -111,8 +316,7 @@ def trained(tmp_path):
 
 
 def curve(trainer):
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [{k: v for k, v in entry.items() if "second" not in k} for entry in history]
+    return [{k: v for k, v in e.items() if "second" not in k} for e in logged(trainer)]
 
 
 def hold(name, value, gold):
@@ -178,14 +382,10 @@ def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer)
     assert evaluate(model, text(), collator, 2) == evaluate(model, rows, collator, 2)
 
 
-def mean_loss(logits, labels):
-    return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
-
-
 # --- evaluation during the training ---------------------------------------------------------------
 
 
-def test_evaluation_leaves_no_trace_in_the_log(trained, tokenizer, monkeypatch):
+def test_evaluation_does_not_change_the_log(trained, tokenizer, monkeypatch):
     """And has the loss of ``evaluate``; the clock of the training stands still meanwhile."""
     collator = DataCollatorForMaskedTokens(tokenizer, mlm_probability=0.4)
     clock = 1.0
@@ -207,11 +407,11 @@ def test_evaluation_leaves_no_trace_in_the_log(trained, tokenizer, monkeypatch):
     assert curve(evaluated) == curve(without)
     assert evaluated.train_seconds == without.train_seconds == 12
     assert evaluated.tokens_per_second == without.tokens_per_second == sum(LENGTHS) * 3 / 12
-    logged = [entry for entry in evaluated.state.log_history if "eval_loss" in entry]
+    evaluations = [entry for entry in evaluated.state.log_history if "eval_loss" in entry]
     held_out = evaluate(evaluated.model, others, collator, 3)
-    assert len(logged) == 3 and held_out["samples"] == 3
+    assert len(evaluations) == 3 and held_out["samples"] == 3
     gold = torch.tensor(held_out["mlm_loss"] + held_out["sentence_order_loss"]).double()
-    hold("eval_loss", logged[-1]["eval_loss"], gold)
+    hold("eval_loss", evaluations[-1]["eval_loss"], gold)
     hold("eval_loss", evaluated.evaluate()["eval_loss"], gold)
 
 
@@ -219,7 +419,7 @@ def test_evaluation_leaves_no_trace_in_the_log(trained, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", [GPT2LMHeadModel, BertForMaskedLM, fastplm.models.BertForMaskedLM], ids=str
+    "kind", [GPT2LMHeadModel, BertForMaskedLM, models.BertForMaskedLM], ids=str
 )
 def test_packed_rows_have_the_loss_of_padded_ones(trained, tokenizer, kind):
     config, make_collator = BertConfig(**BERT), DataCollatorForMaskedTokens

@@ -1,0 +1,92 @@
+"""What pre-training and fine-tuning share: how a run begins, and the processor it runs on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastplm.data._folder import say
+from fastplm.train._run_folder import RECORD, claimed, read_record, write_hashed, writing
+from fastplm.train.report import settings_of
+
+# A product of this size takes a core a few milliseconds, and is repeated this often.
+_PRODUCT, _REPEATED = 512, 8
+# With idle cores two threads take half the time of one; above this share the cores are busy.
+_BUSY = 0.8
+
+
+@contextmanager
+def started(args: Any, own: Iterable[Path] = ()) -> Iterator[dict[str, Any] | None]:
+    """Claim the folder of a run and set its threads; gives the record of a run that is resumed."""
+    where, out = args.where, Path(args.out)
+    folder = claimed(where, out, resume=args.resume, overwrite=args.overwrite, own=own)
+    with folder, using_threads(args.threads):
+        yield read_record(where, out) if args.resume else None
+
+
+def describe(args: Any, free: set[str], **facts: Any) -> dict[str, Any]:
+    """What the results of a run depend on: its settings but the ``free`` ones, and ``facts``."""
+    settings = settings_of(args)
+    return {name: settings[name] for name in sorted(settings.keys() - free)} | facts
+
+
+def begin(args: Any, run: dict[str, Any], announcement: str, device: torch.device) -> None:
+    """Write what the run is, and print what it will do."""
+    out = Path(args.out)
+    with writing(args.where, out):
+        write_hashed(out / RECORD, run)
+    say(announcement)
+    if device.type == "cpu":
+        say(busy_cores())
+
+
+def hardware_has_bf16() -> bool:
+    """Whether the device of a run multiplies bf16 in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """Set PyTorch's number of threads, and set it back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def busy_cores() -> str:
+    """A warning if several threads are hardly faster than one, else an empty string."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return ""
+    many = _milliseconds()
+    torch.set_num_threads(1)
+    try:
+        one = _milliseconds()
+    finally:
+        torch.set_num_threads(threads)
+    if many < _BUSY * one:
+        return ""
+    return (
+        f"The {threads} threads of this process are hardly faster than one (a product takes "
+        f"{many:.1f} ms against {one:.1f}): other programs use the cores, and threads wait for "
+        "each other. With --threads 1 steps may be several times as fast."
+    )
+
+
+def _milliseconds() -> float:
+    matrix = torch.ones(_PRODUCT, _PRODUCT)
+    torch.mm(matrix, matrix)
+    began = time.perf_counter()
+    for _ in range(_REPEATED):
+        torch.mm(matrix, matrix)
+    return 1000 * (time.perf_counter() - began) / _REPEATED
