@@ -311,11 +311,13 @@ def with_classes(name: str, config: Any) -> Any:
     return config
 
 
-def _weights_like(value: Tensor) -> Tensor:
-    """Numbers in [-1, 1] of the same shape and dtype, the same in every run."""
-    return (
-        torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape).to(value.dtype)
-    )
+def as_loss(*values: Tensor) -> Any:
+    """A weighted sum of squares: the plain one behind a norm is constant, with no gradient."""
+    total: Any = 0
+    for value in values:
+        weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape)
+        total = total + (value.square() * weights.to(value.dtype)).sum()
+    return total
 
 
 def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -360,10 +362,7 @@ def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str,
     if "mc_loss" in found:
         found["loss"] = found["loss"] + found.pop("mc_loss")
     if "loss" not in found:
-        # Weighted, as the plain sum of squares behind a norm is a constant, with no gradient.
-        found["loss"] = sum(
-            (value.square() * _weights_like(value)).sum() for value in found.values()
-        )
+        found["loss"] = as_loss(*found.values())
     return found
 
 
