@@ -245,7 +245,7 @@ MUTATIONS = (
         "fastplm/models/_gpt.py",
         "mc_loss = mc_loss * batch_share(labels, num_items_in_batch)",
         "pass",
-        "tests/models/test_openai.py -k accumulated",
+        "tests/models/test_gpt2.py -k accumulated",
     ),
     # --- data
     Mutation(
