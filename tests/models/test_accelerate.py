@@ -21,8 +21,7 @@ from fastplm._checks import UnsupportedError
 from fastplm.models import _base
 from fastplm.testing import check_in_fp64
 
-from .conftest import FAMILIES, in_own_memory, small_config
-from .test_contract import CLASSES
+from .conftest import CLASSES, FAMILIES, in_own_memory, small_config
 
 IDS = torch.arange(4, 22).view(2, 9)
 MASK = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
