@@ -454,6 +454,37 @@ MUTATIONS = (
         "tests/ops/test_dropout.py",
         5,
     ),
+    # --- models: bugs that no test once caught
+    Mutation(
+        RAGGED,
+        "        mask = mask.bool()\n        keep",
+        "        keep",
+        f"{CONTRACT} two_paddings",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "key_mask = mask.bool().flatten()[None]",
+        "pass",
+        f"{CONTRACT} two_paddings",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "key_mask = encoder_rows.key_mask_row()",
+        "pass",
+        "tests/models/test_t5.py -k holes",
+    ),
+    Mutation(
+        ROWS,
+        "return total / as_normalizer(count, rows.device)",
+        "return total / count",
+        f"{CONTRACT} without_labels",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "return bool(self.config.is_decoder)",
+        "return not self.config.is_decoder",
+        f"{CONTRACT} 'equals and RobertaForCausalLM'",
+    ),
 )
 
 
