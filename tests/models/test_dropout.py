@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastplm import models
 
-from .conftest import CLASSES, PREFIXES, config_of, gradients, pair, same
+from .conftest import CLASSES, PADDINGS, PREFIXES, config_of, gradients, inputs_of, pair, same
 
 # Much attention dropout, so that a missing or wrong one shows in few runs.
 ENCODER: dict[str, Any] = dict(
@@ -29,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "t5": dict(dropout_rate=0.4),
 }
 RUNS = 200
+INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "mc_token_ids")
 
 
 def config(name: str) -> Any:
@@ -37,21 +38,11 @@ def config(name: str) -> Any:
     return made
 
 
-def batch(name: str) -> dict[str, Tensor]:
-    """Two sequences of 7 and 4 tokens, each with one end of sequence."""
-    ids = torch.randint(5, 37, (2, 7))
-    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    ends = 1 if name.startswith("T5") else 2
-    ids[0, 6] = ids[1, 3] = ends
-    ids = ids.masked_fill(mask == 0, 0)
-    given = {"input_ids": ids, "attention_mask": mask}
-    if name.endswith("MultipleChoice"):
-        given = {key: value[None] for key, value in given.items()}
-    if name in ("BartModel", "T5Model"):
-        given["decoder_input_ids"] = ids
-    if name.endswith("ForConditionalGeneration"):
-        given["labels"] = ids.masked_fill(mask == 0, -100)
-    return given
+def batch(name: str) -> dict[str, Any]:
+    """A padded batch; of labels, only those that a model makes its decoder's input of."""
+    given = inputs_of(name, config(name), PADDINGS["right"])
+    labelled = "labels" if name.endswith("ForConditionalGeneration") else ""
+    return {k: v for k, v in given.items() if k == labelled or k in INPUTS}
 
 
 def numbers(outputs: Any) -> Tensor:

@@ -290,21 +290,6 @@ def test_padding_does_not_matter(options):
     assert "total" not in whole or whole.total == other.total
 
 
-@pytest.mark.parametrize("unpad", [False, 30])
-@every_option
-def test_leaving_padding_out_changes_nothing(hold, options, unpad):
-    ids, labels = batch()
-    model = build(**options)
-    drawn = run(model, ids, labels, output_replaced_ids=True).replaced_ids
-
-    def otherwise(model):
-        out = run(model, ids, labels, output_replaced_ids=True, unpad=unpad)
-        assert drawn is None or torch.equal(out.replaced_ids, drawn)
-        return losses(out)
-
-    hold(model, model, otherwise, lambda model: losses(run(model, ids, labels)))
-
-
 @every_option
 def test_only_needed_rows_are_computed(options):
     """Padding nowhere, and in the last layer what a loss reads."""
@@ -328,24 +313,30 @@ def test_only_needed_rows_are_computed(options):
     assert ops.count("replaced_token_loss") <= 1
 
 
+@pytest.mark.parametrize("how", ["padded", "capacity", "slots of labels", "slots of values"])
 @every_option
-def test_slots_without_a_label_do_not_matter(hold, options):
+def test_other_forms_of_a_batch_give_the_same_losses(hold, options, how):
     ids, labels = batch()
-    model = build(**options)
     found = (labels.flatten() != -100).nonzero().flatten()
     # Unused slots, and slots of tokens without label, in padding and elsewhere.
     others = torch.tensor([-1, LENGTH + 7, int((labels[0] == -100).nonzero()[0]), -1])
-    positions = torch.cat((others[:2], found, others[2:]))
-    values = torch.cat((torch.full((2,), -100), labels.flatten()[found], torch.full((2,), -100)))
+    slots = {"masked_positions": torch.cat((others[:2], found, others[2:]))}
+    changes = {
+        "padded": {"unpad": False},
+        "capacity": {"unpad": 30},
+        "slots of labels": slots,
+        # As ops.mask_tokens gives them.
+        "slots of values": slots | {"labels": F.pad(labels.flatten()[found], (2, 2), value=-100)},
+    }
+    model, given = build(**options), {"labels": labels} | changes[how]
     drawn = run(model, ids, labels, output_replaced_ids=True).replaced_ids
-    for given in (labels, values):  # by token, or by slot as ops.mask_tokens gives them
 
-        def with_slots(model, given=given):
-            out = run(model, ids, given, masked_positions=positions, output_replaced_ids=True)
-            assert drawn is None or torch.equal(out.replaced_ids, drawn)
-            return losses(out)
+    def otherwise(model):
+        out = run(model, ids, **given, output_replaced_ids=True)
+        assert drawn is None or torch.equal(out.replaced_ids, drawn)
+        return losses(out)
 
-        hold(model, model, with_slots, lambda m: losses(run(m, ids, labels)))
+    hold(model, model, otherwise, lambda model: losses(run(model, ids, labels)))
 
 
 @pytest.mark.parametrize("counted", ["labels and tokens", "labels"])

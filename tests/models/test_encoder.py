@@ -179,62 +179,45 @@ class OwnHead(modeling_bert.BertLMPredictionHead):
         return super().forward(rows).tanh()
 
 
-def own_self_attention(model):
-    attention = model.bert.encoder.layer[-1].attention
-    attention.self.__class__ = OwnSelfAttention
+def last_layer(model):
+    return model.bert.encoder.layer[-1]
 
 
 def own_layer(model):
-    model.bert.encoder.layer[-1] = OwnLayer(model.bert.encoder.layer[-1])
+    model.bert.encoder.layer[-1] = OwnLayer(last_layer(model))
 
 
 def own_projections(model):
-    attention = model.bert.encoder.layer[-1].attention.self
+    attention = last_layer(model).attention.self
     attention.key, attention.query = Doubled(attention.key), Doubled(attention.query)
 
 
-def own_head(model):
-    model.cls.predictions.__class__ = OwnHead
+def halve(module):
+    """Add a hook that halves the output, or the first of several."""
+
+    def hook(module, args, out):
+        return (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
+
+    module.register_forward_hook(hook)
 
 
-def hook_on_head(model):
-    model.cls.register_forward_hook(lambda module, args, logits: logits * 0.5)
+USER_CHANGES = {
+    "own self-attention": lambda m: setattr(
+        last_layer(m).attention.self, "__class__", OwnSelfAttention
+    ),
+    "own layer": own_layer,
+    "own projections": own_projections,
+    "own head": lambda m: setattr(m.cls.predictions, "__class__", OwnHead),
+    "hook on head": lambda m: halve(m.cls),
+    "hook on predictions": lambda m: halve(m.cls.predictions),
+    "hook on layer": lambda m: halve(last_layer(m)),
+    "hook on self-attention": lambda m: halve(last_layer(m).attention.self),
+    "hook on attention": lambda m: halve(last_layer(m).attention),
+    "frozen": lambda m: m.bert.requires_grad_(False),
+}
 
 
-def hook_on_predictions(model):
-    model.cls.predictions.register_forward_hook(lambda module, args, logits: logits * 0.5)
-
-
-def hook_on_layer(model):
-    model.bert.encoder.layer[-1].register_forward_hook(lambda module, args, out: out * 0.5)
-
-
-def hook_on_attention(model):
-    for module in (
-        model.bert.encoder.layer[-1].attention.self,
-        model.bert.encoder.layer[-1].attention,
-    ):
-        module.register_forward_hook(lambda module, args, out: (out[0] * 0.5, *out[1:]))
-
-
-def frozen(model):
-    model.bert.requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        own_self_attention,
-        own_layer,
-        own_projections,
-        own_head,
-        hook_on_head,
-        hook_on_predictions,
-        hook_on_layer,
-        hook_on_attention,
-        frozen,
-    ],
-)
+@pytest.mark.parametrize("change", USER_CHANGES.values(), ids=USER_CHANGES)
 def test_user_changes_of_a_model_equal_the_parent(hold, change):
     ids, labels = batch()
     ours, parent = pair()
