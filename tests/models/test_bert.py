@@ -38,14 +38,6 @@ def batch(mask=None):
     return ids.masked_fill(chosen, 1), labels
 
 
-def test_label_0_is_a_label():
-    ids, labels = batch()
-    assert (labels == 0).any()
-    model = BertForMaskedLM(config())
-    without = labels.masked_fill(labels == 0, -100)
-    assert model(ids, labels=labels).loss != model(ids, labels=without).loss
-
-
 @pytest.mark.parametrize("count", [None, 0])
 def test_no_pair_labelled_is_loss_0(count):
     ids, labels = batch()
@@ -64,22 +56,13 @@ def test_next_sentence_shares_sum_to_1_without_a_count_of_sequences(hold):
     pairs = torch.tensor([0, 1, 1, 0])
 
     def halves(model):
-        pieces = (slice(0, 2), slice(2, 4))
-        return {
-            "loss": sum(
-                model(
-                    ids[piece],
-                    labels=labels[piece],
-                    next_sentence_label=pairs[piece],
-                    num_items_in_batch=8,
-                ).loss
-                for piece in pieces
-            )
-        }
+        given = [
+            {"input_ids": ids[part], "labels": labels[part], "next_sentence_label": pairs[part]}
+            for part in (slice(0, 2), slice(2, 4))
+        ]
+        return {"loss": sum(model(**each, num_items_in_batch=8).loss for each in given)}
 
-    def whole(model):
-        return {"loss": model(ids, labels=labels, next_sentence_label=pairs).loss}
-
+    whole = conftest.loss_of(ids, labels=labels, next_sentence_label=pairs)
     model = BertForPreTraining(config())
     hold(model, model, halves, whole)
 
@@ -143,23 +126,6 @@ def test_the_default_attention_is_fastplm():
     assert BertForMaskedLM(own).config._attn_implementation == "eager"
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_compiled_without_positions_drops_no_label(hold):
-    torch._dynamo.reset()
-    model = BertForMaskedLM(config())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for count in (0, 1, ROWS * LENGTH):
-        ids = torch.randint(1, VOCAB, (ROWS, LENGTH))
-        labels = torch.full((ROWS * LENGTH,), -100)
-        labels[torch.randperm(ROWS * LENGTH)[:count]] = 0
-        labels = labels.view(ROWS, LENGTH)
-        hold(
-            model,
-            model,
-            lambda _, ids=ids, labels=labels: {"loss": compiled(ids, labels=labels).loss},
-            lambda model, ids=ids, labels=labels: {"loss": model(ids, labels=labels).loss},
-        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch._dynamo.testing
 import transformers
 from transformers import AttentionInterface, StaticCache
 from transformers.masking_utils import (
-    AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
@@ -177,15 +176,6 @@ def test_a_fully_padded_row_has_finite_outputs_and_gradients(family):
     out = states(model, random_ids(*mask.shape), attention_mask=mask)
     found = gradients(model, out[mask.bool()].sum())
     assert out.isfinite().all() and all(value.isfinite().all() for value in found.values())
-
-
-def test_without_the_mask_interface_padding_would_be_ignored(monkeypatch):
-    """Without a registered mask function, Transformers passes no mask."""
-    model, (inputs, shown) = build("bert"), inputs_of("bert")
-    with torch.no_grad():
-        out = model(**inputs).logits[shown]
-        monkeypatch.delitem(AttentionMaskInterface._global_mapping, hf.NAME)
-        assert not torch.equal(out, model(**inputs).logits[shown])
 
 
 # --- the position bias of T5 ----------------------------------------------------------------------
