@@ -245,7 +245,7 @@ MUTATIONS = (
         "fastplm/models/_gpt.py",
         "mc_loss = mc_loss * batch_share(labels, num_items_in_batch)",
         "pass",
-        "tests/models/test_openai.py -k accumulated",
+        "tests/models/test_gpt2.py -k accumulated",
     ),
     # --- data
     Mutation(
@@ -453,6 +453,37 @@ MUTATIONS = (
         "& 0xFFFF) - threshold - 1) >> 31",
         "tests/ops/test_dropout.py",
         5,
+    ),
+    # --- models: bugs that no test once caught
+    Mutation(
+        RAGGED,
+        "        mask = mask.bool()\n        keep",
+        "        keep",
+        f"{CONTRACT} two_paddings",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "key_mask = mask.bool().flatten()[None]",
+        "pass",
+        f"{CONTRACT} two_paddings",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "key_mask = encoder_rows.key_mask_row()",
+        "pass",
+        "tests/models/test_t5.py -k holes",
+    ),
+    Mutation(
+        ROWS,
+        "return total / as_normalizer(count, rows.device)",
+        "return total / count",
+        f"{CONTRACT} without_labels",
+    ),
+    Mutation(
+        "fastplm/models/_encoder.py",
+        "return bool(self.config.is_decoder)",
+        "return not self.config.is_decoder",
+        f"{CONTRACT} 'equals and RobertaForCausalLM'",
     ),
 )
 

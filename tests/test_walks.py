@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -10,31 +11,50 @@ from transformers import BertConfig
 
 import fastplm
 from fastplm import ops
+from fastplm.cli import main
 from fastplm.models import BertForMaskedLM
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 
 
 def written(title: str) -> list[str]:
-    """The steps of a walk, as "file function"."""
+    """The steps of a walk, as "file function"; those of an outline keep their indentation."""
     block = TEXT.split(title)[1].split("\n\n")[1]
-    return [" ".join(line.split()[:2]) for line in block.splitlines()]
+    indents = [line[: len(line) - len(line.lstrip())] for line in block.splitlines()]
+    steps = [" ".join(line.split()[:2]) for line in block.splitlines()]
+    return [
+        indent[4:] + step if len(set(indents)) > 1 else step
+        for indent, step in zip(indents, steps, strict=True)
+    ]
 
 
-def road(run, end: str) -> list[str]:
-    """The functions of fastplm that are being called when one of this name first is."""
+def trips(outline: list[str]) -> list[list[str]]:
+    """The ways from the first line of an outline to each line under which there is none."""
+    found: list[list[str]] = []
     stack: list[str] = []
-    found: list[str] = []
+    for line in outline:
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth < len(stack):
+            found.append(list(stack))
+        stack = [*stack[:depth], line.strip()]
+    return [*found, stack]
+
+
+def roads(run, *ends: str) -> list[list[str]]:
+    """For each of the ends, "file function": the functions of fastplm that are being called when it
+    first is."""
+    stack: list[str] = []
+    found: dict[str, list[str]] = {}
 
     def profile(frame, event, _):
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("fastplm."):
+        if not module.startswith("fastplm.") or "<" in frame.f_code.co_name:
             return
         if event == "call":
             file = module.removeprefix("fastplm.").replace(".", "/")
             stack.append(f"{file}.py {frame.f_code.co_name}")
-            if frame.f_code.co_name == end and not found:
-                found.extend(stack)
+            if stack[-1] in ends:
+                found.setdefault(stack[-1], list(stack))
         elif event == "return" and stack:
             stack.pop()
 
@@ -43,7 +63,7 @@ def road(run, end: str) -> list[str]:
         run()
     finally:
         sys.setprofile(None)
-    return found
+    return [found.get(end, []) for end in ends]
 
 
 def test_a_masked_lm_step_to_the_kernel_of_attention_and_back():
@@ -59,16 +79,30 @@ def test_a_masked_lm_step_to_the_kernel_of_attention_and_back():
         found.append(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
 
     with fastplm.use_backend("cpp", "attention"):
-        assert road(step, "_cpp_forward") == written("**`input_ids` of a masked-LM step")
-        # Of the kernels in a backward, that of attention is not the first: any will do.
-        back = road(found[-1].backward, "_cpp_backward")
-    there = [line.replace("ops/gather_rows", "ops/attention") for line in back]
-    assert there == written("and back:")
+        for run, title in (
+            (step, "**`input_ids` of a masked-LM step"),
+            (lambda: found[-1].backward(), "and back:"),
+        ):
+            walk = written(title)
+            assert roads(run, walk[-1]) == [walk]
 
 
 def test_a_query_to_a_launched_kernel():
     query = torch.randn(1, 2, 8, 16, requires_grad=True)
     mask = torch.ones(1, 8, dtype=torch.bool)
     with fastplm.use_backend("triton", "attention"):
-        found = road(lambda: ops.attention(query, query, query, key_mask=mask), "launch")
-    assert found == written("**A query through `ops.attention`")
+        walk = written("**A query through `ops.attention`")
+        run = functools.partial(ops.attention, query, query, query, key_mask=mask)
+        assert roads(run, walk[-1]) == [walk]
+
+
+def test_a_line_of_text_to_the_loss(tmp_path):
+    text = tmp_path / "corpus.txt"
+    words = "the of and to in a is that it was for on are as with his they be at one".split()
+    lines = [" ".join(words[i % 20 :] + words[: i % 7]) + "." for i in range(600)]
+    text.write_text("\n".join("\n" * (i % 5 == 0) + line for i, line in enumerate(lines)))
+    arguments = f"pretrain --arch bert-tiny --vocab-size 100 --corpus {text} --steps 2 --threads 1"
+    arguments += f" --out {tmp_path}/run --cache {tmp_path}/cache --batch-size 4 --block-size 32"
+    walk = trips(written("**A line of text through"))
+    found = roads(lambda: main(arguments.split()), *(trip[-1] for trip in walk))
+    assert found == walk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastplm import models
 from fastplm.data._folder import build_once, default_cache
 from fastplm.testing import (
     FORWARD_FACTOR,
@@ -171,7 +174,7 @@ def hold() -> Callable[..., None]:
 
 # --- the heads that all families share ------------------------------------------------------------
 
-ROWS, LENGTH, TARGET, CHOICES, CLASSES = 4, 9, 7, 3, 3
+ROWS, LENGTH, TARGET, CHOICES, LABELS = 4, 9, 7, 3, 3
 PADDINGS = {
     "none": None,
     "full": torch.ones(ROWS, LENGTH, dtype=torch.int64),
@@ -207,14 +210,14 @@ def changed(config: Any, **fields: Any) -> Any:
 #: Classes that compute logits only on request if there are labels.
 VOCABULARY_HEADS = (
     *("MaskedLM", "ForPreTraining", "CausalLM", "LMHeadModel", "DoubleHeadsModel"),
-    "ConditionalGeneration",
+    *("ConditionalGeneration", "EncoderDecoderModel"),
 )
 
 
 def has_decoder(name: str) -> bool:
     """Whether the class of this name reads a source with an encoder, and a target."""
     alone = ("CausalLM", "EncoderModel", "T5ForTokenClassification")
-    return name.startswith(("Bart", "T5")) and not name.endswith(alone)
+    return name.startswith(("Bart", "T5", "EncoderDecoder")) and not name.endswith(alone)
 
 
 def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
@@ -222,12 +225,12 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
 
     Rows without a token, whose output is not defined, have no label.
     """
-    vocab, pad = config.vocab_size, config.pad_token_id or 0
+    vocab, pad = getattr(config, "vocab_size", 37), config.pad_token_id or 0
     ids = torch.randint(max(4, pad + 1), vocab, (ROWS, LENGTH))
     seen = torch.ones(ROWS, LENGTH, dtype=torch.bool) if mask is None else mask.bool()
     ids = ids.masked_fill(~seen, pad)
     alive = seen.any(1)
-    if has_decoder(name):
+    if has_decoder(name) and getattr(config, "eos_token_id", None) is not None:
         # The token that a classifier reads ends each source; of a dead row, anywhere.
         ids[torch.arange(ROWS), (seen * torch.arange(LENGTH)).argmax(1)] = config.eos_token_id
     predicted = seen
@@ -253,7 +256,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
     if name.endswith("SequenceClassification"):
         inputs["labels"] = torch.tensor([0, 2, 1, 2]).masked_fill(~alive, -100)
     if name.endswith("TokenClassification"):
-        inputs["labels"] = (ids % CLASSES).masked_fill(~seen, -100)
+        inputs["labels"] = (ids % LABELS).masked_fill(~seen, -100)
     if name.endswith("QuestionAnswering"):
         inputs["start_positions"] = torch.tensor([0, 2, 1, 3])
         inputs["end_positions"] = torch.tensor([4, 2, 7, 30])
@@ -266,7 +269,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
     if has_decoder(name):
         inputs["use_cache"] = False
         target = torch.randint(4, vocab, (ROWS, TARGET))
-        if name.endswith("ConditionalGeneration"):
+        if name.endswith(("ConditionalGeneration", "EncoderDecoderModel")):
             unlabelled = torch.arange(TARGET) >= torch.tensor([[7], [3], [5], [1]])
             unlabelled[0, 2] = True
             inputs["labels"] = target.masked_fill(unlabelled | ~alive[:, None], -100)
@@ -303,16 +306,19 @@ def in_own_memory(model: nn.Module) -> nn.Module:
 def with_classes(name: str, config: Any) -> Any:
     """A copy of a configuration, with the classes that ``inputs_of`` has labels of."""
     config = copy.deepcopy(config)
-    if "Classification" in name and config.num_labels != CLASSES:
-        config.num_labels = CLASSES
+    regression = getattr(config, "problem_type", None) == "regression"
+    if "Classification" in name and config.num_labels != LABELS and not regression:
+        config.num_labels = LABELS
     return config
 
 
-def _weights_like(value: Tensor) -> Tensor:
-    """Numbers in [-1, 1] of the same shape and dtype, the same in every run."""
-    return (
-        torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape).to(value.dtype)
-    )
+def as_loss(*values: Tensor) -> Any:
+    """A weighted sum of squares: the plain one behind a norm is constant, with no gradient."""
+    total: Any = 0
+    for value in values:
+        weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape)
+        total = total + (value.square() * weights.to(value.dtype)).sum()
+    return total
 
 
 def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -357,23 +363,21 @@ def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str,
     if "mc_loss" in found:
         found["loss"] = found["loss"] + found.pop("mc_loss")
     if "loss" not in found:
-        # Weighted, as the plain sum of squares behind a norm is a constant, with no gradient.
-        found["loss"] = sum(
-            (value.square() * _weights_like(value)).sum() for value in found.values()
-        )
+        found["loss"] = as_loss(*found.values())
     return found
 
 
 @pytest.fixture
 def hold_drop_in(hold) -> Callable[..., None]:
-    """``check(ours, config, padding, dtype=…, **options)``: a drop-in class equals its parent.
+    """``check(ours, config, padding, given=…, …)``: a drop-in class equals its parent; the model.
 
     Loss, logits, hidden states and all gradients must be within the error budget, for one call that
     returns all of them and one that returns only the loss. ``options`` are passed to ours;
-    ``padding`` is a name of ``PADDINGS``; ``dtype`` is fp64, or that of the models and kernels.
+    ``padding`` is a name of ``PADDINGS``; ``given`` changes the inputs, where None leaves one out;
+    ``dtype`` is fp64, or that of the models and kernels.
     """
 
-    def check(ours, config, padding, dtype=torch.float64, **options):
+    def check(ours, config, padding, dtype=torch.float64, given=None, **options):
         mask = PADDINGS[padding]
         name = ours.__name__
         if name.endswith(("MultipleChoice", "DoubleHeadsModel")) and padding == "dead row":
@@ -381,7 +385,8 @@ def hold_drop_in(hold) -> Callable[..., None]:
         if name.endswith("QuestionAnswering") and padding == "dead row":
             pytest.skip("its loss runs over padding, and this row has nothing else")
         config = with_classes(name, config)
-        inputs = inputs_of(name, config, mask)
+        inputs = inputs_of(name, config, mask) | (given or {})
+        inputs = {key: value for key, value in inputs.items() if value is not None}
         # A model is made in fp32 and then looked at in fp64.
         in_fp64 = dtype is torch.float64
         dtype = torch.float32 if in_fp64 else dtype
@@ -394,13 +399,14 @@ def hold_drop_in(hold) -> Callable[..., None]:
         has_loss = "labels" in inputs or "start_positions" in inputs
 
         def whole(model, **extra):
-            outputs = model(**inputs, output_hidden_states=True, **extra)
+            outputs = model(**in_dtype_of(model, inputs), output_hidden_states=True, **extra)
             return compared(outputs, inputs, name)
 
         def run(model):
             outputs = whole(model, **logits, **options)
             if has_loss:
-                alone = compared(model(**inputs, **options), inputs, name)["loss"]
+                alone = model(**in_dtype_of(model, inputs), **options)
+                alone = compared(alone, inputs, name)["loss"]
                 outputs = {**outputs, "alone": alone, "loss": outputs["loss"] + alone}
             return outputs
 
@@ -411,6 +417,7 @@ def hold_drop_in(hold) -> Callable[..., None]:
             return outputs
 
         hold(model, parent, run, parent_run, in_fp64)
+        return model
 
     return check
 
@@ -439,7 +446,7 @@ def round_trip(tmp_path) -> Callable[..., None]:
             weights, loaded = one.state_dict(), other.state_dict()
             assert weights.keys() == loaded.keys()
             assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
-            assert one._tied_weights_keys == other._tied_weights_keys
+            assert other._tied_weights_keys in (one._tied_weights_keys, None)
         third = in_own_memory(third)
         with torch.no_grad():
             assert torch.equal(first(**inputs)[0], third(**inputs)[0])
@@ -472,81 +479,188 @@ def checkpoint() -> Callable[[str, str, str], Path]:
 
 # --- every family ---------------------------------------------------------------------------------
 
-_LAYERS = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2}
-_ENCODER = {
-    **_LAYERS,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "max_position_embeddings": 20,
-    "initializer_range": 0.3,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-_GPT = {
-    "vocab_size": 37,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 20,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "summary_first_dropout": 0.0,
-    "initializer_range": 0.3,
-}
+_ENCODER = dict(
+    vocab_size=37,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    hidden_size=16,
+    intermediate_size=24,
+    max_position_embeddings=20,
+    initializer_range=0.3,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+_GPT = dict(
+    vocab_size=37,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    n_positions=20,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    summary_first_dropout=0.0,
+    initializer_range=0.3,
+)
+_BART = dict(
+    vocab_size=37,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    max_position_embeddings=20,
+    dropout=0.0,
+    init_std=0.3,
+    scale_embedding=True,
+)
+_T5 = dict(
+    vocab_size=37,
+    d_model=16,
+    d_kv=8,
+    d_ff=24,
+    num_layers=2,
+    num_heads=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=6,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
 #: A small configuration without dropout of each family: its class, and what that is given.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "albert": (
-        "AlbertConfig",
-        {**_ENCODER, "embedding_size": 8, "classifier_dropout_prob": 0.0},
-    ),
-    "bart": (
-        "BartConfig",
-        {
-            "vocab_size": 37,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 24,
-            "decoder_ffn_dim": 24,
-            "max_position_embeddings": 20,
-            "dropout": 0.0,
-            "init_std": 0.3,
-            "scale_embedding": True,
-        },
-    ),
+    "albert": ("AlbertConfig", _ENCODER | dict(embedding_size=8, classifier_dropout_prob=0.0)),
+    "bart": ("BartConfig", _BART),
     "bert": ("BertConfig", _ENCODER),
-    "electra": (
-        "ElectraConfig",
-        {**_ENCODER, "embedding_size": 8, "summary_last_dropout": 0.0},
-    ),
-    "gpt2": ("GPT2Config", {**_GPT, "n_inner": 24, "classifier_dropout": 0.0}),
+    "electra": ("ElectraConfig", _ENCODER | dict(embedding_size=8, summary_last_dropout=0.0)),
+    "gpt2": ("GPT2Config", _GPT | dict(n_inner=24, classifier_dropout=0.0)),
     "openai": ("OpenAIGPTConfig", _GPT),
     "roberta": ("RobertaConfig", _ENCODER),
-    "t5": (
-        "T5Config",
-        {
-            "vocab_size": 37,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_heads": 2,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 6,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-    ),
+    "t5": ("T5Config", _T5),
 }
+#: How the classes of each family begin.
+PREFIXES = {family: family.capitalize() for family in FAMILIES}
+PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT"}
+#: Every class, and its family.
+CLASSES = {
+    name: family
+    for name in models.__all__
+    for family, prefix in PREFIXES.items()
+    if name.startswith(prefix) and "Joint" not in name
+}
+_HEADS = {"gpt2": "LMHeadModel", "openai": "LMHeadModel"}
+_HEADS |= {"bart": "ForConditionalGeneration", "t5": "ForConditionalGeneration"}
+#: The language model of each family.
+LANGUAGE_MODELS = {
+    family: prefix + _HEADS.get(family, "ForMaskedLM") for family, prefix in PREFIXES.items()
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_class = pytest.mark.parametrize("name", CLASSES)
 
 
 def small_config(family: str, **changed: Any) -> Any:
     """A new configuration of a family, small enough for anything."""
     name, given = FAMILIES[family]
     return getattr(transformers, name)(**{**given, **changed})
+
+
+def config_of(name: str, **changed: Any) -> Any:
+    """A small configuration for the class of this name."""
+    config = small_config(CLASSES[name], **changed)
+    if name in ("BertLMHeadModel", "ElectraForCausalLM", "RobertaForCausalLM"):
+        config.is_decoder = True
+    if CLASSES[name] == "gpt2":
+        # With a cache, the padded computation of the parent is used, which is not tested here.
+        config.use_cache = False
+    return with_classes(name, config)
+
+
+def pair(name: str, config: Any = None, **changed: Any) -> tuple[Any, Any]:
+    """(a drop-in model, its parent with eager attention and the same weights), in eval mode."""
+    config = with_classes(name, config_of(name, **changed) if config is None else config)
+    model = getattr(models, name)(copy.deepcopy(config)).eval()
+    if hasattr(model, "final_logits_bias"):
+        nn.init.normal_(model.final_logits_bias)
+    parent = eager_parent(type(model), config).eval()
+    parent.load_state_dict(model.state_dict())
+    return model, parent
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether the forward of this class has the argument."""
+    return argument in inspect.signature(getattr(models, name).forward).parameters
+
+
+# --- what tests look at ---------------------------------------------------------------------------
+
+
+def loss_of(*args: Any, **inputs: Any) -> Callable[[nn.Module], dict[str, Tensor]]:
+    """The function from a model to its loss of these inputs, in the dtype of the model."""
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        return {"loss": model(*args, **in_dtype_of(model, inputs)).loss}
+
+    return run
+
+
+def in_dtype_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs whose hidden states and embeddings have the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return {name: cast(value) for name, value in inputs.items()}
+
+
+def gradients(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradient of each parameter that has one; of ``loss``, if given."""
+    if loss is not None:
+        model.zero_grad()
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two sequences or dicts of tensors are equal bit for bit."""
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(
+            torch.equal(first[key], second[key]) for key in first
+        )
+    first, second = list(first), list(second)
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def rows_of(*layers: nn.Module) -> list[tuple[int, ...]]:
+    """A list to which each call of these layers adds the shape of its rows, [1, N] or [B, T]."""
+    shapes: list[tuple[int, ...]] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[:-1])))
+    return shapes
+
+
+class Storages(TorchDispatchMode):
+    """The pieces of memory of one size that operators inside write.
+
+    The memory is kept alive, so that it is not allocated again. (A tensor kept alive would make
+    autograd copy it, as it may not hand it on.)
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() == self.size:
+                storage = tensor.untyped_storage()
+                self.found[storage.data_ptr()] = storage
+        return out

@@ -23,7 +23,18 @@ from fastplm.models import (
     layer_similarity,
 )
 
-from .conftest import LENGTH, PADDINGS, ROWS, in_own_memory, small_config
+from .conftest import (
+    LENGTH,
+    PADDINGS,
+    ROWS,
+    eager_parent,
+    gradients,
+    in_own_memory,
+    loss_of,
+    rows_of,
+    same,
+    small_config,
+)
 
 VOCAB, LAYERS = 37, 3
 MASK = PADDINGS["right"]
@@ -47,15 +58,6 @@ def batch(mask=MASK):
     return ids, labels
 
 
-def parent_like(ours, **changes):
-    """Transformers' model of a configuration, with eager attention."""
-    parent = getattr(transformers, type(ours).__name__)
-    return parent._from_config(
-        copy.deepcopy(ours.config).__class__(**{**ours.config.to_dict(), **changes}),
-        attn_implementation="eager",
-    )
-
-
 # --- every class against its parent ---------------------------------------------------------------
 
 
@@ -77,16 +79,9 @@ def test_layers_groups_and_embeddings_of_any_number(hold_drop_in, layers):
     hold_drop_in(AlbertForMaskedLM, config(**layers), "right")
 
 
-def rows_of_calls(model, run):
-    """How many rows each call of a layer computed."""
-    rows = []
-    for module in model.modules():
-        if isinstance(module, transformers.models.albert.modeling_albert.AlbertLayer):
-            module.ffn.register_forward_hook(
-                lambda module, args, out: rows.append(out.shape[:-1].numel())
-            )
-    run(model)
-    return rows
+def calls_of(model):
+    """A list to which each call of a layer adds how many rows it computes."""
+    return rows_of(*(layer.ffn for layer in layers_of(model)))
 
 
 @pytest.mark.parametrize("layers", [{}, {"num_hidden_groups": 2, "inner_group_num": 2}])
@@ -100,8 +95,9 @@ def test_only_the_last_call_computes_fewer_rows(layers):
         (AlbertModel, tokens, {}),
     ):
         model = cls(config(**layers))
-        rows = rows_of_calls(model, lambda m, a=arguments: m(ids, attention_mask=MASK, **a))
-        assert rows == [tokens] * (calls - 1) + [wanted]
+        seen = calls_of(model)
+        model(ids, attention_mask=MASK, **arguments)
+        assert [math.prod(shape) for shape in seen] == [tokens] * (calls - 1) + [wanted]
 
 
 def test_a_user_layer_computes_all_rows(hold):
@@ -114,14 +110,11 @@ def test_a_user_layer_computes_all_rows(hold):
     ours = AlbertForMaskedLM(config())
     ours.albert.encoder.albert_layer_groups[0].albert_layers[0].attention.__class__ = Own
 
-    def run(model):
-        return {"loss": model(ids, attention_mask=MASK, labels=labels).loss}
-
-    hold(ours, parent_like(ours), run)
-    assert rows_of_calls(ours, run) == [MASK.numel()] * LAYERS
-
-
-# --- pre-training ---------------------------------------------------------------------------------
+    run = loss_of(ids, attention_mask=MASK, labels=labels)
+    hold(ours, eager_parent(AlbertForMaskedLM, ours.config), run)
+    seen = calls_of(ours)
+    run(ours)
+    assert [math.prod(shape) for shape in seen] == [MASK.numel()] * LAYERS
 
 
 # --- what the layers share ------------------------------------------------------------------------
@@ -148,13 +141,9 @@ def tie_by_hand(model, mode):
 def test_gradients_of_shared_parts_add_up(hold, mode):
     ids, labels = batch()
     ours = AlbertForMaskedLM(shared(mode, inner_group_num=2))
-    parent = tie_by_hand(parent_like(ours), mode)
-
-    def run(model):
-        return {"loss": model(ids, attention_mask=MASK, labels=labels).loss}
-
+    parent = tie_by_hand(eager_parent(AlbertForMaskedLM, ours.config), mode)
     assert dict(ours.named_parameters()).keys() == dict(parent.named_parameters()).keys()
-    hold(ours, parent, run)
+    hold(ours, parent, loss_of(ids, attention_mask=MASK, labels=labels))
 
 
 @pytest.mark.parametrize("tied_words", [True, False])
@@ -260,24 +249,19 @@ def test_parameter_counts_of_the_paper(embedding, mode):
 def test_gradient_checkpointing_changes_no_bit(mode):
     """Transformers' ALBERT does not have it."""
     ids, labels = batch()
-    gradients, calls = [], []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        model = AlbertForMaskedLM(shared(mode, hidden_dropout_prob=0.1)).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+    model = AlbertForMaskedLM(shared(mode, hidden_dropout_prob=0.1)).train()
+    calls = calls_of(model)
 
-        def run(model):
-            torch.manual_seed(1)
-            model(ids, attention_mask=MASK, labels=labels).loss.backward()
+    def run():
+        calls.clear()
+        torch.manual_seed(1)
+        found = gradients(model, model(ids, attention_mask=MASK, labels=labels).loss)
+        return found, len(calls)
 
-        calls.append(len(rows_of_calls(model, run)))
-        gradients.append([p.grad for p in model.parameters()])
-    assert calls == [LAYERS, 2 * LAYERS]
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-
-
-# --- a real checkpoint ----------------------------------------------------------------------------
+    plain, once = run()
+    model.gradient_checkpointing_enable()
+    found, twice = run()
+    assert (once, twice) == (LAYERS, 2 * LAYERS) and same(found, plain)
 
 
 # --- the report of the layers ---------------------------------------------------------------------
@@ -329,21 +313,19 @@ def test_layer_similarity_ignores_padding():
     spoiled = copy.deepcopy(STATES)
     spoiled[1][1][1] = [math.nan, math.inf]
     both = [layer_similarity(Fixed(*states), attention_mask=mask) for states in (STATES, spoiled)]
-    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+    assert same(*both)
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "Electra"])
 def test_layer_similarity_of_every_encoder(name):
-    sizes = dict(pad_token_id=0, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
-    sizes.update(num_hidden_layers=LAYERS, num_attention_heads=2, embedding_size=12)
-    made = getattr(transformers, f"{name}Config")(**sizes)
     ids, labels = batch()
+    made = small_config(name.lower(), num_hidden_layers=LAYERS)
     model = getattr(models, f"{name}ForMaskedLM")(made).eval()
     report = layer_similarity(model, input_ids=ids, attention_mask=MASK, labels=labels)
     states = model(ids, attention_mask=MASK, output_hidden_states=True).hidden_states
     again = layer_similarity(Fixed(*states), attention_mask=MASK)
     assert all(values.shape == (LAYERS,) and values.isfinite().all() for values in report)
-    assert all(torch.equal(*pair) for pair in zip(report, again, strict=True))
+    assert same(report, again)
 
 
 def test_layer_similarity_of_choices():

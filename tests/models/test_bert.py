@@ -9,14 +9,14 @@ import torch
 import torch._dynamo.testing
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining
 from fastplm.nn.mlm_head import mlm_loss
 from fastplm.testing import peak_bytes
 
-from .conftest import LENGTH, ROWS, small_config
+from . import conftest
+from .conftest import LENGTH, ROWS, Storages, eager_parent, gradients, same, small_config
 
 VOCAB = 37
 CONFIG = small_config("bert", hidden_size=32, intermediate_size=48)
@@ -38,14 +38,6 @@ def batch(mask=None):
     return ids.masked_fill(chosen, 1), labels
 
 
-def test_label_0_is_a_label():
-    ids, labels = batch()
-    assert (labels == 0).any()
-    model = BertForMaskedLM(config())
-    without = labels.masked_fill(labels == 0, -100)
-    assert model(ids, labels=labels).loss != model(ids, labels=without).loss
-
-
 @pytest.mark.parametrize("count", [None, 0])
 def test_no_pair_labelled_is_loss_0(count):
     ids, labels = batch()
@@ -64,22 +56,13 @@ def test_next_sentence_shares_sum_to_1_without_a_count_of_sequences(hold):
     pairs = torch.tensor([0, 1, 1, 0])
 
     def halves(model):
-        pieces = (slice(0, 2), slice(2, 4))
-        return {
-            "loss": sum(
-                model(
-                    ids[piece],
-                    labels=labels[piece],
-                    next_sentence_label=pairs[piece],
-                    num_items_in_batch=8,
-                ).loss
-                for piece in pieces
-            )
-        }
+        given = [
+            {"input_ids": ids[part], "labels": labels[part], "next_sentence_label": pairs[part]}
+            for part in (slice(0, 2), slice(2, 4))
+        ]
+        return {"loss": sum(model(**each, num_items_in_batch=8).loss for each in given)}
 
-    def whole(model):
-        return {"loss": model(ids, labels=labels, next_sentence_label=pairs).loss}
-
+    whole = conftest.loss_of(ids, labels=labels, next_sentence_label=pairs)
     model = BertForPreTraining(config())
     hold(model, model, halves, whole)
 
@@ -98,50 +81,6 @@ def loss_of(model, ids, labels):
     return {"loss": model(ids, labels=labels, **pairs).loss}
 
 
-def assert_tied(model, vocab=VOCAB):
-    predictions = model.cls.predictions
-    assert predictions.decoder.weight is model.get_input_embeddings().weight
-    assert predictions.decoder.bias is predictions.bias
-    assert predictions.decoder.weight.shape == (vocab, CONFIG.hidden_size)
-    assert predictions.bias.shape == (vocab,)
-    assert predictions.decoder.out_features == vocab == model.config.vocab_size
-
-
-@pytest.mark.parametrize("vocab", [VOCAB - 5, VOCAB + 8])
-@pytest.mark.parametrize("cls", HEADS)
-def test_tying_survives_a_resize(hold, cls, vocab, tmp_path):
-    model = cls(config())
-    model.resize_token_embeddings(vocab, mean_resizing=False)
-    assert_tied(model, vocab)
-    model.save_pretrained(tmp_path)
-    loaded = cls.from_pretrained(tmp_path)
-    assert_tied(loaded, vocab)
-    ids, labels = batch()
-    ids, labels = ids.clamp(max=vocab - 1), labels.clamp(max=vocab - 1)
-    ids[-1, -1] = vocab - 1
-
-    parent_cls = getattr(transformers, cls.__name__)
-    resized = copy.deepcopy(model.config)
-    resized._attn_implementation = "eager"
-    hold(loaded, parent_cls(resized), lambda model: loss_of(model, ids, labels))
-
-
-class Tables(TorchDispatchMode):
-    """The pieces of memory of the table's shape that operators inside write."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.shape == (VOCAB, CONFIG.hidden_size):
-                storage = tensor.untyped_storage()
-                self.storages[storage.data_ptr()] = storage
-        return out
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("cls", HEADS)
 def test_the_tables_gradient_is_one_tensor(cls, checkpointing):
@@ -151,46 +90,28 @@ def test_the_tables_gradient_is_one_tensor(cls, checkpointing):
         model.gradient_checkpointing_enable()
 
     def backward():
-        model.zero_grad()
         loss = model(ids, labels=labels).loss
-        with Tables() as tables:
-            loss.backward()
-        return len(tables.storages), [p.grad for p in model.parameters() if p.grad is not None]
+        with Storages(VOCAB * CONFIG.hidden_size) as tables:
+            found = gradients(model, loss)
+        return len(tables.found), found
 
-    tables, gradients = backward()
+    tables, found = backward()
     assert tables == 1
     # A call of the embedding itself, and the bits stay.
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: None)
     tables, expected = backward()
-    assert tables > 1
-    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+    assert tables > 1 and same(found, expected)
 
 
 @pytest.mark.parametrize("cls", HEADS)
 def test_an_untied_head_keeps_its_own_table(hold, cls):
-    apart = config()
-    apart.tie_word_embeddings = False
     ids, labels = batch()
+    apart = conftest.changed(CONFIG, tie_word_embeddings=False)
     ours = cls(apart)
     nn.init.normal_(ours.cls.predictions.decoder.weight)
-    parent_cls = getattr(transformers, cls.__name__)
-    parent = parent_cls._from_config(copy.deepcopy(apart), attn_implementation="eager")
-
-    hold(ours, parent, lambda model: loss_of(model, ids, labels))
+    hold(ours, eager_parent(cls, apart), lambda model: loss_of(model, ids, labels))
     parameters = dict(ours.named_parameters())
     assert not torch.equal(parameters[WORDS].grad, parameters[DECODER].grad)
-
-
-@pytest.mark.parametrize("cls", HEADS)
-def test_embeddings_in_place_of_ids_with_labels(cls):
-    ids, labels = batch()
-    model = cls(config())
-    embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(
-        model(inputs_embeds=embeds, labels=labels).loss, model(ids, labels=labels).loss
-    )
-    with pytest.raises(ValueError, match="exactly one"):
-        model(ids, inputs_embeds=embeds, labels=labels)
 
 
 def test_the_default_attention_is_fastplm():
@@ -205,23 +126,6 @@ def test_the_default_attention_is_fastplm():
     assert BertForMaskedLM(own).config._attn_implementation == "eager"
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_compiled_without_positions_drops_no_label(hold):
-    torch._dynamo.reset()
-    model = BertForMaskedLM(config())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for count in (0, 1, ROWS * LENGTH):
-        ids = torch.randint(1, VOCAB, (ROWS, LENGTH))
-        labels = torch.full((ROWS * LENGTH,), -100)
-        labels[torch.randperm(ROWS * LENGTH)[:count]] = 0
-        labels = labels.view(ROWS, LENGTH)
-        hold(
-            model,
-            model,
-            lambda _, ids=ids, labels=labels: {"loss": compiled(ids, labels=labels).loss},
-            lambda model, ids=ids, labels=labels: {"loss": model(ids, labels=labels).loss},
-        )
 
 
 @pytest.mark.parametrize(

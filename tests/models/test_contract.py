@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import pytest
@@ -10,46 +9,32 @@ import torch
 
 from fastplm import models, ops
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.models import _encoder
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
 from .conftest import (
+    CLASSES,
     FAMILIES,
+    LABELS,
+    LANGUAGE_MODELS,
     LENGTH,
     PADDINGS,
+    PREFIXES,
     ROWS,
     VOCABULARY_HEADS,
-    eager_parent,
+    config_of,
+    every_class,
+    every_family,
+    gradients,
     has_decoder,
     inputs_of,
+    loss_of,
+    pair,
     parent_of,
     small_config,
-    with_classes,
+    takes,
 )
-
-PREFIXES = {
-    **{family: family.capitalize() for family in FAMILIES},
-    "gpt2": "GPT2",
-    "openai": "OpenAIGPT",
-}
-CLASSES = {
-    name: family
-    for name in models.__all__
-    for family, prefix in PREFIXES.items()
-    if name.startswith(prefix) and "Joint" not in name
-}
-every_class = pytest.mark.parametrize("name", CLASSES)
-
-
-def config_of(name):
-    """A small configuration for the class of this name."""
-    config = small_config(CLASSES[name])
-    if name in ("BertLMHeadModel", "ElectraForCausalLM", "RobertaForCausalLM"):
-        config.is_decoder = True
-    if CLASSES[name] == "gpt2":
-        # With a cache, the padded computation of the parent is used, which is not tested here.
-        config.use_cache = False
-    return config
 
 
 def takes_flat_labels(name):
@@ -73,24 +58,25 @@ def test_equals_its_parent(hold_drop_in, name, padding):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_kernels_are_as_accurate_as_the_parent(hold_drop_in, family, dtype):
     """In the dtypes of training; all code around the kernels is tested in fp64."""
-    heads = ("ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
-    name = next(n for n, of in CLASSES.items() if of == family and n.endswith(heads))
+    name = LANGUAGE_MODELS[family]
     hold_drop_in(getattr(models, name), config_of(name), "right", dtype)
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize(
+    ("padding", "unpad"), [("right", 30), ("left", 30), ("right", False)], ids=str
+)
 @pytest.mark.parametrize(
     "name", [n for n in CLASSES if n.endswith(("Model", *VOCABULARY_HEADS)) and not has_decoder(n)]
 )
-def test_a_capacity_changes_nothing(hold_drop_in, name, padding):
+def test_a_capacity_or_padding_left_in_changes_nothing(hold_drop_in, name, padding, unpad):
     """24 tokens of a sequence or choice are packed into 30 rows."""
-    rows = 90 if name.endswith("DoubleHeadsModel") else 30
+    rows = 90 if unpad and name.endswith("DoubleHeadsModel") else unpad
     ours, config = getattr(models, name), config_of(name)
     hold_drop_in(ours, config, padding, unpad=rows)
-    if name.removesuffix("Model") in PREFIXES.values():
+    if name.removesuffix("Model") in PREFIXES.values() and unpad:
         mask = PADDINGS[padding]
         hidden = ours(config)(**inputs_of(name, config, mask), unpad=rows)[0]
         # The pooler reads the first row, even of padding.
@@ -154,19 +140,6 @@ def vocabulary_heads(*others):
     return [name for name in CLASSES if name.endswith((*VOCABULARY_HEADS, *others))]
 
 
-def takes(name, argument):
-    return argument in inspect.signature(getattr(models, name).forward).parameters
-
-
-def pair(name, config=None):
-    """(a drop-in model, its parent with eager attention and the same weights), in eval mode."""
-    config = with_classes(name, config or config_of(name))
-    model = getattr(models, name)(copy.deepcopy(config)).eval()
-    parent = eager_parent(type(model), config).eval()
-    parent.load_state_dict(model.state_dict())
-    return model, parent
-
-
 # --- losses ---------------------------------------------------------------------------------------
 
 
@@ -181,12 +154,7 @@ def test_given_positions_are_those_of_the_labels(hold, name):
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     positions = (inputs["labels"].flatten() != -100).nonzero().flatten()
     positions = torch.cat((positions, positions.new_full((5,), -1)))
-    hold(
-        model,
-        model,
-        lambda model: {"loss": model(**inputs, masked_positions=positions).loss},
-        lambda model: {"loss": model(**inputs).loss},
-    )
+    hold(model, model, loss_of(**inputs, masked_positions=positions), loss_of(**inputs))
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor])
@@ -215,7 +183,7 @@ def test_accumulated_batches_are_one_batch(hold, name, kind):
             loss = loss + model(**piece, **counts).loss
         return {"loss": loss}
 
-    hold(model, model, accumulated, lambda model: {"loss": model(**inputs).loss})
+    hold(model, model, accumulated, loss_of(**inputs))
 
 
 @pytest.mark.parametrize("name", vocabulary_heads("SequenceClassification", "TokenClassification"))
@@ -231,12 +199,16 @@ def test_without_labels_loss_and_gradients_are_0(name):
         cases += [{}, {"num_items_in_batch": 0}]
     if takes(name, "masked_positions"):
         cases.append({"masked_positions": torch.full((3,), -1)})
-    for case in cases:
+    head = model.get_output_embeddings() if name.endswith(VOCABULARY_HEADS) else None
+    for case in cases + cases:
         model.zero_grad()
         loss = model(**inputs, **case).loss
         loss.backward()
         assert loss.item() == 0.0
-        assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+        assert not any(grad.any() for grad in gradients(model).values())
+        if case is cases[-1] and head is not None:
+            # A head with a hook is called, and the loss divides by the number of labels itself.
+            head.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize("name", vocabulary_heads())
@@ -291,29 +263,45 @@ def test_labels_on_padding_count(hold, name):
     ours, parent = pair(name)
     mask = PADDINGS["right"]
     ids = torch.randint(4, ours.config.vocab_size, (ROWS, LENGTH)).masked_fill(mask == 0, 0)
-
-    def run(model):
-        return {"loss": model(input_ids=ids, attention_mask=mask, labels=ids).loss}
-
-    hold(ours, parent, run)
+    hold(ours, parent, loss_of(input_ids=ids, attention_mask=mask, labels=ids))
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("embedded", [False, True], ids=["ids", "inputs_embeds"])
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OpenAIGPTLMHeadModel"])
-def test_token_types_and_positions_of_the_user(hold, name, embedded, padding):
+@pytest.mark.parametrize("given", ["ids", "inputs_embeds"])
+@pytest.mark.parametrize("name", [n for n in LANGUAGE_MODELS.values() if takes(n, "position_ids")])
+def test_token_types_positions_and_embeddings_of_the_user(hold, name, given, padding):
     ours, parent = pair(name)
     inputs = inputs_of(name, ours.config, PADDINGS[padding])
-    inputs["token_type_ids"] = torch.randint(4, ours.config.vocab_size, (ROWS, LENGTH))
+    kinds = getattr(ours.config, "type_vocab_size", ours.config.vocab_size)
+    inputs["token_type_ids"] = torch.randint(kinds, (ROWS, LENGTH))
     inputs["position_ids"] = torch.arange(LENGTH).flip(0)[None]
     ids = inputs.pop("input_ids")
+    if given == "ids":
+        hold(ours, parent, loss_of(ids, **inputs))
+        return
 
     def run(model):
-        table = model.get_input_embeddings()
-        given = {"inputs_embeds": table(ids)} if embedded else {"input_ids": ids}
-        return {"loss": model(**given, **inputs).loss}
+        return {"loss": model(inputs_embeds=model.get_input_embeddings()(ids), **inputs).loss}
 
     hold(ours, parent, run)
+    embeds = [model.get_input_embeddings()(ids).detach() for model in (ours, parent)]
+    for model, rows in zip((ours, parent), embeds, strict=True):
+        model(inputs_embeds=rows.requires_grad_(), **inputs).loss.backward()
+    torch.testing.assert_close(*(rows.grad for rows in embeds))
+    with pytest.raises(ValueError, match="exactly one|both"):
+        ours(ids, inputs_embeds=embeds[0])
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+@pytest.mark.parametrize(
+    "name", [n for n in CLASSES if n.endswith("SequenceClassification") and n[:2] != "T5"]
+)
+def test_other_classification_losses_equal_the_parents(hold, name, problem):
+    width = 1 if problem == "regression" else LABELS
+    ours, parent = pair(name, config_of(name, problem_type=problem, num_labels=width))
+    inputs = inputs_of(name, ours.config, PADDINGS["right"])
+    inputs["labels"] = torch.rand(ROWS, width).round()
+    hold(ours, parent, loss_of(**inputs))
 
 
 @pytest.mark.parametrize(
@@ -336,18 +324,21 @@ DECODERS = ("BertLMHeadModel", "ElectraForCausalLM", "RobertaForCausalLM")
 SOURCE_MASK = torch.tensor([[1] * 3 + [0] * 4, [1] * 7, [0] * 6 + [1], [1] * 5 + [0] * 2])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded states", "packed states"])
+@pytest.mark.parametrize("states_are", ["padded", "packed", "padded, their mask unreadable"])
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_cross_attention_with_two_paddings_equals_the_parents(hold, name, padding, packed):
-    config = config_of(name)
-    config.add_cross_attention = True
-    ours, parent = pair(name, config)
-    inputs = inputs_of(name, config, PADDINGS[padding])
-    mask = PADDINGS[padding]
+@pytest.mark.parametrize("name", (*DECODERS, "GPT2LMHeadModel"))
+def test_cross_attention_with_two_paddings_equals_the_parents(
+    hold, monkeypatch, name, padding, states_are
+):
+    """Reading a mask is not possible while a CUDA graph is captured."""
+    packed = states_are == "packed"
+    if states_are.endswith("unreadable"):
+        monkeypatch.setattr(_encoder, "values_can_be_read", lambda mask: False)
+    ours, parent = pair(name, config_of(name, add_cross_attention=True))
+    inputs, mask = inputs_of(name, ours.config, PADDINGS[padding]), PADDINGS[padding]
     shown = slice(None) if mask is None else mask.bool()
     # The values of padding must have no effect.
-    states = torch.randn(ROWS, 7, config.hidden_size)
+    states = torch.randn(ROWS, 7, ours.config.hidden_size)
     states = states.masked_fill(SOURCE_MASK[..., None] == 0, 1e6)
     rows = RaggedBatch.of(SOURCE_MASK)
 

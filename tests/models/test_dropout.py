@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from fastplm import models
 
-from .test_contract import CLASSES, PREFIXES, config_of
+from .conftest import CLASSES, PADDINGS, PREFIXES, config_of, gradients, inputs_of, pair, same
 
 # Much attention dropout, so that a missing or wrong one shows in few runs.
 ENCODER: dict[str, Any] = dict(
@@ -30,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "t5": dict(dropout_rate=0.4),
 }
 RUNS = 200
+INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "mc_token_ids")
 
 
 def config(name: str) -> Any:
@@ -38,22 +38,11 @@ def config(name: str) -> Any:
     return made
 
 
-def batch(name: str) -> dict[str, Tensor]:
-    """Two sequences of 7 and 4 tokens, each with one end of sequence."""
-    ids = torch.randint(5, 37, (2, 7))
-    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    ends = 1 if name.startswith("T5") else 2
-    ids[0, 6] = ids[1, 3] = ends
-    ids = ids.masked_fill(mask == 0, 0)
-    given = {"input_ids": ids, "attention_mask": mask}
-    if name.endswith("MultipleChoice"):
-        given = {key: value[None] for key, value in given.items()}
-    if name in ("BartModel", "T5Model", "T5ForTokenClassification"):
-        if name != "T5ForTokenClassification":
-            given["decoder_input_ids"] = ids
-    if name.endswith("ForConditionalGeneration"):
-        given["labels"] = ids.masked_fill(mask == 0, -100)
-    return given
+def batch(name: str) -> dict[str, Any]:
+    """A padded batch; of labels, only those that a model makes its decoder's input of."""
+    given = inputs_of(name, config(name), PADDINGS["right"])
+    labelled = "labels" if name.endswith("ForConditionalGeneration") else ""
+    return {k: v for k, v in given.items() if k == labelled or k in INPUTS}
 
 
 def numbers(outputs: Any) -> Tensor:
@@ -67,16 +56,14 @@ def test_the_same_seed_gives_the_same_bits(name):
     model = getattr(models, name)(config(name)).train()
     inputs = batch(name)
 
-    def run(seed: int) -> list[Tensor]:
+    def run(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        model.zero_grad()
         out = numbers(model(**inputs))
-        out.sum().backward()
-        return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        return gradients(model, out.sum()) | {"out": out.detach()}
 
     first, second, third = run(0), run(0), run(1)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    assert not torch.equal(first[0], third[0])
+    assert same(first, second)
+    assert not torch.equal(first["out"], third["out"])
     model.eval()
     with torch.no_grad():
         assert torch.equal(numbers(model(**inputs)), numbers(model(**inputs)))
@@ -86,11 +73,7 @@ def test_the_same_seed_gives_the_same_bits(name):
 def test_dropout_has_the_parents_mean_and_variance(name):
     """The first two moments of a model's answers over seeds, by a two-sample z-test each."""
     name = f"{name}Model"
-    ours = getattr(models, name)(config(name)).train()
-    parent = (
-        getattr(transformers, name)._from_config(config(name), attn_implementation="eager").train()
-    )
-    parent.load_state_dict(ours.state_dict())
+    ours, parent = (model.train() for model in pair(name, config(name)))
     inputs = batch(name)
 
     def moments(model: nn.Module) -> Tensor:

@@ -1,34 +1,47 @@
-"""fastplm.models.gpt2 against the classes of the same names in Transformers."""
+"""GPT and GPT-2: what test_contract.py does not look at."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch._dynamo.testing
+from torch.testing import assert_close
 
 from fastplm import models
+from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentValueError
 from fastplm.models import (
     GPT2DoubleHeadsModel,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
-    _gpt,
+    OpenAIGPTDoubleHeadsModel,
+    OpenAIGPTModel,
 )
 
-from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, small_config
+from .conftest import (
+    CLASSES,
+    LENGTH,
+    PADDINGS,
+    ROWS,
+    as_loss,
+    changed,
+    config_of,
+    eager_parent,
+    rows_of,
+    small_config,
+)
 
 VOCAB = 37
-CONFIG = small_config("gpt2", n_embd=32, n_inner=48, n_positions=40, use_cache=False)
-CLASSES = [getattr(models, name) for name in models.__all__ if name.startswith("GPT2")]
+CONFIG = small_config("gpt2", use_cache=False)
 RIGHT = PADDINGS["right"]
-NAME = dict(ids=lambda value: getattr(value, "__name__", None))
 
 
 def config(**changes):
     return changed(CONFIG, **changes)
+
+
+def pair(ours, **changes):
+    return ours(config(**changes)), eager_parent(ours, config(**changes))
 
 
 def batch(mask=None):
@@ -36,47 +49,40 @@ def batch(mask=None):
     return ids if mask is None else ids.masked_fill(mask == 0, 0)
 
 
-def rows_computed(model, **inputs):
-    """[rows of the batch, rows of a sequence] that go through the layers."""
-    seen = []
-    hook = model.base_model.h[0].register_forward_hook(
-        lambda module, args, out: seen.append(tuple(args[0].shape[:2]))
-    )
-    model(**inputs)
-    hook.remove()
-    return seen
-
-
-@pytest.mark.parametrize("ours", CLASSES, **NAME)
-def test_padding_is_left_out(ours):
-    inputs = {"input_ids": batch(RIGHT), "attention_mask": RIGHT}
-    if ours in (GPT2Model, GPT2LMHeadModel, GPT2DoubleHeadsModel):
-        # By default, the other classes return no cache.
-        inputs["use_cache"] = False
-    if "QuestionAnswering" in ours.__name__:
-        inputs["exclude_padding"] = True
-    expected = int(RIGHT.sum())
-    if ours is GPT2DoubleHeadsModel:
-        # By default the last token is classified, which is padding in three rows.
-        expected += 3
-    assert rows_computed(ours(config(use_cache=True)), **inputs) == [(1, expected)]
+@pytest.mark.parametrize("name", [n for n in CLASSES if CLASSES[n] in ("gpt2", "openai")])
+def test_padding_is_left_out_and_attention_fused(name):
+    settings = config_of(name)
+    given = {"exclude_padding": True} if name == "GPT2ForQuestionAnswering" else {}
+    if name in ("GPT2Model", "GPT2LMHeadModel", "GPT2DoubleHeadsModel"):
+        given["use_cache"] = False  # by default, the other classes return no cache
+    settings.use_cache = True
+    model = getattr(models, name)(settings)
+    shapes = rows_of(model.base_model.h[0])
+    with record_decisions() as decisions:
+        model(batch(RIGHT), attention_mask=RIGHT, **given)
+        model(batch(), **given)
+    # By default the last token is classified, which is padding in three rows.
+    rows = int(RIGHT.sum()) + (3 if name.endswith("DoubleHeadsModel") else 0)
+    assert shapes == [(1, rows), (ROWS, LENGTH)]
+    assert [decision.op for decision in decisions].count("attention") == 2 * CONFIG.n_layer
 
 
 @pytest.mark.parametrize("use_cache", [None, True])
 def test_a_cache_keeps_the_parents_padded_path(hold, use_cache):
-    ids = batch(RIGHT)
-    ours = GPT2LMHeadModel(config(use_cache=True))
+    ids, (ours, parent) = batch(RIGHT), pair(GPT2LMHeadModel, use_cache=True)
+    shapes = rows_of(ours.transformer.h[0])
     inputs = {"input_ids": ids, "attention_mask": RIGHT, "use_cache": use_cache}
-    assert rows_computed(ours, **inputs) == [(ROWS, LENGTH)]
     assert (ours(**inputs, labels=ids).past_key_values is None) == (use_cache is None)
+    ours(**inputs)
+    assert shapes[1] == (ROWS, LENGTH)
 
     def run(model):
         """Two steps: the second one's positions begin where the first ended."""
         out = model(ids[:, :5], use_cache=use_cache)
         out = model(ids[:, 5:], past_key_values=out.past_key_values, use_cache=use_cache)
-        return {"logits": out.logits, "loss": out.logits.square().sum()}
+        return {"logits": out.logits, "loss": as_loss(out.logits)}
 
-    hold(ours, eager_parent(GPT2LMHeadModel, config(use_cache=True)), run)
+    hold(ours, parent, run)
 
 
 @pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "scale_attn_weights"])
@@ -92,77 +98,16 @@ def test_reorder_and_upcast_attn_affects_only_eager_attention():
     assert torch.equal(*(model(ids, attention_mask=RIGHT)[0] for model in models))
 
 
-# --- cross-attention ------------------------------------------------------------------------------
-
-SOURCE_MASK = torch.tensor([[1] * 6, [1] * 3 + [0] * 3, [1] + [0] * 5, [0] * 2 + [1] * 4])
-
-
-@pytest.mark.parametrize("padding", [None, RIGHT], ids=["none", "right"])
-def test_cross_attention_equals_the_parents(hold, padding):
-    ids, states = batch(padding), torch.randn(ROWS, 6, CONFIG.n_embd)
-    labels = ids if padding is None else ids.masked_fill(padding == 0, -100)
-
-    def run(model, states=states):
-        out = model(
-            ids,
-            attention_mask=padding,
-            encoder_hidden_states=states.to(model.dtype),
-            encoder_attention_mask=SOURCE_MASK,
-            labels=labels,
-        )
-        return {"loss": out.loss}
-
-    ours = GPT2LMHeadModel(config(add_cross_attention=True))
-    hold(ours, eager_parent(GPT2LMHeadModel, config(add_cross_attention=True)), run)
-    garbage = states.masked_fill(SOURCE_MASK[:, :, None] == 0, 1e6)
-    assert torch.equal(run(ours, garbage)["loss"], run(ours)["loss"])
-
-
-def test_gradient_checkpointing_changes_no_bit():
-    ids, states = batch(RIGHT), torch.randn(ROWS, 6, CONFIG.n_embd)
-    model = GPT2LMHeadModel(config(add_cross_attention=True, attn_pdrop=0.3)).train()
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        torch.manual_seed(0)
-        model.zero_grad()
-        model(ids, attention_mask=RIGHT, encoder_hidden_states=states, labels=ids).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-
-
-# --- heads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["regression", "several"])
-def test_classification_with_other_losses(hold, kind):
-    labels = torch.randn(ROWS, 1) if kind == "regression" else torch.rand(ROWS, 3).round()
-    changed = config(num_labels=labels.shape[1])
-    ids = batch(RIGHT)
-
-    def run(model):
-        out = model(ids, attention_mask=RIGHT, labels=labels.to(model.dtype))
-        return {"loss": out.loss, "logits": out.logits}
-
-    ours = GPT2ForSequenceClassification(copy.deepcopy(changed))
-    hold(ours, eager_parent(GPT2ForSequenceClassification, changed), run)
-
-
 def test_classification_reads_one_row_a_sequence():
-    model = GPT2ForSequenceClassification(config())
-    seen = []
-    model.score.register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
-    ids = batch(RIGHT)
-    model(ids, attention_mask=RIGHT)
-    assert seen == [(ROWS, CONFIG.n_embd)]
-    parent = eager_parent(GPT2ForSequenceClassification, config())
+    model, parent = pair(GPT2ForSequenceClassification)
     parent.load_state_dict(model.state_dict())
-    embedded = {"inputs_embeds": model.transformer.wte(ids)}
-    close = torch.testing.assert_close
-    close(model(**embedded).logits, parent(**embedded).logits)
+    seen, ids = rows_of(model.score), batch(RIGHT)
+    model(ids, attention_mask=RIGHT)
+    assert seen == [(ROWS,)]
+    embeds = model.transformer.wte(ids)
+    assert_close(model(inputs_embeds=embeds).logits, parent(inputs_embeds=embeds).logits)
     # Without a mask padding is a token as any other, but still not the last.
-    close(model(ids).logits, parent(ids).logits)
+    assert_close(model(ids).logits, parent(ids).logits)
 
 
 def test_double_heads_read_the_rows_of_a_loss_alone():
@@ -182,57 +127,57 @@ def test_double_heads_read_the_rows_of_a_loss_alone():
 @pytest.mark.parametrize("summary", ["cls_index", "mean", "last", "first"])
 @pytest.mark.parametrize("choices", [(), (2,)], ids=["[B, T]", "[B, C, T]"])
 def test_double_heads_with_any_summary(hold, summary, choices):
-    changed = config(summary_type=summary)
     ids = batch(RIGHT).view(-1, *choices, LENGTH)
     mask = RIGHT.view(ids.shape)
 
     def run(model):
         out = model(ids, attention_mask=mask)
-        return {"mc_logits": out.mc_logits, "loss": out.mc_logits.square().sum()}
+        return {"mc_logits": out.mc_logits, "loss": as_loss(out.mc_logits)}
 
-    ours = GPT2DoubleHeadsModel(copy.deepcopy(changed))
-    hold(ours, eager_parent(GPT2DoubleHeadsModel, changed), run)
+    hold(*pair(GPT2DoubleHeadsModel, summary_type=summary), run)
 
 
-def test_output_attentions_equal_the_parents_and_warn(hold, monkeypatch):
-    ids, warnings = batch(RIGHT), []
-    states = torch.randn(ROWS, 6, CONFIG.n_embd)
+SOURCE_MASK = torch.tensor([[1] * 6, [1] * 3 + [0] * 3, [1] + [0] * 5, [0] * 2 + [1] * 4])
+
+
+def test_output_attentions_equal_the_parents(hold):
+    ids, states = batch(RIGHT), torch.randn(ROWS, 6, CONFIG.n_embd)
 
     def run(model):
-        out = model(
-            ids,
-            attention_mask=RIGHT,
-            encoder_hidden_states=states.to(model.dtype),
-            encoder_attention_mask=SOURCE_MASK,
-            output_attentions=True,
-        )
+        given = {"encoder_hidden_states": states.to(model.dtype), "output_attentions": True}
+        out = model(ids, attention_mask=RIGHT, encoder_attention_mask=SOURCE_MASK, **given)
         names = ("self 0", "self 1", "cross 0", "cross 1")
         weights = dict(zip(names, out.attentions + out.cross_attentions, strict=True))
-        return {**weights, "loss": sum(w.square().sum() for w in weights.values())}
+        return {**weights, "loss": as_loss(*weights.values())}
 
-    parent = eager_parent(GPT2Model, config(add_cross_attention=True))
-    # It has no weights.
-    parent._supports_sdpa = False
-    monkeypatch.setattr(_gpt._logger, "warning_once", warnings.append)
-    hold(GPT2Model(config(add_cross_attention=True)), parent, run)
-    assert len(warnings) == 1 and "output_attentions" in warnings[0]
+    hold(*pair(GPT2Model, add_cross_attention=True), run)
 
 
-def test_a_4d_mask_is_used_unchanged(hold):
-    ids = batch()
-    mask = torch.rand(ROWS, 1, LENGTH, LENGTH) < 0.5
-    mask |= torch.eye(LENGTH, dtype=torch.bool)
-    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+def test_accumulated_choices_are_one_batch(hold):
+    """Language model and choice: their sum is what is learnt from."""
+    ids = torch.randint(4, VOCAB, (ROWS, 2, LENGTH))
+    # As many labels in each part, or the mean of the choices would weigh them unequally.
+    labels, right = ids.masked_fill(torch.arange(LENGTH) % 3 == 0, -100), torch.tensor([0, 1, 1, 0])
 
-    def run(model, mask=mask):
-        hidden = model(ids, attention_mask=mask)[0]
-        return {"hidden": hidden, "loss": hidden.square().sum()}
+    def run(model, rows, **items):
+        total = 0.0
+        for part in torch.arange(ROWS).split(rows):
+            out = model(ids[part], labels=labels[part], mc_labels=right[part], **items)
+            total = total + out.loss + out.mc_loss
+        return {"loss": total}
 
-    parent = eager_parent(GPT2Model, config())
-    hold(GPT2Model(config()), parent, run, lambda m: run(m, additive.to(m.dtype)))
+    ours = OpenAIGPTDoubleHeadsModel(small_config("openai"))
+    count = int((labels[..., 1:] != -100).sum())
+    accumulated = lambda model: run(model, 2, num_items_in_batch=count)  # noqa: E731
+    parent = eager_parent(OpenAIGPTDoubleHeadsModel, small_config("openai"))
+    hold(ours, parent, accumulated, lambda model: run(model, ROWS))
 
 
-# --- generation -----------------------------------------------------------------------------------
-
-
-# --- the compiler ---------------------------------------------------------------------------------
+def test_the_same_seed_drops_the_same():
+    model = OpenAIGPTModel(small_config("openai", attn_pdrop=0.5)).train()
+    ids, runs = batch(RIGHT), []
+    for seed, unpad in ((0, None), (0, None), (0, 30), (1, None)):
+        torch.manual_seed(seed)
+        runs.append(model(ids, attention_mask=RIGHT, unpad=unpad)[0])
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    assert not torch.equal(runs[0], runs[3])

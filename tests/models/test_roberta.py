@@ -63,18 +63,6 @@ def test_positions_are_those_of_the_padded_batch(given, unpad):
     assert torch.equal(shown, counted if unpad is False else counted[rows][None])
 
 
-def test_a_padding_token_among_the_others_equals_the_parents(hold):
-    mask = RIGHT.clone()
-    ids, labels = batch(mask)
-    ids[0, 3] = PAD
-    mask[2, 1] = 0
-
-    def run(model):
-        return {"loss": model(ids, attention_mask=mask, labels=labels).loss}
-
-    hold(RobertaForMaskedLM(config()), eager_parent(RobertaForMaskedLM, config()), run)
-
-
 @pytest.mark.parametrize("extra", [{}, {"output_attentions": True}], ids=["packed", "padded"])
 def test_unpad_with_a_ragged_batch_returns_its_rows(hold, extra):
     """The first token of one sequence is masked; its pooled output is not compared."""
@@ -94,6 +82,3 @@ def test_unpad_with_a_ragged_batch_returns_its_rows(hold, extra):
         return {"hidden": out.last_hidden_state[mask.bool()].detach(), "pooled": alive.detach()}
 
     hold(RobertaModel(config()), eager_parent(RobertaModel, config()), packed, padded)
-
-
-# --- the decoder ----------------------------------------------------------------------------------

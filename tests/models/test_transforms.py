@@ -15,8 +15,7 @@ from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.testing import KeptDouble, check_in_fp64
 
-from .conftest import PADDINGS, inputs_of, with_classes
-from .test_contract import config_of, pair
+from .conftest import PADDINGS, config_of, gradients, inputs_of, pair
 
 #: A class of each family, and one whose last layer computes few rows.
 NAMES = (
@@ -48,17 +47,14 @@ def test_torch_func_grad_is_that_of_the_parent(name):
     model, parent = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
 
-    def gradients(model):
-        model.zero_grad()
-        model(**inputs).loss.backward()
-        return {name: weight.grad for name, weight in model.named_parameters()}
+    def found(model):
+        return gradients(model, model(**inputs).loss)
 
-    single = gradients(copy.deepcopy(parent))
+    single = found(copy.deepcopy(parent))
     with KeptDouble():
-        gold = gradients(parent.double())
+        gold = found(parent.double())
         loss, parameters = loss_of(model.double(), inputs)
         out = torch.func.grad(loss)(parameters)
-    gold = {name: gradient for name, gradient in gold.items() if gradient is not None}
     check_in_fp64({name: out[name] for name in gold}, gold, single)
     assert not any(gradient.any() for name, gradient in out.items() if name not in gold)
 
@@ -114,7 +110,7 @@ class Plain(torch.nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        config = with_classes(name, config_of(name))
+        config = config_of(name)
         self.model = getattr(models, name)(config).eval()
         inputs = inputs_of(name, config, PADDINGS["right"])
         self.inputs = inputs["input_ids"], inputs["attention_mask"]
@@ -150,24 +146,20 @@ def test_onnx_takes_a_drop_in_model(name):
 
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "T5EncoderModel"])
-def test_torch_export_keeps_operators_unless_told_otherwise(name):
+def test_torch_export_keeps_operators_unless_told_otherwise(name, monkeypatch):
     model = Plain(name)
 
-    def operators(program):
-        return {str(node.target).split(".")[0] for node in program.graph.nodes}
-
-    assert "fastplm" in operators(torch.export.export(model, model.inputs))
-    with fastplm.use_backend("eager"):
+    def operators():
         program = torch.export.export(model, model.inputs)
-    assert "fastplm" not in operators(program)
+        return program, {str(node.target).split(".")[0] for node in program.graph.nodes}
+
+    assert "fastplm" in operators()[1]
+    with fastplm.use_backend("eager"):
+        program, names = operators()
+    assert "fastplm" not in names
     torch.testing.assert_close(program.module()(*model.inputs), model(*model.inputs))
-
-
-def test_onnx_export_by_torch_export_uses_no_fastplm_operators(monkeypatch):
-    model = Plain("BertForSequenceClassification")
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
-    program = torch.export.export(model, model.inputs)
-    assert not any("fastplm" in str(node.target) for node in program.graph.nodes)
+    assert "fastplm" not in operators()[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")

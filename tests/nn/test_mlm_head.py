@@ -112,16 +112,6 @@ def test_options_reach_the_op(budget):
         module(hidden, labels, logits_budget=-1)
 
 
-def test_bad_arguments_raise_typed_errors():
-    module, hidden = head(), torch.randn(BATCH, LENGTH, WIDTH)
-    with pytest.raises(ArgumentValueError, match="labels"):
-        module(hidden, torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64))
-    with pytest.raises(ArgumentTypeError, match="labels"):
-        module(hidden, torch.zeros(BATCH, LENGTH))
-    with pytest.raises(ArgumentTypeError, match="masked_positions"):
-        module(hidden, some_labels(), torch.zeros(2, dtype=torch.int32))
-
-
 # --- the heads of Transformers' models ------------------------------------------------------------
 
 SIZES = {
