@@ -19,11 +19,8 @@ from fastplm.nn import GELU
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.gelu import gelu_ref
 from fastplm.testing import (
-    LAYOUTS,
     BudgetExceeded,
-    assert_repeatable,
     assert_within_budget,
-    poisoned_memory,
 )
 
 LACKING = _extension.lacks("gelu_tanh", "CPU")
@@ -95,23 +92,6 @@ def test_what_is_not_finite(dtype):
 
 
 @needs_csrc
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(layout):
-    check(layout(torch.randn(12, 40)))
-
-
-@needs_csrc
-def test_an_upstream_gradient_without_strides():
-    input = torch.randn(12, 40, requires_grad=True)
-    (got,) = torch.autograd.grad(run(input).sum(), input)
-    with poisoned_memory():
-        (again,) = torch.autograd.grad(run(input), input, torch.ones(40, 12).t())
-    (expected,) = torch.autograd.grad(tanh_ref(input).sum(), input)
-    assert torch.equal(got, again)
-    torch.testing.assert_close(got, expected)
-
-
-@needs_csrc
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -125,38 +105,6 @@ def test_an_upstream_gradient_without_strides():
 def test_the_budget_is_a_budget(wrong):
     with pytest.raises(BudgetExceeded):
         check(torch.randn(5000), wrong)
-
-
-@needs_csrc
-def test_repeats_with_any_number_of_threads():
-    inputs = {"input": torch.randn(300, 500)}
-    assert_repeatable(run, inputs, wrt=("input",), threads=(1, 2, 3))
-
-
-@needs_csrc
-def test_gradients_of_gradients():
-    def second(function):
-        leaf = torch.randn(200, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        (grad,) = torch.autograd.grad(function(leaf).pow(2).sum(), leaf, create_graph=True)
-        return torch.autograd.grad(grad.pow(2).sum(), leaf)[0]
-
-    torch.testing.assert_close(second(run), second(tanh_ref))
-
-
-@needs_csrc
-def test_operator():
-    input = torch.randn(4, 9, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastplm.gelu_fwd.default, (input, "tanh", "cpp"))
-    arguments = (torch.randn(4, 9), input.detach(), "tanh", "cpp")
-    torch.library.opcheck(torch.ops.fastplm.gelu_bwd.default, arguments)
-
-
-@needs_csrc
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    input = torch.randn(40, 40)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(input), run(input))
 
 
 # --- what is PyTorch's ----------------------------------------------------------------------------

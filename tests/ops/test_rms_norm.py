@@ -13,16 +13,12 @@ import fastplm
 import fastplm.models.t5  # so that its layer norm has a drop-in
 from fastplm import _extension, models, ops
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
 from fastplm.models._base import restore_modules, switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
 from fastplm.testing import (
-    LAYOUTS,
     BudgetExceeded,
-    assert_repeatable,
     assert_within_budget,
-    poisoned_memory,
 )
 
 LACKING = _extension.lacks("rms_norm", "CPU")
@@ -150,31 +146,6 @@ def test_what_is_not_finite(dtype):
 
 
 @needs_csrc
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(layout):
-    inputs = made(12, 40)
-    check({"input": layout(inputs["input"]), "weight": inputs["weight"]})
-
-
-@needs_csrc
-def test_a_weight_with_strides():
-    inputs = made(12, 40)
-    check({"input": inputs["input"], "weight": torch.stack([inputs["weight"]] * 2, 1)[:, 0]})
-
-
-@needs_csrc
-def test_an_upstream_gradient_without_strides():
-    inputs = {name: tensor.requires_grad_() for name, tensor in made(12, 40).items()}
-    got = torch.autograd.grad(run(**inputs).sum(), tuple(inputs.values()))
-    with poisoned_memory():
-        again = torch.autograd.grad(run(**inputs), tuple(inputs.values()), torch.ones(40, 12).t())
-    expected = torch.autograd.grad(rms_norm_ref(**inputs).sum(), tuple(inputs.values()))
-    for a, b, c in zip(got, again, expected, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c)
-
-
-@needs_csrc
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -192,70 +163,6 @@ def test_the_budget_is_a_budget(wrong):
     inputs["input"] += 0.1
     with pytest.raises(BudgetExceeded):
         check(inputs, wrong)
-
-
-@needs_csrc
-def test_repeats_with_any_number_of_threads():
-    assert_repeatable(run, made(300, 500), wrt=BOTH, threads=(1, 2, 3))
-
-
-@needs_csrc
-@pytest.mark.parametrize("shape", [(6, 20), (20,)])
-def test_gradients_of_gradients(shape):
-    """What the budget calls the output is a first gradient here, and its gradients are second."""
-
-    def first_gradients(function):
-        def call(input, weight):
-            out = function(input, weight).pow(3).sum()
-            grads = torch.autograd.grad(out, (input, weight), create_graph=True)
-            return torch.cat([grad.flatten() for grad in grads])
-
-        return call
-
-    check(made(*shape), first_gradients(run), first_gradients(rms_norm_ref))
-
-
-@needs_csrc
-def test_operator():
-    inputs = {name: tensor.requires_grad_() for name, tensor in made(4, 9).items()}
-    arguments = (*inputs.values(), 1e-6, "cpp")
-    torch.library.opcheck(torch.ops.fastplm.rms_norm_fwd.default, arguments)
-    plain = tuple(tensor.detach() for tensor in inputs.values())
-    arguments = (torch.randn(4, 9), *plain, 1e-6, "cpp")
-    torch.library.opcheck(torch.ops.fastplm.rms_norm_bwd.default, arguments)
-
-
-@needs_csrc
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    inputs = made(40, 40)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**inputs), run(**inputs))
-
-
-def test_errors():
-    input, weight = torch.randn(2, 4), torch.ones(4)
-    with pytest.raises(ArgumentValueError, match="`weight`"):
-        ops.rms_norm(input, torch.ones(3))
-    with pytest.raises(ArgumentValueError, match="`weight`"):
-        ops.rms_norm(input, torch.ones(1, 4))
-    with pytest.raises(ArgumentValueError, match="`eps`"):
-        ops.rms_norm(input, weight, eps=-1.0)
-    with pytest.raises(ArgumentTypeError, match="`input`"):
-        ops.rms_norm(input.long(), weight)
-    with pytest.raises(ArgumentTypeError, match="`weight`"):
-        ops.rms_norm(input, weight.long())
-    with pytest.raises(TypeError, match="`input`"):
-        ops.rms_norm([1.0], weight)
-    with pytest.raises(ArgumentValueError, match="device"):
-        ops.rms_norm(input, weight.to("meta"))
-    with pytest.raises(BackendError, match="float64"):
-        run(input.double(), weight.double())
-
-
-def test_in_fp64_it_is_the_reference():
-    input, weight = torch.randn(3, 40).double(), torch.randn(40).double()
-    assert torch.equal(ops.rms_norm(input, weight), rms_norm_ref(input, weight))
 
 
 # --- the layers -----------------------------------------------------------------------------------
