@@ -13,7 +13,6 @@ import fastplm
 from fastplm import _extension, ops
 from fastplm.reference.gather_rows import gather_rows_ref
 from fastplm.testing import (
-    BudgetExceeded,
     assert_within_budget,
     poisoned_memory,
 )
@@ -233,40 +232,6 @@ def test_property(backend, rows, width, data, dtype):
     positions = data.draw(st.lists(st.integers(-1, rows - 1), max_size=40))
     inputs = make("cpu", rows, width, dtype=dtype)
     check(backend, inputs | {"positions": torch.tensor(positions, dtype=torch.int64)})
-
-
-def planted(bug):
-    """A copy of gather_rows with one classic bug."""
-
-    def gather_rows(input, positions):
-        if bug == "off by one":
-            positions = positions - (positions > 0).long()
-        if bug == "unused slot reads row 0":
-            positions = positions.clamp(min=0)
-        out = gather_rows_ref(input, positions)
-        if bug == "last duplicate wins in the gradient":
-            after = positions[:, None] == positions[None, :]
-            last = ~after.triu(1).any(1, keepdim=True)
-            out = torch.where(last, out, out.detach())
-        return out
-
-    return gather_rows
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    ("bug", "where"),
-    (
-        ("off by one", "output"),
-        ("unused slot reads row 0", "output"),
-        ("last duplicate wins in the gradient", "gradient of input"),
-    ),
-)
-def test_planted_bugs_are_caught(bug, where, dtype):
-    inputs = make("cpu", dtype=dtype)
-    assert_within_budget(planted(None), gather_rows_ref, inputs, wrt=("input",))
-    with pytest.raises(BudgetExceeded, match=where):
-        assert_within_budget(planted(bug), gather_rows_ref, inputs, wrt=("input",))
 
 
 @pytest.mark.parametrize("backend", ("eager", *BACKENDS))

@@ -405,57 +405,6 @@ def test_property(backend, rows, width, dtype, masked, reduction):
     check(backend, random_mask(inputs) if masked else inputs)
 
 
-def planted(bug):
-    """A copy of the loss with one classic bug."""
-
-    def loss(input, weight, replaced, bias, mask, reduction="mean"):
-        if bug == "flipped labels":
-            replaced = ~replaced
-        if bug == "dropped bias":
-            bias = bias * 0
-        if bug == "dropped bias gradient":
-            bias = bias.detach() + 0 * bias
-        if bug == "dropped weight gradient":
-            weight = weight.detach() + 0 * weight
-        if bug == "weight gradient twice":
-            weight = 2 * weight - weight.detach()
-        if bug == "ignored mask":
-            mask = torch.ones_like(mask)
-        if bug == "labels off by one":
-            replaced = replaced.roll(1)
-        if bug == "mean over all rows":
-            total = replaced_token_loss_ref(
-                input, weight, replaced, bias=bias, mask=mask, reduction="sum"
-            )
-            return total / len(input)
-        return replaced_token_loss_ref(
-            input, weight, replaced, bias=bias, mask=mask, reduction=reduction
-        )
-
-    return loss
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    ("bug", "where"),
-    (
-        ("flipped labels", "output"),
-        ("labels off by one", "output"),
-        ("dropped bias", "output"),
-        ("ignored mask", "output"),
-        ("mean over all rows", "output"),
-        ("dropped bias gradient", "gradient of bias"),
-        ("dropped weight gradient", "gradient of weight"),
-        ("weight gradient twice", "gradient of weight"),
-    ),
-)
-def test_planted_bugs_are_caught(bug, where, dtype):
-    inputs = random_mask(make("cpu", dtype=dtype))
-    assert_within_budget(each(planted(None)), each(replaced_token_loss_ref), inputs, wrt=WRT)
-    with pytest.raises(BudgetExceeded, match=where):
-        assert_within_budget(each(planted(bug)), each(replaced_token_loss_ref), inputs, wrt=WRT)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("gradient", "where"),

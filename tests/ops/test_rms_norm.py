@@ -17,7 +17,6 @@ from fastplm.models._base import restore_modules, switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
 from fastplm.testing import (
-    BudgetExceeded,
     assert_within_budget,
 )
 
@@ -143,26 +142,6 @@ def test_what_is_not_finite(dtype):
     others = [0, 1, 3, 4, 5, 6]
     torch.testing.assert_close(grad[others], expected_grad[others], equal_nan=True)
     assert dtype is torch.float16 or (grad[2] == 0).all()
-
-
-@needs_csrc
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda input, weight: run(input, weight, eps=1e-2),
-        lambda input, weight: run(input, weight) * (1 + 1e-6),
-        lambda input, weight: run(input - input.mean(-1, keepdim=True), weight),
-        lambda input, weight: run(input, weight.detach()) + 0 * weight,
-        lambda input, weight: run(input.detach(), weight) + 0 * input,
-        lambda input, weight: run(input, weight)[:, [1, 0, *range(2, 64)]],
-    ],
-    ids=["eps", "a factor", "a mean", "no gradient of weight", "none of input", "swapped columns"],
-)
-def test_the_budget_is_a_budget(wrong):
-    inputs = made(50, 64)
-    inputs["input"] += 0.1
-    with pytest.raises(BudgetExceeded):
-        check(inputs, wrong)
 
 
 # --- the layers -----------------------------------------------------------------------------------
