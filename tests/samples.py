@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastplm
 from fastplm import _extension, ops
+from fastplm._backends import record_decisions
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
 from fastplm.testing import poisoned_memory
@@ -379,3 +380,18 @@ def assert_same(got: Any, expected: Any) -> None:
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+
+
+# --- which backends ran ---------------------------------------------------------------------------
+
+
+def ops_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.op for decision in decisions]
+
+
+def backends_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.backend for decision in decisions]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
 import fastplm
 import fastplm.models.t5  # so that its layer norm has a drop-in
-from fastplm import _extension, models, ops
-from fastplm._backends import record_decisions
-from fastplm.models._base import restore_modules, switch_modules
+from fastplm import _extension, ops
+from fastplm.models._base import switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
 from fastplm.testing import (
     assert_within_budget,
 )
+
+from ..samples import backends_of
 
 LACKING = _extension.lacks("rms_norm", "CPU")
 needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -149,12 +149,6 @@ def test_what_is_not_finite(dtype):
 LARGE = (256, 96)
 
 
-def backends_of(function, *arguments) -> list[str]:
-    with record_decisions() as decisions:
-        function(*arguments)
-    return [decision.backend for decision in decisions]
-
-
 def pytorchs(**kwargs) -> nn.Module:
     return nn.RMSNorm(LARGE[-1], eps=1e-6, **kwargs)
 
@@ -166,23 +160,6 @@ def t5s(dtype=torch.float32) -> nn.Module:
 def switched(layer: nn.Module) -> nn.Module:
     switch_modules(nn.Sequential(layer))
     return layer
-
-
-@needs_csrc
-@pytest.mark.parametrize("make", [pytorchs, t5s])
-def test_a_layer_takes_the_op_where_it_is_faster(make):
-    layer, large = switched(make()), torch.randn(LARGE)
-    assert type(layer).__module__.startswith("fastplm.")
-    assert backends_of(layer, large) == ["cpp"]
-    assert backends_of(layer, large[:4]) == []
-    assert backends_of(torch.vmap(layer), large) == []
-    for backend in ("eager", "torch", "triton"):
-        with fastplm.use_backend(backend):
-            assert backends_of(layer, large) == []
-    assert backends_of(layer.double(), large.double()) == []
-    assert backends_of(layer.to("meta"), large.double().to("meta")) == []
-    restore_modules(holder := nn.Sequential(layer))
-    assert type(holder[0]) is type(make())
 
 
 @needs_csrc
@@ -246,19 +223,3 @@ def test_on_a_gpu_t5_is_pytorch(dtype):
             {"input": input, "weight": layer.weight.detach()},
             wrt=BOTH,
         )
-
-
-@needs_csrc
-def test_models_take_it():
-    sizes = dict(vocab_size=37, d_model=64, d_kv=32, d_ff=96, num_layers=1, num_heads=2)
-    config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)
-    ids = torch.randint(3, 37, (4, 128))
-    parent = transformers.T5Model(config)
-    for model in (models.T5Model(config), fastplm.accelerate(parent)):
-        with record_decisions() as decisions:
-            model(input_ids=ids, decoder_input_ids=ids)
-        # Two and three in a layer, and one at each end.
-        assert [decision.op for decision in decisions].count("rms_norm") == 2 + 1 + 3 + 1
-    with record_decisions() as decisions:
-        fastplm.restore(parent)(input_ids=ids, decoder_input_ids=ids)
-    assert decisions == []
