@@ -51,6 +51,19 @@ def _is_full(item) -> bool:
     return callspec is not None and getattr(callspec.params.get("case"), "full", False)
 
 
+def pytest_generate_tests(metafunc):
+    """A benchmark of cases is one for each case of its file, and each direction it asks for."""
+    names = [name for name in ("case", "direction") if name in metafunc.fixturenames]
+    if not names or metafunc.definition.get_closest_marker("parametrize"):
+        return
+    runs = [
+        (case, direction)
+        for case in metafunc.module.CASES
+        for direction in (case.directions if len(names) > 1 else ("",))
+    ]
+    metafunc.parametrize(names, [run[: len(names)] for run in runs], ids=str)
+
+
 @pytest.fixture
 def bench(benchmark):
     """``bench(case, direction)``: gate, time, and let the result show in the final table."""

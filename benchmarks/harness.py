@@ -250,6 +250,15 @@ def _check(case: Case, function: Callable[..., Any], device: torch.device) -> No
     gate(function, case.variants["eager"], case.make_small(device))
 
 
+def assert_same_bits(
+    variant: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs
+) -> None:
+    """The gate of an op whose results, a named tuple, are exact."""
+    expected = eager(**inputs)
+    for name, got, wanted in zip(expected._fields, variant(**inputs), expected, strict=True):
+        assert torch.equal(got, wanted), f"{name} differs from the reference"
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")[:160]
 

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -293,10 +292,5 @@ def cpu_cases() -> list[Case]:
 CASES = gpu_cases() if GPU else cpu_cases()
 
 
-@pytest.mark.parametrize(
-    ("case", "direction"),
-    [(case, direction) for case in CASES for direction in case.directions],
-    ids=str,
-)
 def test_attention(case, direction, bench):
     bench(case, direction)

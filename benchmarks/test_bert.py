@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from steps import GPU, PADDINGS, Step, case, cases
 
 CASES = cases("bert")
@@ -15,6 +13,5 @@ if not GPU:  # many minutes, so not in every run
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bert(case, bench):
     bench(case, "training")

@@ -13,7 +13,6 @@ import math
 import warnings
 from typing import Any
 
-import pytest
 import torch
 
 from fastplm import ops, use_backend
@@ -259,6 +258,5 @@ def cases():
 CASES = list(cases())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_collators(case, bench):
     bench(case, "forward")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -60,7 +59,5 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_dropout(case, direction, bench):
     bench(case, direction)

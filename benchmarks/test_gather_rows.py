@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import peers
@@ -79,7 +78,5 @@ def cpu_cases():
 CASES = gpu_cases() if GPU else cpu_cases()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_gather_rows(case, direction, bench):
     bench(case, direction)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
@@ -65,7 +64,5 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_gelu(case, direction, bench):
     bench(case, direction)

@@ -6,7 +6,6 @@ token each of a batch or of beams; of nn.Linear, and of GPT-2's Conv1D, whose we
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import fastplm
@@ -87,7 +86,5 @@ if not GPU:
     ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear(case, direction, bench):
     bench(case, direction)

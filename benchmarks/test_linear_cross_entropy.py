@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 
 import peers
@@ -251,7 +250,5 @@ def cpu_cases() -> list[Case]:
 CASES = gpu_cases() if GPU else cpu_cases()
 
 
-@pytest.mark.parametrize("direction", ("forward", "training"))
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_cross_entropy(case, direction, bench):
     bench(case, direction)

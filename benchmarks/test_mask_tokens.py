@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 
 from fastplm import ops
 from fastplm.reference.mask_tokens import mask_tokens_ref
-from harness import Case, default_device
+from harness import Case, assert_same_bits, default_device
 
 GPU = default_device().type == "cuda"
 VOCAB, MASK = 30_522, 103
@@ -52,13 +51,6 @@ def transformers_masking(input_ids, maskable):
     return transformers_collator().torch_mask_tokens(input_ids.clone(), ~maskable)
 
 
-def assert_same_bits(variant, eager, inputs):
-    for name, got, expected in zip(
-        ops.MaskedTokens._fields, variant(**inputs), eager(**inputs), strict=True
-    ):
-        assert torch.equal(got, expected), f"{name} differs from the reference"
-
-
 def case(label, batch, length, targets=None):
     tokens = batch * length
     return Case(
@@ -92,6 +84,5 @@ def cpu_cases():
 CASES = gpu_cases() if GPU else cpu_cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_mask_tokens(case, bench):
     bench(case, "forward")

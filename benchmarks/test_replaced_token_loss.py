@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -138,7 +137,5 @@ def cpu_cases():
 CASES = gpu_cases() if GPU else cpu_cases()
 
 
-@pytest.mark.parametrize("direction", ("forward", "training"))
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_replaced_token_loss(case, direction, bench):
     bench(case, direction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -78,7 +77,5 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_rms_norm(case, direction, bench):
     bench(case, direction)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from steps import cases
 
 CASES = cases("roberta")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 def test_roberta(case, bench):
     bench(case, "training")

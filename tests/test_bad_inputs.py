@@ -10,6 +10,9 @@ import torch
 
 import fastplm
 from fastplm import ops
+from fastplm._registry import OPS as OPS_OF
+
+from .samples import each_sample
 
 NAN, INF = math.nan, math.inf
 HUGE = 2**63
@@ -24,12 +27,38 @@ def ids(*values, dtype=LONG):
     return torch.tensor(values, dtype=dtype)
 
 
-BIAS = ops.T5RelativeBias(zeros(32, 2))
-CU = ids(0, 2, 5, dtype=INT)
+def bias(buckets=32, heads=2, bidirectional=True, max_distance=128, **options):
+    return ops.T5RelativeBias(zeros(buckets, heads, **options), bidirectional, max_distance)
+
+
+def ends(*values):
+    return ids(*values, dtype=INT)
+
+
 TOKENS = torch.arange(5, 17).view(2, 6)
+FLAT = torch.arange(5, 14)
 ROWS = zeros(4, 8)
-SEEDS = (1.5, "1", True, HUGE, -HUGE - 1, ids(1), torch.tensor(1.0))
-BAD_SHARES = (-0.1, 1.1, NAN, INF, "0.1", None)
+NO_INT = (1.5, "1", None, True)
+SEEDS = (*NO_INT, HUGE, -HUGE - 1, ids(1), torch.tensor(1.0), ids(0, dtype=INT)[0])
+SHARES = (-0.1, 1.1, NAN, INF, "0.1", None)
+ENDS = ([0, 9], ends(), ends(1, 9), ends(0, 10), ends(0, 7, 6, 9), ids(0, 4, 9))
+OF_DROPOUT = {
+    "dropout_p": SHARES,
+    "scale": ("x", NAN),
+    "seed": [seed for seed in SEEDS if seed is not None],
+    "sample_index": ([0, 1], ids(0, 1, dtype=INT), ids(0, 1, 2), zeros(2, 1, dtype=LONG)),
+    "relative_bias": (
+        *(object(), zeros(32, 2), ops.T5RelativeBias(None), ops.T5RelativeBias(zeros(32))),
+        *(bias(heads=3), bias(dtype=LONG), bias(7), bias(2), bias(0, bidirectional=False)),
+        *(bias(max_distance=8), bias(bidirectional=False, max_distance=16)),
+    ),
+}
+OF_ROWS = {
+    "input_ids": ([[1, 2]], TOKENS[0], TOKENS.float()),
+    "sample_index": (ids(0, 1, 2), zeros(2)),
+    "seed": SEEDS,
+    "step": (-1, 2**28, *NO_INT[:3]),
+}
 
 #: Each op: a call without error, and for its arguments values that are wrong.
 OPS = {
@@ -46,36 +75,43 @@ OPS = {
                 *("mask", zeros(2, 4), zeros(2, 3, dtype=torch.bool)),
                 *(zeros(4, dtype=torch.bool), zeros(2, 4, dtype=LONG)),
             ),
-            "dropout_p": BAD_SHARES,
-            "scale": ("x", NAN),
-            "seed": SEEDS,
-            "relative_bias": (zeros(32, 2), BIAS._replace(weight=zeros(32, 3))),
+            **OF_DROPOUT,
         },
     ),
     "attention_varlen": (
         dict(
             **dict(query=zeros(5, 2, 8), key=zeros(5, 2, 8), value=zeros(5, 2, 8)),
-            **dict(cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=3, max_seqlen_k=3),
+            **dict(cu_seqlens_q=ends(0, 2, 5), cu_seqlens_k=ends(0, 2, 5)),
+            **dict(max_seqlen_q=3, max_seqlen_k=3),
         ),
         {
-            "query": (zeros(1, 5, 2, 8),),
-            "cu_seqlens_q": ([0, 5], CU.long(), ids(1, 2, 5, dtype=INT), ids(0, 9, 5, dtype=INT)),
-            "cu_seqlens_k": (CU[:2], ids(0, 2, 6, dtype=INT), ids(0, 4, 3, dtype=INT)),
+            "query": (zeros(1, 5, 2, 8), zeros(5, 2, 8, dtype=LONG)),
+            "key": (zeros(5, 2, 4), zeros(5, 3, 8)),
+            "value": (zeros(4, 2, 8), zeros(5, 2, 8, dtype=HALF)),
+            "cu_seqlens_q": (
+                *([0, 5], ids(0, 2, 5), ends(), ends(0)[0], ends(1, 2, 5), ends(0, 9, 5)),
+                ends(-1, 2, 3),
+            ),
+            "cu_seqlens_k": (ends(0, 2), ids(0, 2, 5), ends(0, 2, 6), ends(0, 4, 3)),
             "max_seqlen_q": (-1, 2, "3"),
-            "max_seqlen_k": (0,),
-            "key_mask": (zeros(2, 3, dtype=torch.bool), zeros(5)),
+            "max_seqlen_k": (-1, 0),
+            "key_mask": (zeros(2, 3, dtype=torch.bool), zeros(5), zeros(4, dtype=torch.bool)),
+            **OF_DROPOUT,
         },
     ),
     "linear_cross_entropy": (
         dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5)),
         {
-            "input": (None, zeros(1, 4, 8), ROWS.long()),
-            "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF)),
-            "linear_bias": (zeros(5), zeros(6, 1), 1.0),
-            "target": (ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
+            "input": (None, zeros(1, 4, 8), ROWS.long(), zeros(4, 0)),
+            "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF), zeros(0, 8)),
+            "linear_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
+            "target": (
+                *(ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
+                ids(0, 1, 2, 3, dtype=INT),
+            ),
             "reduction": ("average", None),
-            "label_smoothing": BAD_SHARES,
-            "normalizer": (2.0, ids(1, 2)),
+            "label_smoothing": SHARES,
+            "normalizer": (2.0, 3, ids(1, 2), ids(1)),
             "logits_budget": (-1, "1 GB"),
             "expected_targets": (-1,),
         },
@@ -83,28 +119,46 @@ OPS = {
     "linear_cross_entropy_with_sample": (
         dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5), seed=0),
         {
-            "seed": (*SEEDS[:1], *SEEDS[3:]),
-            "temperature": (0.0, -1.0, NAN, INF, "1"),
-            "sample_index": (ids(0), zeros(4), 1),
-            "position": (ids(0, 1, 2),),
+            "seed": SEEDS,
+            "temperature": (0.0, -1.0, NAN, INF, 1e-40, 1e300),
+            **dict.fromkeys(
+                ("sample_index", "position"),
+                (ids(0), zeros(4), 1, [0] * 4, zeros(4, 1, dtype=LONG), zeros(4, dtype=INT)),
+            ),
         },
     ),
     "replaced_token_loss": (
         dict(input=ROWS, weight=zeros(8), replaced=zeros(4, dtype=torch.bool)),
         {
-            "input": (zeros(4), ROWS.int()),
+            "input": (None, zeros(4), zeros(2, 3, 4), ROWS.int()),
             "weight": (zeros(7), zeros(1, 8), zeros(8, dtype=HALF)),
-            "replaced": (zeros(4), zeros(3, dtype=torch.bool), (ids(1), ids(1)), (1, 2, 3)),
-            "bias": (zeros(2), 0.5),
-            "mask": (zeros(4), zeros(5, dtype=torch.bool)),
+            "replaced": (
+                *(zeros(4), zeros(3, dtype=torch.bool), zeros(4, dtype=LONG)),
+                *(
+                    (True,) * 4,
+                    (ids(1), ids(1)),
+                    (1, 2, 3),
+                    (TOKENS[0, :4],),
+                    (TOKENS[0, :4], None),
+                ),
+                *((TOKENS[0, :4], TOKENS[:1, :4]), (TOKENS[0, :4], TOKENS[0, :4].int())),
+                *((TOKENS[0, :4], TOKENS[0, :3]), (TOKENS[0, :3], TOKENS[0, :4])),
+                *((TOKENS[0, :4] > 5,) * 2, (TOKENS[0, :4], TOKENS[0, :4].to("meta"))),
+            ),
+            "bias": (zeros(2), 0.5, zeros(1, dtype=torch.float64)),
+            "mask": (zeros(4), zeros(5, dtype=torch.bool), zeros(2, 2, dtype=torch.bool)),
             "reduction": ("batchmean",),
+            "normalizer": (3.0, zeros(2)),
         },
     ),
     "gather_rows": (
         dict(input=ROWS, positions=ids(0, -1)),
         {
-            "input": (zeros(2, 2, 2), ROWS.long(), zeros(4, 0)),
-            "positions": (ids(4), ids(-2), ids(0, dtype=INT), zeros(1, 1, dtype=LONG), [0]),
+            "input": (None, zeros(4), zeros(2, 2, 2), ROWS.long(), zeros(4, 0)),
+            "positions": (
+                *(ids(4), ids(-2), ids(0, dtype=INT), zeros(1, 1, dtype=LONG), [0]),
+                ids(1, dtype=torch.bool),
+            ),
         },
     ),
     "linear": (
@@ -117,82 +171,208 @@ OPS = {
     ),
     "rms_norm": (
         dict(input=ROWS, weight=zeros(8)),
-        {"weight": (zeros(7), zeros(8, dtype=LONG)), "eps": (-1e-6, NAN, "1e-6", None)},
+        {
+            "input": ([1.0], ROWS.long()),
+            "weight": (zeros(7), zeros(1, 8), zeros(8, dtype=LONG)),
+            "eps": (-1e-6, -1.0, NAN, "1e-6", None),
+        },
     ),
     "gelu": (dict(input=ROWS), {"input": (1.0, ROWS.int()), "approximate": ("exact", None)}),
-    "dropout": (dict(input=ROWS, p=0.1), {"p": BAD_SHARES, "seed": SEEDS, "input": (ROWS.int(),)}),
+    "dropout": (
+        dict(input=ROWS, p=0.1),
+        {"p": SHARES, "seed": [seed for seed in SEEDS if seed is not None], "input": (ROWS.int(),)},
+    ),
     "mask_tokens": (
         dict(input_ids=TOKENS, vocab_size=20, mask_token_id=4, seed=0),
         {
-            "input_ids": (TOKENS[0], TOKENS.float()),
+            **OF_ROWS,
             "vocab_size": (0, 20.0, None),
             "mask_token_id": (-1, 20, None),
-            "mlm_probability": (0, *BAD_SHARES),
-            "mask_replace_prob": BAD_SHARES,
+            "mlm_probability": (0, 15, *SHARES),
+            "mask_replace_prob": SHARES,
             "random_replace_prob": (0.5, "0.1"),
-            "special_ids": (ids(3, 2), ids(25), ids(-1), [0, 1]),
-            "maskable": (TOKENS, zeros(2, 5, dtype=torch.bool)),
+            "special_ids": (ids(3, 2), ids(25), ids(-1), [0, 1], torch.arange(20), ids(5, 2**32)),
+            "maskable": (TOKENS, zeros(2, 6), zeros(2, 5, dtype=torch.bool)),
             "max_predictions": (0, 1.5),
             "sampling": ("all",),
             "unit": ("sentence",),
             "word_ids": (TOKENS,),
-            "seed": SEEDS,
-            "step": (-1, 2**28, 0.5),
         },
     ),
     "corrupt_spans": (
         dict(input_ids=TOKENS, sentinel_ids=ids(99, 98), seed=0),
         {
-            "sentinel_ids": (ids(), ids(-1, 5), zeros(2), 99),
+            **OF_ROWS,
+            "sentinel_ids": (ids(), ids(-1, 5), zeros(2), 99, [5], ends(9)),
             "noise_density": (0.0, 1.0, NAN, "0.15", None),
             "mean_span_length": (0.5, NAN, "3"),
             "eos_token_id": (-1, 1.0),
             "pad_token_id": (-1, None),
-            "lengths": (ids(1), ids(7, 6), ids(-1, 2)),
-            "seed": SEEDS,
+            "lengths": (ids(1), ids(7, 6), ids(-1, 2), ends(3, 4)),
+            "max_seqlen": (6,),
         },
     ),
     "bart_noise": (
         dict(input_ids=TOKENS, vocab_size=20, mask_token_id=4, pad_token_id=1, seed=0),
         {
-            "infill_probability": BAD_SHARES,
+            **OF_ROWS,
+            **dict.fromkeys(("infill_probability", "permute_sentences"), SHARES),
+            **dict.fromkeys(("rotate_probability", "random_replace_prob"), SHARES),
             "poisson_lambda": (0.0, 21.0, NAN, "3"),
             "delete_probability": (1.1,),
-            "sentence_end_ids": (ids(2, 2), 5),
+            "sentence_end_ids": (ids(2, 2), 5, [3], zeros(2)),
+            "special_ids": (ids(3, 2), ids(2, 2), ids(25)),
+            "vocab_size": (0, 10.0),
+            "mask_token_id": (None,),
+            "pad_token_id": (-1, None),
+            "bos_token_id": ("<s>", -1),
+            "eos_token_id": (-1,),
+            "lengths": (ids(0, 1, 2), ids(3, 7), ids(-1, 6), zeros(2)),
             "capacity": (-1,),
             "max_seqlen": (6,),
-            "seed": SEEDS,
         },
     ),
 }
+PACKED = {
+    op: dict(given, input_ids=FLAT, cu_seqlens=ends(0, 4, 9), **longest)
+    for op, longest in (
+        ("mask_tokens", {}),
+        ("corrupt_spans", {"max_seqlen": 5}),
+        ("bart_noise", {"max_seqlen": 5}),
+    )
+    for given in [OPS[op][0]]
+}
+#: Wrong together with others, and the beginning of what is said of the argument.
+TOGETHER = [
+    (
+        "attention",
+        dict(zip(("query", "key", "value"), [zeros(2, 2, 3, 0)] * 3, strict=True)),
+        "`query` got head",
+    ),
+    (
+        "linear_cross_entropy",
+        dict(normalizer=ids(3)[0], reduction="sum"),
+        "`normalizer` got a tens",
+    ),
+    ("replaced_token_loss", dict(normalizer=ids(3)[0], reduction="sum"), "`normalizer` got a tens"),
+    ("replaced_token_loss", dict(input=zeros(4, 0), weight=zeros(0)), "`input` got shape (4, 0)"),
+    ("mask_tokens", dict(mask_replace_prob=0.8, random_replace_prob=0.3), "`random_replace_prob`"),
+    ("mask_tokens", dict(unit="word"), "`word_ids` got none; expected a tensor"),
+    ("mask_tokens", dict(unit="word", word_ids=TOKENS.int()), "`word_ids` got torch.int32"),
+    ("mask_tokens", dict(unit="ngram", word_ids=TOKENS, max_ngram=9), "`max_ngram` got 9"),
+    ("mask_tokens", dict(cu_seqlens=ends(0, 9)), "`input_ids` got 2 dimensions"),
+    ("bart_noise", dict(cu_seqlens=ends(0, 9), max_seqlen=5), "`input_ids` got 2 dimensions"),
+    ("bart_noise", dict(eos_token_id=2, bos_token_id=3, capacity=1), "`capacity` got 1"),
+    ("bart_noise", dict(mask_probability=0.6, delete_probability=0.5), "`delete_probability`"),
+    *(
+        (op, PACKED[op] | {"cu_seqlens": value}, "`cu_seqlens` got")
+        for op in PACKED
+        for value in ENDS
+    ),
+    *(
+        (op, PACKED[op] | change, words)
+        for op in ("corrupt_spans", "bart_noise")
+        for change, words in (
+            (dict(max_seqlen=None), "`max_seqlen` got None"),
+            (dict(max_seqlen=4), "`max_seqlen` got 4; expected at least 5"),
+            (dict(lengths=ids(4, 5)), "`lengths` got a tensor"),
+            (dict(sample_index=ids(0, 1, 2)), "`sample_index` got shape (3,)"),
+        )
+    ),
+]
 CALLS = [
     pytest.param(op, argument, value, id=f"{op}-{argument}-{place}")
     for op, (_, arguments) in OPS.items()
     for argument, values in arguments.items()
     for place, value in enumerate(values)
 ]
+CHOICES = ("reduction", "approximate", "sampling", "unit")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_call_is_right_but_for_that(op):
     given, _ = OPS[op]
     getattr(ops, op)(**given)
+    if op in PACKED:
+        getattr(ops, op)(**PACKED[op])
+
+
+def fails(function, given: dict) -> str:
+    """What the error says."""
+    with pytest.raises(fastplm.FastplmError) as caught:
+        function(**given)
+    said = str(caught.value)
+    assert (
+        said.startswith(getattr(function, "__name__", "attention").replace("attend", "attention"))
+        and "; expected" in said
+    )
+    assert isinstance(caught.value, (ValueError, TypeError))
+    return f"{type(caught.value).__name__}: {said}"
 
 
 @pytest.mark.parametrize("op, argument, value", CALLS)
 def test_ops_name_the_argument(op, argument, value):
-    given, _ = OPS[op]
-    if op == "attention" and argument == "seed":
-        given = dict(given, dropout_p=0.1)
-    with pytest.raises(fastplm.FastplmError) as caught:
-        getattr(ops, op)(**dict(given, **{argument: value}))
-    said = str(caught.value)
-    assert f"`{argument}" in said and "expected" in said and said.startswith(op)
-    assert isinstance(caught.value, (ValueError, TypeError))
+    given = dict(OPS[op][0])
+    if op.startswith("attention") and argument == "seed":
+        given["dropout_p"] = 0.1
+    said = fails(getattr(ops, op), given | {argument: value})
+    got = said.split("; expected")[0]
+    assert f"`{argument}" in got
+    if not isinstance(value, tuple):
+        assert any(f"got {one}" in got for one in ways_to_say(value))
+    if value is None or isinstance(value, str | list | bool):
+        assert said.startswith("ArgumentValue" if argument in CHOICES else "ArgumentType")
 
 
-def test_two_hundred_of_them():
-    assert len(CALLS) + len(MODEL_CALLS) >= 200
+def ways_to_say(value) -> list:
+    ways = [repr(value), value, f"a {type(value).__name__}"]
+    if isinstance(value, torch.Tensor):
+        ways += [f"{value.dim()} dimensions", f"shape {tuple(value.shape)}", value.dtype]
+        ways += [
+            "ids that do not rise",
+            "position",
+            "target",
+            "values that fall",
+            "a tensor",
+            "id -1",
+        ]
+        ways += value.flatten()[:5].tolist()
+    return ways
+
+
+@pytest.mark.parametrize("op, change, words", TOGETHER)
+def test_ops_name_what_does_not_fit_the_rest(op, change, words):
+    assert words in fails(getattr(ops, op), OPS[op][0] | change)
+
+
+@each_sample()
+def test_declared_tensors_name_themselves(sample):
+    """Of another kind, dtype, number of dimensions, device or size."""
+    inputs, signature = sample.make(9, torch.float32), OPS_OF[sample.op].arguments
+    packed = "cu_seqlens" in inputs or "cu_seqlens_q" in inputs
+    given = [(signature.names[one.place], one) for one in signature.tensors[packed]]
+    given = [(name, one) for name, one in given if isinstance(inputs.get(name), torch.Tensor)]
+    sizes = [letter for _, one in given if one.shape for letter, _ in one.shape.sizes]
+    for field, one in given:
+        tensor = inputs[field]
+        ranked = one.shape is not None and not one.shape.leading and one.name != "bias"
+        wrong = [(tensor.to(torch.complex64), "torch.complex64")]
+        wrong += [([1.0], "a list")] * (field != "seed")
+        wrong += [(tensor[None], f"{tensor.dim() + 1} dimensions")] * ranked
+        wrong += [(tensor.to("meta"), "device meta")] * (one.place > 0)
+        wrong += [(tensor.double(), "torch.float64")] * (one.dtype_of is not None)
+        for value, words in wrong:
+            said = fails(sample.function, inputs | {field: value})
+            assert f"`{one.name}` got {words}" in said
+        for at, (letter, _) in enumerate(one.shape.sizes if ranked else ()):
+            if sizes.count(letter) > 1:
+                size = [length + (place == at) for place, length in enumerate(tensor.shape)]
+                said = fails(sample.function, inputs | {field: tensor.new_zeros(size)})
+                assert said.startswith("ArgumentValue") and " got shape (" in said
+
+
+def test_hundreds_of_them():
+    assert len(CALLS) + len(MODEL_CALLS) >= 400
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 
 import fastplm
 from fastplm import _backends, ops
-from fastplm._registry import OPS
 from fastplm.testing import FORWARD_FACTOR, check_error
+
+from .samples import DIFFERENTIABLE, SAMPLES, first
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -24,64 +25,35 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=GENERATOR)
 
 
-POSITIONS = torch.tensor([4, 0, 4, -1])
 TARGET = torch.tensor([1, 2, -100, 4, 5, 0])
-REPLACED = torch.tensor([True, False, True, False, False, True])
-STARTS = torch.tensor([0, 2, 6], dtype=torch.int32)
-KEYS = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-QUERY, VOCABULARY, GAIN = drawn(2, 2, 5, WIDTH), drawn(11, WIDTH), drawn(WIDTH)
+VOCABULARY = drawn(11, WIDTH)
 
 
-def attend(x: Tensor, **options) -> Tensor:
-    return ops.attention(x, x.flip(2), x, **options)
+def function_of(name: str, wrt: str):
+    """A sample's call as a function of one of its tensors alone, and that tensor."""
+    sample = SAMPLES[name]
+    inputs = sample.make(ROWS, torch.float32)
 
+    def function(x: Tensor) -> Tensor:
+        given = {
+            key: value.to(x.dtype) if key in sample.wrt else value for key, value in inputs.items()
+        }
+        return first(sample.function(**given | {wrt: x}))
 
-def vocabulary_loss(x: Tensor, **options) -> Tensor:
-    return ops.linear_cross_entropy(x, VOCABULARY.to(x.dtype), TARGET, **options)
-
-
-def biased(x: Tensor) -> Tensor:
-    query = QUERY.to(x.dtype)
-    return ops.attention(query, query, query, relative_bias=ops.T5RelativeBias(x))
-
-
-def sampled(x: Tensor) -> Tensor:
-    weight = VOCABULARY.to(x.dtype)
-    return ops.linear_cross_entropy_with_sample(x, weight, TARGET, seed=1, reduction="none")[0]
-
-
-def by_weight(x: Tensor) -> Tensor:
-    rows = drawn_rows(x.dtype)
-    return ops.linear_cross_entropy(rows, x, TARGET, linear_bias=x[:, 0])
-
-
-def drawn_rows(dtype: torch.dtype) -> Tensor:
-    return torch.linspace(-1, 1, ROWS * WIDTH, dtype=dtype).view(ROWS, WIDTH).cos()
+    return function, inputs[wrt]
 
 
 #: Every op that has a gradient, as a function of one tensor, and that tensor.
-FUNCTIONS = {
-    "gather_rows": (lambda x: ops.gather_rows(x, POSITIONS), drawn(ROWS, WIDTH)),
-    "attention": (lambda x: attend(x, key_mask=KEYS), QUERY),
-    "attention, plain": (attend, QUERY),
-    "attention, dropout": (lambda x: attend(x, dropout_p=0.3, seed=3, is_causal=True), QUERY),
-    "attention, bias": (biased, drawn(32, 2)),
-    "attention_varlen": (
-        lambda x: ops.attention_varlen(x, x, x, STARTS, STARTS, 4, 4),
-        drawn(ROWS, 2, WIDTH),
-    ),
-    "linear_cross_entropy": (vocabulary_loss, drawn(ROWS, WIDTH)),
-    "linear_cross_entropy, weight": (by_weight, VOCABULARY),
-    "linear_cross_entropy_with_sample": (sampled, drawn(ROWS, WIDTH)),
-    "replaced_token_loss": (
-        lambda x: ops.replaced_token_loss(x, GAIN.to(x.dtype), REPLACED),
-        drawn(ROWS, WIDTH),
-    ),
-    "rms_norm": (lambda x: ops.rms_norm(x, GAIN.to(x.dtype)), drawn(ROWS, WIDTH)),
-    "gelu": (lambda x: ops.gelu(x, approximate="tanh"), drawn(ROWS, WIDTH)),
-    "dropout": (lambda x: ops.dropout(x, 0.3, seed=3), drawn(ROWS, WIDTH)),
-    "linear": (lambda x: ops.linear(x, VOCABULARY.to(x.dtype)), drawn(ROWS, WIDTH)),
-}
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    FUNCTIONS = {name: function_of(name, sample.wrt[0]) for name, sample in DIFFERENTIABLE.items()}
+    FUNCTIONS |= {
+        f"{name}, {wrt}": function_of(name, wrt)
+        for name, wrt in (
+            ("attention, all", "bias_weight"),
+            ("linear_cross_entropy, recomputed", "linear_weight"),
+        )
+    }
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -93,11 +65,6 @@ def number(name: str):
 
 def tangent(function, x: Tensor, direction: Tensor) -> Tensor:
     return torch.func.jvp(function, (x,), (direction,))[1]
-
-
-def test_every_op_with_a_gradient_is_here():
-    differentiable = {name for name, op in OPS.items() if op._formula is not None}
-    assert differentiable <= {name.split(",")[0] for name in FUNCTIONS}
 
 
 @every_function
@@ -120,7 +87,7 @@ def test_tangents_are_those_of_the_reference(name, how):
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_a_forced_kernel_says_that_it_has_no_tangent(backend):
-    function, x = FUNCTIONS["attention"]
+    function, x = FUNCTIONS["attention, all"]
     with (
         fastplm.use_backend(backend),
         pytest.raises(fastplm.FastplmError, match="forward-mode AD") as caught,
@@ -154,7 +121,7 @@ def test_torch_func_grad_is_backward(name):
     assert torch.equal(both[0], leaf.grad) and torch.equal(both[1], 2 * leaf.grad)
 
 
-@pytest.mark.parametrize("name", ["attention", "linear_cross_entropy"])
+@pytest.mark.parametrize("name", ["attention, all", "linear_cross_entropy, kept"])
 def test_a_compiled_gradient(name):
     function, x = number(name)
     compiled = torch.compile(torch.func.grad(function), backend="eager", fullgraph=True)
@@ -210,9 +177,9 @@ def test_a_second_gradient_is_right_or_refused(name):
 
 def test_a_gradient_of_a_loss_is_no_constant():
     """By its input alone, too, whose slope the forward of the loss has made."""
-    x = drawn(ROWS, WIDTH).requires_grad_()
-    loss = ops.replaced_token_loss(x, GAIN, REPLACED)
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    function, x = FUNCTIONS["replaced_token_loss"]
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(function(x), x, create_graph=True)
     with pytest.raises(fastplm.FastplmError, match="use_backend"):
         (grad.square().sum() + x.sum()).backward()
 

@@ -1,10 +1,11 @@
-"""csrc/<op>.h at each level of vector instructions, once with sanitizers looking on.
+"""csrc/<op>.h at each level of vector instructions, once with sanitizers looking on; index.h, too.
 
 The library holds all of them, of which a machine runs one.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,17 +25,32 @@ WIDTHS = {
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
-    "op", ["attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"]
+    ("op", "width"),
+    [
+        *itertools.product(
+            ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"), WIDTHS
+        ),
+        ("index", "default"),  # which reads files that others may have spoilt
+    ],
 )
 def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     feature, flags = WIDTHS[width]
     if feature and (not CPUINFO.exists() or feature not in CPUINFO.read_text().split()):
         pytest.skip(f"this CPU has no {feature}")
+    flags = (*flags, "-Werror") if op == "index" else flags
     program = tmp_path / f"{op}_asan"
     source = ROOT / f"tests/compile/{op}_asan.cpp"
-    build = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wno-psabi", f"-I{ROOT / 'csrc'}", *flags]
+    build = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-Wno-psabi",
+        f"-I{ROOT / 'csrc'}",
+        *flags,
+    ]
     build += [str(source), "-o", str(program)]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     # One width is enough for them: the accesses are the same, and they take long to compile.

@@ -11,21 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
-import fastplm
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
-from fastplm._registry import OPS
 from fastplm.ops.bart_noise import bart_noise
 from fastplm.reference.bart_noise import bart_noise_ref, poisson_thresholds
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, chi_square, poisoned_memory
+from fastplm.testing import chi_square
+
+from ..samples import assert_same, run_compiled, to
 
 VOCAB = 1000
 PAD, BOS, EOS, MASK = 0, 1, 2, 3
 SPECIAL = torch.tensor([PAD, BOS, EOS, MASK, 500, VOCAB - 1])
 ENDS = torch.tensor([17, 18, 400, 401, 402, 403, 404, 405, 406, 900])
-COMPILED = {"cpu": "cpp", "cuda": "cuda"}
 NOTHING = dict(infill_probability=0.0, permute_sentences=0.0, random_replace_prob=0.0)
 ALL = dict(mask_probability=0.1, delete_probability=0.1, rotate_probability=0.5)
 MIXES = {
@@ -71,30 +68,9 @@ def pack(inputs: dict, spare: int = 0) -> dict:
     return inputs | packed
 
 
-def to(device: torch.device, inputs: dict) -> dict:
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-
-
-def run_compiled(device: torch.device, inputs: dict):
-    """csrc/ on this device; views on the CPU stay the views they are."""
-    backend = COMPILED[device.type]
-    try:
-        with fastplm.use_backend(backend), poisoned_memory():
-            return bart_noise(**to(device, inputs))
-    except BackendError as error:
-        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
-
-
-def assert_same(out, expected) -> None:
-    for name in expected._fields:
-        got, wanted = getattr(out, name).cpu(), getattr(expected, name)
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
-        assert torch.equal(got, wanted), name
-
-
 def check(device: torch.device, inputs: dict) -> None:
     """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
-    assert_same(run_compiled(device, inputs), bart_noise_ref(**inputs))
+    assert_same(run_compiled(bart_noise, device, inputs), bart_noise_ref(**inputs))
 
 
 # --- csrc/ and the reference ----------------------------------------------------------------------
@@ -124,20 +100,7 @@ def test_packed_rows_are_the_padded_ones(device, mix, spare):
     packed = pack(inputs, spare)
     expected = bart_noise_ref(**inputs)
     assert_same(bart_noise_ref(**packed), expected)
-    assert_same(run_compiled(device, packed), expected)
-
-
-@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
-def test_layouts(device, layout):
-    views = LAYOUTS | {
-        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
-        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
-    }
-    inputs = to(device, make(4, 65, **ALL))
-    inputs["input_ids"] = views[layout](inputs["input_ids"])
-    for name in ("lengths", "sample_index", "special_ids", "sentence_end_ids"):
-        inputs[name] = inputs[name].repeat_interleave(3)[::3]
-    assert_same(run_compiled(device, inputs), bart_noise_ref(**to(torch.device("cpu"), inputs)))
+    assert_same(run_compiled(bart_noise, device, packed), expected)
 
 
 @pytest.mark.parametrize("batch", (0, 3))
@@ -169,12 +132,6 @@ def test_large_vocabularies_and_ids_outside(device, vocab_size, dtype):
     ids = torch.randint(-100, vocab_size + 100, (3, 200), dtype=dtype)
     ends = torch.cat([torch.tensor([-7]), torch.arange(0, vocab_size + 50, 20)])
     check(device, inputs | dict(input_ids=ids, sentence_end_ids=ends))
-
-
-@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
-@pytest.mark.parametrize("step", (0, 2**28 - 1))
-def test_seeds_and_steps(device, seed, step):
-    check(device, make(2, 33, seed=seed, step=step, **ALL))
 
 
 @given(
@@ -496,7 +453,7 @@ def test_what_does_not_fit_is_cut_and_counted(device, capacity):
     inputs = make(6, 40, infill_probability=0.2, poisson_lambda=0.3)
     whole = bart_noise_ref(**inputs, capacity=100)
     assert whole.dropped == 0 and whole.lengths.max() > 42
-    cut = run_compiled(device, inputs | {"capacity": capacity})
+    cut = run_compiled(bart_noise, device, inputs | {"capacity": capacity})
     assert_same(cut, bart_noise_ref(**inputs, capacity=capacity))
     assert cut.dropped == (whole.lengths - cut.lengths.cpu()).sum()
     for row, full, size in zip(cut.input_ids, whole.input_ids, cut.lengths, strict=True):
@@ -515,46 +472,7 @@ def test_a_row_does_not_depend_on_its_batch_or_its_padding():
     assert torch.equal(apart.lengths, together.lengths[order])
 
 
-def test_seed_step_and_sample_change_the_noise():
-    inputs = make(4, 128)
-    base = bart_noise(**inputs)
-    assert_same(bart_noise(**inputs), base)
-    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
-        assert not torch.equal(bart_noise(**inputs | change).input_ids, base.input_ids)
-
-
 # --- as a PyTorch op ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ("compiled", "eager"))
-@pytest.mark.parametrize("packed", (False, True))
-def test_opcheck(device, backend, packed):
-    if backend == "compiled":
-        run_compiled(device, make(1, 1))
-        backend = COMPILED[device.type]
-    inputs = make(3, 20)
-    inputs = to(device, pack(inputs) | {"lengths": None} if packed else inputs)
-    names = ("sentence_end_ids", "special_ids", "lengths", "cu_seqlens", "sample_index")
-    torch.library.opcheck(
-        torch.ops.fastplm.bart_noise,
-        (inputs["input_ids"], *(inputs.get(name) for name in names),
-         torch.tensor(5, device=device), 1, 20, 22, VOCAB, MASK, PAD, BOS, -1,
-         0.1, 0.1, 0.3, 3.0, 1.0, 0.5, 0.1, backend),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ("auto", "eager"))
-def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
-    inputs = to(device, make(3, 20)) | {"sample_index": None}
-    torch.compiler.reset()
-    count = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(bart_noise, fullgraph=True, backend=count)
-    with fastplm.use_backend(backend):
-        for step in range(2, 6):
-            # Whoever counts up passes ints: the first is a constant, the others are one symbol.
-            numbers = {"step": step, "seed": step * 2**33}
-            assert_same(compiled(**inputs | numbers), bart_noise(**inputs | numbers))
-    assert count.frame_count == 2
 
 
 def test_compiles_packed_rows_and_lets_probabilities_change(device):
@@ -567,121 +485,11 @@ def test_compiles_packed_rows_and_lets_probabilities_change(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ("cuda", "eager"))
-def test_captured_graph_follows_its_seed(backend):
-    device = torch.device("cuda")
-    if backend == "cuda":
-        run_compiled(device, make(1, 1))
-    inputs = to(device, make(3, 200, **ALL)) | {"seed": torch.tensor(0, device=device)}
-    with fastplm.use_backend(backend):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            bart_noise(**inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = bart_noise(**inputs)
-        for seed in (1, 2):
-            inputs["seed"].fill_(seed)
-            graph.replay()
-            assert_same(out, bart_noise_ref(**to(torch.device("cpu"), inputs)))
-
-
-@pytest.mark.gpu
-def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
-    inputs = make(5, 300, **ALL)
-    with fastplm.use_backend("eager"):
-        assert_same(bart_noise(**to(torch.device("cuda"), inputs)), bart_noise_ref(**inputs))
-
-
-@pytest.mark.gpu
 def test_boundaries_that_make_no_sense_stay_within_the_tokens():
     device = torch.device("cuda")
-    run_compiled(device, make(1, 1))
+    run_compiled(bart_noise, device, make(1, 1))
     packed = pack(make(4, 30))
     packed["cu_seqlens"] = torch.tensor([5, -9, 80, 20, 10**6], dtype=torch.int32)
     lengths = make(3, 30) | {"lengths": torch.tensor([-5, 10**9, 7])}
     for inputs in (packed, lengths):
-        assert_same(run_compiled(device, inputs), bart_noise_ref(**inputs))
-
-
-def test_registered_under_its_name():
-    assert OPS["bart_noise"].reference is bart_noise_ref
-
-
-# --- wrong calls ----------------------------------------------------------------------------------
-
-_IDS = torch.zeros(9, dtype=torch.long)
-
-
-def _boundaries(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    (
-        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
-        ({"input_ids": _IDS}, ArgumentValueError, "2 dimensions"),
-        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
-        ({"lengths": torch.arange(3)}, ArgumentValueError, "`lengths` got shape (3,)"),
-        ({"lengths": torch.tensor([3, 10])}, ArgumentValueError, "`lengths` got 10"),
-        ({"lengths": torch.tensor([-1, 9])}, ArgumentValueError, "`lengths` got -1"),
-        ({"lengths": torch.ones(2)}, ArgumentTypeError, "`lengths` got torch.float32"),
-        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4"),
-        ({"cu_seqlens": _boundaries(0, 9)}, ArgumentValueError, "`input_ids` got 2 dimensions"),
-        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
-        ({"special_ids": torch.tensor([3, 2])}, ArgumentValueError, "`special_ids` got ids that"),
-        ({"special_ids": torch.tensor([2, 2])}, ArgumentValueError, "`special_ids` got ids that"),
-        ({"sentence_end_ids": [3]}, ArgumentTypeError, "`sentence_end_ids` got a list"),
-        ({"sentence_end_ids": torch.ones(2)}, ArgumentTypeError, "`sentence_end_ids` got torch.f"),
-        ({"vocab_size": 6}, ArgumentValueError, "`special_ids` got 999; expected ids from 0 to 5"),
-        ({"vocab_size": 10.0}, ArgumentTypeError, "`vocab_size` got 10.0"),
-        ({"mask_token_id": None}, ArgumentTypeError, "`mask_token_id` got None"),
-        ({"pad_token_id": -1}, ArgumentValueError, "`pad_token_id` got -1"),
-        ({"bos_token_id": "<s>"}, ArgumentTypeError, "`bos_token_id` got '<s>'"),
-        ({"eos_token_id": -1}, ArgumentValueError, "`eos_token_id` got -1"),
-        ({"infill_probability": 1.5}, ArgumentValueError, "`infill_probability` got 1.5"),
-        ({"permute_sentences": -0.1}, ArgumentValueError, "`permute_sentences` got -0.1"),
-        ({"rotate_probability": float("nan")}, ArgumentValueError, "`rotate_probability` got nan"),
-        ({"poisson_lambda": 0.0}, ArgumentValueError, "`poisson_lambda` got 0.0"),
-        ({"poisson_lambda": 21.0}, ArgumentValueError, "`poisson_lambda` got 21.0"),
-        ({"mask_probability": 0.6, "delete_probability": 0.5}, ArgumentValueError, "`delete_pro"),
-        ({"capacity": 1}, ArgumentValueError, "`capacity` got 1"),
-        ({"step": -1}, ArgumentValueError, "`step` got -1"),
-        ({"seed": 2**63}, ArgumentValueError, "`seed` got 9223372036854775808"),
-        ({"seed": torch.tensor(1.0)}, ArgumentTypeError, "`seed` got torch.float32"),
-    ),
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_wrong_arguments(change, error, words):
-    with pytest.raises(error) as raised:
-        bart_noise(**make(2, 9) | change)
-    assert words in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    (
-        ({"max_seqlen": None}, ArgumentTypeError, "`max_seqlen` got None"),
-        ({"max_seqlen": 4}, ArgumentValueError, "`max_seqlen` got 4; expected at least 5"),
-        ({"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
-        ({"cu_seqlens": _IDS}, ArgumentTypeError, "`cu_seqlens` got torch.int64"),
-        ({"cu_seqlens": _boundaries()}, ArgumentValueError, "`cu_seqlens` got shape (0,)"),
-        ({"cu_seqlens": _boundaries(1, 4, 9)}, ArgumentValueError, "`cu_seqlens` got 1 at its"),
-        ({"cu_seqlens": _boundaries(0, 4, 10)}, ArgumentValueError, "`cu_seqlens` got 10 at its"),
-        ({"cu_seqlens": _boundaries(0, 6, 4)}, ArgumentValueError, "`cu_seqlens` got values that"),
-        ({"sample_index": _IDS}, ArgumentValueError, "`sample_index` got shape (9,)"),
-    ),
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_wrong_packed_arguments(change, error, words):
-    packed = make(2, 9) | dict(input_ids=_IDS, lengths=None, cu_seqlens=_boundaries(0, 4, 9))
-    with pytest.raises(error) as raised:
-        bart_noise(**packed | {"max_seqlen": 5} | change)
-    assert words in str(raised.value)
-
-
-def test_a_forced_backend_that_cannot_run():
-    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
-        bart_noise(**make(2, 9))
+        assert_same(run_compiled(bart_noise, device, inputs), bart_noise_ref(**inputs))

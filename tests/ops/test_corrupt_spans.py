@@ -9,11 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
-import fastplm
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
-from fastplm._registry import OPS
+from fastplm._checks import ArgumentValueError
 from fastplm.ops.corrupt_spans import (
     corrupt_spans,
     span_corruption_fit,
@@ -27,11 +24,12 @@ from fastplm.reference.corrupt_spans import (
     span_counts,
 )
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, chi_square, poisoned_memory
+from fastplm.testing import chi_square, poisoned_memory
+
+from ..samples import assert_same, run_compiled
 
 TEXT = 1000  # the tokens are below, the sentinels above
 EOS, PAD = 1, 0
-COMPILED = {"cpu": "cpp", "cuda": "cuda"}
 
 
 def sentinels(count: int = 100) -> torch.Tensor:
@@ -66,29 +64,9 @@ def packed(inputs: dict, spare: int = 0) -> dict:
     }
 
 
-def to(device: torch.device, inputs: dict) -> dict:
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-
-
-def run_compiled(device: torch.device, inputs: dict):
-    """csrc/ on this device; views on the CPU stay the views they are."""
-    backend = COMPILED[device.type]
-    try:
-        with fastplm.use_backend(backend), poisoned_memory():
-            return corrupt_spans(**to(device, inputs))
-    except BackendError as error:
-        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
-
-
-def assert_same(out, expected) -> None:
-    for name, got, wanted in zip(expected._fields, out, expected, strict=True):
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
-        assert torch.equal(got.cpu(), wanted), name
-
-
 def check(device: torch.device, inputs: dict) -> None:
     """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
-    assert_same(run_compiled(device, inputs), corrupt_spans_ref(**inputs))
+    assert_same(run_compiled(corrupt_spans, device, inputs), corrupt_spans_ref(**inputs))
 
 
 # --- csrc/ and the reference ----------------------------------------------------------------------
@@ -110,24 +88,6 @@ def test_lengths(device, length, dtype, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
-def test_layouts(device, layout):
-    views = LAYOUTS | {
-        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
-        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
-    }
-    inputs = to(device, make(4, 65))
-    inputs["input_ids"] = views[layout](inputs["input_ids"])
-    for name in ("sample_index", "lengths", "sentinel_ids"):
-        inputs[name] = inputs[name].repeat_interleave(3)[::3]
-    flat = to(device, packed(to(torch.device("cpu"), inputs)))
-    for name in ("input_ids", "cu_seqlens"):
-        flat[name] = flat[name].repeat_interleave(2)[::2]
-    for views_of in (inputs, flat):
-        reference = corrupt_spans_ref(**to(torch.device("cpu"), views_of))
-        assert_same(run_compiled(device, views_of), reference)
-
-
 @pytest.mark.parametrize("count", (1, 3, 100))
 @pytest.mark.parametrize("mean", (1.0, 3.0, 1000.0))
 @pytest.mark.parametrize("density", (0.001, 0.15, 0.5, 0.999))
@@ -147,27 +107,13 @@ def test_empty(device, shape, eos):
     inputs = make(*shape) | {"eos_token_id": eos}
     for layout in (inputs, packed(inputs)):
         check(device, layout)
-        out = run_compiled(device, layout)
+        out = run_compiled(corrupt_spans, device, layout)
         assert out.dropped == 0 and out.input_ids.shape[0] == shape[0]
-
-
-@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
-@pytest.mark.parametrize("step", (0, 2**28 - 1))
-def test_seeds_and_steps(device, seed, step):
-    check(device, make(2, 40) | {"seed": seed, "step": step})
-
-
-def test_default_sample_index_is_the_row(device):
-    inputs = make(3, 65) | {"sample_index": None}
-    check(device, inputs)
-    check(device, packed(inputs))
-    numbered = corrupt_spans_ref(**inputs | {"sample_index": torch.arange(3)})
-    assert_same(numbered, corrupt_spans_ref(**inputs))
 
 
 def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device):
     """On a GPU nobody has looked at them; here the operator behind the checks is called."""
-    run_compiled(device, make(1, 1))
+    run_compiled(corrupt_spans, device, make(1, 1))
     ids = torch.arange(2, 52)
     cu_seqlens = torch.tensor([5, -3, 2**31 - 1, 20, 30, 60, 10, 50], dtype=torch.int32)
     lengths = torch.tensor([-(2**62), -1, 0, 9, 10, 11, 2**62])
@@ -176,7 +122,9 @@ def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device):
         arguments = (tokens, *rows, sentinels(), None, torch.tensor(5), 0, 10, *plan)
         moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
         with poisoned_memory():
-            out = torch.ops.fastplm.corrupt_spans(*moved, COMPILED[device.type])
+            out = torch.ops.fastplm.corrupt_spans(
+                *moved, {"cpu": "cpp", "cuda": "cuda"}[device.type]
+            )
         assert_same(out, corrupt_spans_by_plan(*arguments))
 
 
@@ -199,7 +147,7 @@ def test_any_input(inputs):
     expected = corrupt_spans_ref(**inputs)
     check_rows(inputs, expected)
     assert_same(corrupt_spans_ref(**packed(inputs, spare=3)), expected)
-    assert_same(run_compiled(torch.device("cpu"), packed(inputs, spare=3)), expected)
+    assert_same(run_compiled(corrupt_spans, torch.device("cpu"), packed(inputs, spare=3)), expected)
 
 
 # --- the reference and what it promises -----------------------------------------------------------
@@ -441,16 +389,6 @@ def test_every_token_has_its_share_of_the_noise():
             assert chi_square(both, share) > 0.001 / length
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    inputs = make(5, 64)
-    together = corrupt_spans(**inputs)
-    order = torch.tensor([3, 0, 4])
-    some = {name: inputs[name][order] for name in ("input_ids", "lengths", "sample_index")}
-    apart = corrupt_spans(**inputs | some)
-    for name in ("input_ids", "labels", "input_lengths", "label_lengths"):
-        assert torch.equal(getattr(apart, name), getattr(together, name)[order]), name
-
-
 def test_padding_changes_nothing():
     inputs = make(3, 40)
     short = corrupt_spans(**inputs)
@@ -461,149 +399,7 @@ def test_padding_changes_nothing():
     assert (long.input_ids[:, short.input_ids.shape[1] :] == PAD).all()
 
 
-def test_seed_step_and_sample_change_the_spans():
-    inputs = make(4, 128)
-    base = corrupt_spans(**inputs)
-    assert_same(corrupt_spans(**inputs), base)
-    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
-        assert not torch.equal(corrupt_spans(**inputs | change).labels, base.labels)
-
-
-# --- as a PyTorch op ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ("compiled", "eager"))
-def test_opcheck(device, backend):
-    if backend == "compiled":
-        run_compiled(device, make(1, 1))
-        backend = COMPILED[device.type]
-    padded = make(3, 40)
-    seed = torch.tensor(5, device=device)
-    for inputs in (padded, packed(padded), padded | {"lengths": None, "sample_index": None}):
-        inputs = to(device, inputs)
-        torch.library.opcheck(
-            torch.ops.fastplm.corrupt_spans,
-            (
-                *(inputs.get(name) for name in ("input_ids", "lengths", "cu_seqlens")),
-                *(inputs[name] for name in ("sentinel_ids", "sample_index")),
-                *(seed, 1, 40, *fixed_point_scales(0.15, 3.0), EOS, PAD, backend),
-            ),
-        )
-
-
-@pytest.mark.parametrize("backend", ("auto", "eager"))
-def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
-    torch.compiler.reset()
-    count = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(corrupt_spans, fullgraph=True, backend=count)
-    with fastplm.use_backend(backend):
-        for step in range(2, 6):
-            # Whoever counts up passes ints: the first is a constant, the others are one symbol; so
-            # are the lengths of the rows.
-            inputs = make(3, 10 * step) | {"step": step, "seed": step * 2**33}
-            expected = corrupt_spans_ref(**inputs)
-            assert_same(compiled(**to(device, inputs)), expected)
-    assert count.frame_count == 2
-
-
-@pytest.mark.parametrize("backend", ("auto", "eager"))
-def test_compiles_with_packed_rows(device, backend):
-    torch.compiler.reset()
-    inputs = packed(make(3, 50))
-    with fastplm.use_backend(backend):
-        compiled = torch.compile(corrupt_spans, fullgraph=True)
-        assert_same(compiled(**to(device, inputs)), corrupt_spans_ref(**inputs))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ("cuda", "eager"))
-def test_captured_graph_follows_its_seed(backend):
-    device = torch.device("cuda")
-    if backend == "cuda":
-        run_compiled(device, make(1, 1))
-    inputs = to(device, make(3, 200)) | {"seed": torch.tensor(0, device=device)}
-    with fastplm.use_backend(backend):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            corrupt_spans(**inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = corrupt_spans(**inputs)
-        for seed in (1, 2):
-            inputs["seed"].fill_(seed)
-            graph.replay()
-            assert_same(out, corrupt_spans_ref(**to(torch.device("cpu"), inputs)))
-
-
-@pytest.mark.gpu
-def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
-    inputs = make(5, 300)
-    with fastplm.use_backend("eager"):
-        for rows in (inputs, packed(inputs)):
-            assert_same(corrupt_spans(**to(torch.device("cuda"), rows)), corrupt_spans_ref(**rows))
-
-
-def test_registered_under_its_name():
-    assert OPS["corrupt_spans"].reference is corrupt_spans_ref
-
-
 # --- wrong calls ----------------------------------------------------------------------------------
-
-
-PACKED = {
-    "input_ids": torch.arange(9),
-    "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32),
-    "max_seqlen": 5,
-    "lengths": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    (
-        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
-        ({"input_ids": torch.zeros(5, dtype=torch.long)}, ArgumentValueError, "2 dimensions"),
-        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
-        ({"sentinel_ids": [5]}, ArgumentTypeError, "`sentinel_ids` got a list"),
-        ({"sentinel_ids": sentinels()[:0]}, ArgumentValueError, "`sentinel_ids` got shape (0,)"),
-        ({"sentinel_ids": sentinels().int()}, ArgumentTypeError, "got torch.int32"),
-        ({"sentinel_ids": sentinels().to("meta")}, ArgumentValueError, "device meta"),
-        ({"eos_token_id": -1}, ArgumentValueError, "`eos_token_id` got -1"),
-        ({"pad_token_id": None}, ArgumentTypeError, "`pad_token_id` got None"),
-        ({"noise_density": 0.0}, ArgumentValueError, "`noise_density` got 0.0"),
-        ({"noise_density": 1.0}, ArgumentValueError, "`noise_density` got 1.0"),
-        ({"noise_density": math.nan}, ArgumentValueError, "`noise_density` got nan"),
-        ({"mean_span_length": 0.5}, ArgumentValueError, "`mean_span_length` got 0.5"),
-        ({"lengths": torch.tensor([3, 10])}, ArgumentValueError, "`lengths` got 10"),
-        ({"lengths": torch.tensor([-1, 9])}, ArgumentValueError, "`lengths` got -1"),
-        ({"lengths": torch.tensor([3])}, ArgumentValueError, "`lengths` got shape (1,)"),
-        ({"lengths": torch.tensor([3, 4]).int()}, ArgumentTypeError, "`lengths` got torch.int32"),
-        ({"max_seqlen": 9}, ArgumentValueError, "`max_seqlen` got 9"),
-        (PACKED | {"max_seqlen": None}, ArgumentTypeError, "`max_seqlen` got None"),
-        (PACKED | {"max_seqlen": 4}, ArgumentValueError, "at least 5, the longest row"),
-        (PACKED | {"lengths": torch.tensor([4, 5])}, ArgumentValueError, "`lengths` got a tensor"),
-        (
-            PACKED | {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32)},
-            ArgumentValueError,
-            "`cu_seqlens` got 10",
-        ),
-        (
-            PACKED | {"cu_seqlens": torch.tensor([0, 5, 4], dtype=torch.int32)},
-            ArgumentValueError,
-            "`cu_seqlens` got values that fall",
-        ),
-        (PACKED | {"cu_seqlens": torch.tensor([0, 4, 9])}, ArgumentTypeError, "got torch.int64"),
-        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
-        ({"step": 2**28}, ArgumentValueError, "`step` got"),
-        ({"seed": None}, ArgumentTypeError, "`seed` got None"),
-    ),
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_wrong_arguments(change, error, words):
-    with pytest.raises(error) as raised:
-        corrupt_spans(**make(2, 9) | change)
-    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize("function", (span_corruption_lengths, span_corruption_fit))
@@ -614,8 +410,3 @@ def test_wrong_arguments_of_the_lengths(function):
         function(9, sentinels=0)
     with pytest.raises(ArgumentValueError, match=f"{function.__name__}: `noise_density` got 15"):
         function(9, noise_density=15)
-
-
-def test_a_forced_backend_that_cannot_run():
-    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
-        corrupt_spans(**make(2, 9))

@@ -11,20 +11,17 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import fastplm
-from fastplm import _extension, models, ops
-from fastplm._backends import record_decisions
+from fastplm import _extension, ops
 from fastplm._checks import BackendError
-from fastplm.models._base import restore_modules, switch_modules
+from fastplm.models._base import switch_modules
 from fastplm.nn import GELU
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.gelu import gelu_ref
 from fastplm.testing import (
-    LAYOUTS,
-    BudgetExceeded,
-    assert_repeatable,
     assert_within_budget,
-    poisoned_memory,
 )
+
+from ..samples import backends_of
 
 LACKING = _extension.lacks("gelu_tanh", "CPU")
 needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -94,71 +91,6 @@ def test_what_is_not_finite(dtype):
     torch.testing.assert_close(grad, expected_grad, equal_nan=True)
 
 
-@needs_csrc
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(layout):
-    check(layout(torch.randn(12, 40)))
-
-
-@needs_csrc
-def test_an_upstream_gradient_without_strides():
-    input = torch.randn(12, 40, requires_grad=True)
-    (got,) = torch.autograd.grad(run(input).sum(), input)
-    with poisoned_memory():
-        (again,) = torch.autograd.grad(run(input), input, torch.ones(40, 12).t())
-    (expected,) = torch.autograd.grad(tanh_ref(input).sum(), input)
-    assert torch.equal(got, again)
-    torch.testing.assert_close(got, expected)
-
-
-@needs_csrc
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda input: gelu_ref(input),
-        lambda input: run(input) * (1 + 1e-6),
-        lambda input: run(input) + 1e-6,
-        lambda input: run(input.detach()) + 0 * input,
-    ],
-    ids=["the other form", "a factor", "an offset", "no gradient"],
-)
-def test_the_budget_is_a_budget(wrong):
-    with pytest.raises(BudgetExceeded):
-        check(torch.randn(5000), wrong)
-
-
-@needs_csrc
-def test_repeats_with_any_number_of_threads():
-    inputs = {"input": torch.randn(300, 500)}
-    assert_repeatable(run, inputs, wrt=("input",), threads=(1, 2, 3))
-
-
-@needs_csrc
-def test_gradients_of_gradients():
-    def second(function):
-        leaf = torch.randn(200, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        (grad,) = torch.autograd.grad(function(leaf).pow(2).sum(), leaf, create_graph=True)
-        return torch.autograd.grad(grad.pow(2).sum(), leaf)[0]
-
-    torch.testing.assert_close(second(run), second(tanh_ref))
-
-
-@needs_csrc
-def test_operator():
-    input = torch.randn(4, 9, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastplm.gelu_fwd.default, (input, "tanh", "cpp"))
-    arguments = (torch.randn(4, 9), input.detach(), "tanh", "cpp")
-    torch.library.opcheck(torch.ops.fastplm.gelu_bwd.default, arguments)
-
-
-@needs_csrc
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    input = torch.randn(40, 40)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(input), run(input))
-
-
 # --- what is PyTorch's ----------------------------------------------------------------------------
 
 
@@ -191,100 +123,9 @@ def test_calls_that_a_forced_backend_refuses():
 LARGE = (256, 300)
 
 
-def backends_of(function, *arguments) -> list[str]:
-    with record_decisions() as decisions:
-        function(*arguments)
-    return [decision.backend for decision in decisions]
-
-
-@needs_csrc
-def test_the_layer_takes_the_op_where_it_is_faster():
-    layer, large = GELU("tanh"), torch.randn(LARGE)
-    assert backends_of(layer, large) == ["cpp"]
-    assert backends_of(layer, large.bfloat16()) == ["cpp"]
-    assert backends_of(layer, large[:4]) == []
-    assert backends_of(layer, large.double()) == []
-    assert backends_of(layer, large.to("meta")) == []
-    assert backends_of(torch.vmap(layer), large) == []
-    for backend in ("eager", "torch", "triton"):
-        with fastplm.use_backend(backend):
-            assert backends_of(layer, large) == []
-    for input in (large, large[:4]):
-        check(input, layer)
-    assert backends_of(GELU(), large) == [] and torch.equal(GELU()(large), F.gelu(large))
-
-
-@needs_csrc
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
-def test_activations_of_transformers(name):
-    """What ACT2FN gives becomes ours, computes the same, and is given back."""
-    theirs, large = ACT2FN[name], torch.randn(LARGE)
-    holder, kind = nn.Sequential(theirs), type(theirs)
-    switch_modules(holder)
-    assert type(theirs) is not kind and isinstance(theirs, kind)
-    assert backends_of(theirs, large) == ["cpp"]
-    check(large, theirs)
-    restore_modules(holder)
-    assert type(theirs) is kind
-
-
 def test_what_transformers_writes_in_python_stays():
     theirs, large = ACT2FN["gelu_python_tanh"], torch.randn(LARGE)
     expected = theirs(large)
     switch_modules(nn.Sequential(theirs))
     assert backends_of(theirs, large) == [] and torch.equal(theirs(large), expected)
-
-
-@needs_csrc
-def test_an_activation_that_all_models_share_stays_what_it_is():
-    """GPT's: one module for every model, those of Transformers among them."""
-    import transformers
-    from transformers.activations import gelu_new
-
-    config = transformers.OpenAIGPTConfig(
-        vocab_size=37,
-        n_embd=64,
-        n_layer=1,
-        n_head=2,
-        n_positions=256,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    ids = torch.randint(37, (2, 200))
-    parent = transformers.OpenAIGPTModel(config)
-    for model in (models.OpenAIGPTModel(config), fastplm.accelerate(parent)):
-        with record_decisions() as decisions:
-            model(ids)
-        assert "gelu" in [decision.op for decision in decisions]
-    assert type(gelu_new) is transformers.activations.NewGELUActivation
-    with record_decisions() as decisions:
-        fastplm.restore(parent)(ids)
-    assert decisions == []
-
-
-@needs_csrc
-@pytest.mark.parametrize("family", ["Albert", "GPT2", "T5"])
-def test_models_take_it(family):
-    import transformers
-
-    sizes = {
-        "Albert": dict(
-            embedding_size=16,
-            hidden_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=256,
-            hidden_act="gelu_new",
-        ),
-        "GPT2": dict(n_embd=64, n_layer=1, n_head=2, n_positions=256),
-        "T5": dict(d_model=64, d_kv=32, d_ff=256, num_layers=1, feed_forward_proj="gated-gelu"),
-    }
-    tokens = dict(vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config = getattr(transformers, f"{family}Config")(**sizes[family], **tokens)
-    model = getattr(models, f"{family}Model")(config)
-    given = {"input_ids": torch.randint(3, 37, (4, 128))}
-    if family == "T5":
-        given["decoder_input_ids"] = given["input_ids"]
-    with record_decisions() as decisions:
-        model(**given)
-    assert "gelu" in [decision.op for decision in decisions]
+    assert backends_of(GELU(), large) == [] and torch.equal(GELU()(large), F.gelu(large))

@@ -1393,32 +1393,6 @@ def test_repeats_bit_for_bit(device, way, chunked):
     assert torch.equal(sampled(way, **inputs), sampled(way, **inputs))
 
 
-@each_way
-@pytest.mark.parametrize("extras", (False, True), ids=("loss", "everything"))
-def test_opcheck(device, way, extras):
-    skip_where_it_cannot_run(way, device)
-    inputs = make(device, rows=9, vocab=20)
-    if not way.logits_budget:  # kept logits of ignored rows are never written, hence never equal
-        inputs["target"][::2] = -100
-    index = torch.arange(9, device=device)
-    drawn = (torch.tensor(3, device=device), index, 2 * index) if extras else (None, None, None)
-    smoothing, temperature = (0.1, 0.7) if extras else (0.0, 1.0)
-    arguments = (
-        *(inputs[name].requires_grad_() for name in PARAMETERS),
-        inputs["target"],
-        *drawn,
-        -100,
-        smoothing,
-        temperature,
-        extras,
-        9 if way.logits_budget else 0,
-        None,
-        "mean",
-        way.backend,
-    )
-    torch.library.opcheck(torch.ops.fastplm.linear_cross_entropy_fwd, arguments)
-
-
 @each_path
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_only_the_gradients_that_are_needed(device, way, name):
@@ -1433,20 +1407,6 @@ def test_only_the_gradients_that_are_needed(device, way, name):
     for n, grad in zip(PARAMETERS, grads, strict=True):
         assert backward[f"need_{n}"] is (n == name)
         assert torch.equal(grad, whole[name]) if n == name else grad.numel() == 0, n
-
-
-@each_path
-def test_a_second_backward_through_one_forward(device, way):
-    inputs = ignore(make(device, width=way.width), 0.3) | {"label_smoothing": 0.1}
-    call = with_gradients(inputs) | {"reduction": "none"}
-    loss = run(way, **call)
-    leaves = [call[name] for name in parameters(call)]
-    first, second = torch.randn(2, *loss.shape, device=device)
-    torch.autograd.grad(loss, leaves, first, retain_graph=True)
-    again = torch.autograd.grad(loss, leaves, second)
-    *_, fresh = loss_and_grads(way, inputs | {"reduction": "none"}, second)
-    for grad, expected in zip(again, fresh.values(), strict=True):
-        assert torch.equal(grad, expected)
 
 
 @pytest.fixture
@@ -1487,50 +1447,6 @@ def test_compiled_loss_sample_and_statistics(device, way, compiler, fresh_dynamo
     _, sample, statistics = run(way, function, **with_gradients(inputs))
     assert torch.equal(seen["sample"], sample)
     torch.testing.assert_close(seen["statistics"], statistics)
-
-
-@pytest.mark.parametrize("logits_budget", (0, ROOM), ids=("recomputed", "kept"))
-def test_compiles_without_graph_breaks_or_recompiles(device, logits_budget, fresh_dynamo):
-    function = functools.partial(
-        ops.linear_cross_entropy_with_sample, return_statistics=True, logits_budget=logits_budget
-    )
-    count = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(function, fullgraph=True, backend=count)
-    for seed in range(3):  # other targets, other rows that count, another seed
-        inputs = with_gradients(ignore(make(device), 0.2 + 0.3 * seed))
-        inputs["seed"] = torch.tensor(seed, device=device)
-        torch.testing.assert_close(compiled(**inputs), function(**inputs))
-    assert count.frame_count == 1
-    with fastplm.use_backend("eager"):
-        compiled(**inputs)
-    assert count.frame_count == 2
-
-
-@pytest.mark.gpu
-@ways(kept=Way("triton", ROOM, 128), recomputed=Way("triton", 0, 128), wide=Way("triton", 0, 768))
-def test_forward_backward_and_sample_fit_in_one_cuda_graph(way):
-    inputs = ignore(exact("cuda", 257, 1000, way.width, torch.bfloat16), 0.5)
-    inputs = with_gradients(inputs) | {"seed": torch.tensor(0, device="cuda")}
-    leaves = [inputs[name] for name in parameters(inputs)]
-
-    def step():
-        loss, sample = run(way, ops.linear_cross_entropy_with_sample, **inputs)
-        return *torch.autograd.grad(loss, leaves), loss.detach(), sample
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(2):  # the replay takes other rows, another seed
-        inputs["seed"].fill_(seed)
-        inputs["target"].copy_(inputs["target"].roll(seed))
-        inputs["input"].data.copy_(inputs["input"].detach().roll(seed, 0))
-        graph.replay()
-        for got, want in zip(captured, step(), strict=True):
-            assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
@@ -1585,85 +1501,3 @@ def test_where_it_cannot_be_seen_a_target_outside_the_vocabulary_gives_nan(
     width = inputs["input"].shape[1]
     assert grads["input"][row].isnan().all() and grads["input"].isnan().sum() == width
     assert grads["linear_weight"].isnan().all() and grads["linear_bias"].isnan().all()
-
-
-ERRORS = (
-    (dict(input=None), TypeError, "`input` got a NoneType"),
-    (dict(input=torch.zeros(2, 3, 4)), ValueError, "`input` got 3 dimensions"),
-    (dict(input=torch.zeros(33, 16)), ValueError, "`linear_weight` got shape (70, 32)"),
-    (dict(input=torch.zeros(33, 32).double()), TypeError, "`linear_weight` got torch.float32"),
-    (dict(input=torch.zeros(33, 32).long()), TypeError, "`input` got torch.int64"),
-    (dict(input=torch.zeros(33, 0)), ValueError, "`input` got shape (33, 0)"),
-    (dict(linear_weight=torch.zeros(0, 32)), ValueError, "`linear_weight` got shape (0, 32)"),
-    (dict(linear_weight=torch.zeros(70, 32).half()), TypeError, "got torch.float16"),
-    (dict(linear_bias=torch.zeros(69)), ValueError, "`linear_bias` got shape (69,)"),
-    (dict(linear_bias=torch.zeros(70, 1)), ValueError, "`linear_bias` got 2 dimensions"),
-    (dict(linear_bias=torch.zeros(70).half()), TypeError, "`linear_bias` got torch.float16"),
-    (dict(target=torch.zeros(33).int()), TypeError, "`target` got torch.int32"),
-    (dict(target=torch.zeros(32).long()), ValueError, "`target` got shape (32,)"),
-    (dict(reduction="max"), ValueError, "`reduction` got 'max'"),
-    (dict(label_smoothing=-0.1), ValueError, "`label_smoothing` got -0.1"),
-    (dict(label_smoothing=1.5), ValueError, "`label_smoothing` got 1.5"),
-    (dict(label_smoothing=NAN), ValueError, "`label_smoothing` got nan"),
-    (dict(normalizer=3), TypeError, "`normalizer` got a int"),
-    (dict(normalizer=torch.ones(1)), ValueError, "`normalizer` got 1 dimensions"),
-    (
-        dict(normalizer=torch.tensor(3), reduction="sum"),
-        ValueError,
-        "`normalizer` got a tensor with reduction='sum'",
-    ),
-    (dict(logits_budget=-1), ValueError, "`logits_budget` got -1"),
-    (dict(expected_targets=-1), ValueError, "`expected_targets` got -1"),
-)
-ELSEWHERE = torch.zeros(33, dtype=torch.int64, device="meta")
-SAMPLE_ERRORS = (
-    (dict(temperature=0.0), ValueError, "`temperature` got 0.0"),
-    (dict(temperature=-1), ValueError, "`temperature` got -1"),
-    (dict(temperature=NAN), ValueError, "`temperature` got nan"),
-    (dict(temperature=INF), ValueError, "`temperature` got inf"),
-    (dict(temperature=1e-40), ValueError, "`temperature` got 1e-40"),
-    (dict(temperature=1e300), ValueError, "`temperature` got 1e+300"),
-    (dict(seed="0"), TypeError, "`seed` got '0'"),
-    (dict(seed=1.5), TypeError, "`seed` got 1.5"),
-    (dict(seed=None), TypeError, "`seed` got None"),
-    (dict(seed=torch.zeros(1).long()), ValueError, "`seed` got 1 dimensions"),
-    (dict(seed=torch.tensor(0.0)), TypeError, "`seed` got torch.float32"),
-    (dict(seed=torch.tensor(0).int()), TypeError, "`seed` got torch.int32"),
-    (dict(seed=ELSEWHERE[0]), ValueError, "`seed` got device meta"),
-    *(
-        (dict([(name, value)]), error, f"`{name}` got {words}")
-        for name in ("sample_index", "position")
-        for value, error, words in (
-            ([0] * 33, TypeError, "a list"),
-            (torch.zeros(32).long(), ValueError, "shape (32,)"),
-            (torch.zeros(33, 1).long(), ValueError, "2 dimensions"),
-            (torch.zeros(33).int(), TypeError, "torch.int32"),
-            (torch.zeros(33), TypeError, "torch.float32"),
-            (ELSEWHERE, ValueError, "device meta"),
-        )
-    ),
-)
-
-
-def check_error_message(function, inputs: dict, error, words: str) -> None:
-    with pytest.raises(error) as caught:
-        function(**inputs)
-    assert isinstance(caught.value, fastplm.FastplmError)
-    assert words in str(caught.value) and "expected" in str(caught.value)
-    assert str(caught.value).startswith(f"{function.__name__}: ")
-
-
-@pytest.mark.parametrize(("change", "error", "words"), ERRORS)
-def test_errors_name_argument_got_expected_fix(change, error, words):
-    check_error_message(ops.linear_cross_entropy, make("cpu") | change, error, words)
-
-
-@pytest.mark.parametrize(("change", "error", "words"), (*ERRORS, *SAMPLE_ERRORS))
-def test_errors_of_a_call_with_sample(change, error, words):
-    inputs = make("cpu") | {"seed": 0} | change
-    check_error_message(ops.linear_cross_entropy_with_sample, inputs, error, words)
-
-
-def test_float64_says_why_triton_cannot_run_it():
-    with fastplm.use_backend("triton"), pytest.raises(RuntimeError, match="float64: the kernels"):
-        ops.linear_cross_entropy(**make("cpu", dtype=torch.float64))

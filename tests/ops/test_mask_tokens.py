@@ -6,11 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
-import fastplm
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
-from fastplm._registry import OPS
+from fastplm._checks import ArgumentValueError
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.reference.mask_tokens import (
     MaskedTokens,
@@ -19,11 +16,12 @@ from fastplm.reference.mask_tokens import (
     unit_starts,
 )
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import LAYOUTS, chi_square, p_value, poisoned_memory
+from fastplm.testing import chi_square, p_value, poisoned_memory
+
+from ..samples import assert_same, run_compiled
 
 VOCAB = 1000
 MASK = 3
-COMPILED = {"cpu": "cpp", "cuda": "cuda"}
 
 
 UNITS = ("token", "word", "ngram")
@@ -56,30 +54,9 @@ def pack(inputs: dict, lengths: torch.Tensor, spare: int = 0) -> dict:
     return inputs | packed | {"cu_seqlens": ends}
 
 
-def to(device: torch.device, inputs: dict) -> dict:
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-
-
-def run_compiled(device: torch.device, inputs: dict):
-    """csrc/ on this device; views on the CPU stay the views they are."""
-    backend = COMPILED[device.type]
-    try:
-        with fastplm.use_backend(backend), poisoned_memory():
-            return mask_tokens(**to(device, inputs))
-    except BackendError as error:
-        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
-
-
-def assert_same(out, expected) -> None:
-    for name in expected._fields:
-        got, wanted = getattr(out, name).cpu(), getattr(expected, name)
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape, name
-        assert torch.equal(got, wanted), name
-
-
 def check(device: torch.device, inputs: dict) -> None:
     """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
-    assert_same(run_compiled(device, inputs), mask_tokens_ref(**inputs))
+    assert_same(run_compiled(mask_tokens, device, inputs), mask_tokens_ref(**inputs))
 
 
 # --- csrc/ and the reference ----------------------------------------------------------------------
@@ -98,19 +75,6 @@ def test_lengths(device, length, dtype, unit, threads):
         check(device, inputs)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("layout", (*LAYOUTS, "transposed_matrix", "strided"))
-def test_layouts(device, layout):
-    views = LAYOUTS | {
-        "transposed_matrix": lambda tensor: tensor.t().contiguous().t(),
-        "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
-    }
-    inputs = to(device, make(4, 65, unit="word"))
-    for name in ("input_ids", "maskable", "word_ids", "sample_index"):
-        inputs[name] = views[layout](inputs[name]) if inputs[name].dim() > 1 else inputs[name]
-    inputs["sample_index"] = inputs["sample_index"].repeat_interleave(3)[::3]
-    assert_same(run_compiled(device, inputs), mask_tokens_ref(**to(torch.device("cpu"), inputs)))
 
 
 @pytest.mark.parametrize(
@@ -137,22 +101,8 @@ def test_quotas(device, maskable, max_predictions, mlm_probability):
 @pytest.mark.parametrize("shape", ((0, 7), (3, 0), (0, 0)))
 def test_empty(device, shape):
     check(device, make(*shape))
-    out = run_compiled(device, make(*shape))
+    out = run_compiled(mask_tokens, device, make(*shape))
     assert out.count == 0 and (out.positions == -1).all() and (out.labels == -100).all()
-
-
-@pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, -(2**63), torch.tensor(2**40 + 1)))
-@pytest.mark.parametrize("step", (0, 2**28 - 1))
-def test_seeds_and_steps(device, seed, step):
-    check(device, make(2, 33) | {"seed": seed, "step": step})
-
-
-def test_default_sample_index_is_the_row(device):
-    inputs = make(3, 65) | {"sample_index": None}
-    check(device, inputs)
-    assert_same(
-        mask_tokens_ref(**inputs | {"sample_index": torch.arange(3)}), mask_tokens_ref(**inputs)
-    )
 
 
 @given(
@@ -204,7 +154,7 @@ def test_tokens_without_rows(device):
 @pytest.mark.parametrize("unit", UNITS)
 def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device, unit):
     """On a GPU nobody has looked at them; here the operator behind the checks is called."""
-    run_compiled(device, make(1, 1))
+    run_compiled(mask_tokens, device, make(1, 1))
     operator = torch.ops.fastplm_C.mask_tokens
     ids, words = torch.arange(5, 105), torch.arange(100) // 2
     max_ngram = UNITS.index(unit)
@@ -238,7 +188,7 @@ def test_rows_of_special_tokens_alone(device, unit):
     inputs = make(3, 40, unit=unit) | {"special_ids": torch.arange(5)}
     inputs["input_ids"][:2] %= 5
     check(device, inputs)
-    out = run_compiled(device, inputs).input_ids.cpu()
+    out = run_compiled(mask_tokens, device, inputs).input_ids.cpu()
     assert torch.equal(out[:2], inputs["input_ids"][:2])
     assert not torch.equal(out[2], inputs["input_ids"][2])
 
@@ -248,7 +198,7 @@ def test_large_vocabulary(device):
     inputs["input_ids"] = torch.randint(0, 250_002, (2, 300), dtype=torch.int32)
     inputs |= {"mask_replace_prob": 0.0, "random_replace_prob": 1.0}
     check(device, inputs)
-    assert run_compiled(device, inputs).input_ids.max() > 200_000
+    assert run_compiled(mask_tokens, device, inputs).input_ids.max() > 200_000
 
 
 # --- the reference and what it promises -----------------------------------------------------------
@@ -536,74 +486,7 @@ def test_padding_changes_nothing():
     assert torch.equal(used // 64 * 40 + used % 64, short.positions[: short.count])
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    inputs = make(5, 64)
-    order = torch.tensor([3, 0, 4])
-    some = inputs | {
-        name: inputs[name][order] for name in ("input_ids", "maskable", "sample_index")
-    }
-    together, apart = mask_tokens(**inputs), mask_tokens(**some)
-    assert torch.equal(apart.input_ids, together.input_ids[order])
-
-
-def test_seed_step_and_sample_change_the_choice():
-    inputs = make(4, 128)
-    base = mask_tokens(**inputs)
-    assert_same(mask_tokens(**inputs), base)
-    for change in ({"seed": 12}, {"step": 1}, {"sample_index": inputs["sample_index"] + 1}):
-        assert not torch.equal(mask_tokens(**inputs | change).positions, base.positions)
-
-
 # --- as a PyTorch op ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ("compiled", "eager"))
-def test_opcheck(device, backend):
-    if backend == "compiled":
-        run_compiled(device, make(1, 1))
-        backend = COMPILED[device.type]
-    inputs = to(device, make(3, 20))
-    seed = torch.tensor(5, device=device)
-    arguments = (1, 4, 12, 2**30, -1, 2**31, 2**31 + 2**30, MASK, VOCAB)
-    special = torch.tensor([0, 9], device=device)
-    words = torch.arange(20, device=device).expand(3, 20)
-    ends = torch.tensor([0, 20, 45, 60], device=device, dtype=torch.int32)
-    operator, ids = torch.ops.fastplm.mask_tokens, inputs["input_ids"]
-    optional = (inputs["maskable"], special, words, None, inputs["sample_index"])
-    torch.library.opcheck(operator, (ids, *optional, seed, *arguments, 3, backend))
-    optional = (None, None, None, ends, None)
-    torch.library.opcheck(operator, (ids.flatten(), *optional, seed, *arguments, 0, backend))
-
-
-@pytest.mark.parametrize("backend", ("auto", "eager"))
-def test_compiles_without_graph_breaks_or_many_recompiles(device, backend):
-    inputs = to(device, make(3, 20)) | {"sample_index": None}
-    torch.compiler.reset()
-    count = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(mask_tokens, fullgraph=True, backend=count)
-    with fastplm.use_backend(backend):
-        for step in range(2, 6):
-            # Whoever counts up passes ints: the first is a constant, the others are one symbol.
-            numbers = {"step": step, "seed": step * 2**33}
-            expected = mask_tokens(**inputs | numbers)
-            assert_same(to_cpu(compiled(**inputs | numbers)), to_cpu(expected))
-    assert count.frame_count == 2
-
-
-@pytest.mark.parametrize("backend", ("auto", "eager"))
-@pytest.mark.parametrize("sampling", ("exact", "bernoulli"))
-@pytest.mark.parametrize("packed_rows", (False, True))
-def test_compiles_with_sizes_that_change(device, backend, sampling, packed_rows):
-    torch.compiler.reset()
-    count = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(mask_tokens, fullgraph=True, backend=count)
-    with fastplm.use_backend(backend):
-        for length in (20, 30, 40, 50):
-            inputs = make(3, length) | {"sampling": sampling}
-            if packed_rows:
-                inputs = pack(inputs, torch.tensor([length, 2, length - 5]))
-            assert_same(to_cpu(compiled(**to(device, inputs))), mask_tokens_ref(**inputs))
-    assert count.frame_count <= 3
 
 
 def test_boundaries_are_looked_at_in_a_compiled_function_too():
@@ -612,104 +495,3 @@ def test_boundaries_are_looked_at_in_a_compiled_function_too():
     inputs["cu_seqlens"][-1] = 41
     with pytest.raises(ArgumentValueError, match="41 at its end"):
         compiled(**inputs)
-
-
-def to_cpu(out):
-    return type(out)(*(tensor.cpu() for tensor in out))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ("cuda", "eager"))
-def test_captured_graph_follows_its_seed(backend):
-    device = torch.device("cuda")
-    if backend == "cuda":
-        run_compiled(device, make(1, 1))
-    inputs = to(device, make(3, 200)) | {"seed": torch.tensor(0, device=device)}
-    with fastplm.use_backend(backend):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            mask_tokens(**inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = mask_tokens(**inputs)
-        for seed in (1, 2):
-            inputs["seed"].fill_(seed)
-            graph.replay()
-            assert_same(out, mask_tokens_ref(**to(torch.device("cpu"), inputs)))
-
-
-@pytest.mark.gpu
-def test_eager_on_the_gpu_has_the_bits_of_the_cpu():
-    inputs = make(5, 300)
-    with fastplm.use_backend("eager"):
-        assert_same(mask_tokens(**to(torch.device("cuda"), inputs)), mask_tokens_ref(**inputs))
-
-
-def test_registered_under_its_name():
-    assert OPS["mask_tokens"].reference is mask_tokens_ref
-
-
-# --- wrong calls ----------------------------------------------------------------------------------
-
-IDS = torch.zeros(2, 9, dtype=torch.int64)
-
-
-def packed(ends: list[int], dtype=torch.int32) -> dict:
-    flat = {"input_ids": IDS[0], "maskable": None, "sample_index": None}
-    return flat | {"cu_seqlens": torch.tensor(ends, dtype=dtype)}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    (
-        ({"input_ids": [[1, 2]]}, ArgumentTypeError, "`input_ids` got a list"),
-        ({"input_ids": torch.zeros(5, dtype=torch.long)}, ArgumentValueError, "2 dimensions"),
-        ({"input_ids": torch.zeros(2, 9)}, ArgumentTypeError, "`input_ids` got torch.float32"),
-        ({"maskable": torch.ones(2, 9)}, ArgumentTypeError, "`maskable` got torch.float32"),
-        ({"maskable": torch.ones(2, 8).bool()}, ArgumentValueError, "`maskable` got shape (2, 8)"),
-        ({"maskable": torch.ones(2, 9, device="meta").bool()}, ArgumentValueError, "device meta"),
-        ({"sample_index": torch.arange(3)}, ArgumentValueError, "`sample_index` got shape (3,)"),
-        ({"sample_index": torch.zeros(2)}, ArgumentTypeError, "`sample_index` got torch.float32"),
-        ({"vocab_size": 0}, ArgumentValueError, "`vocab_size` got 0"),
-        ({"vocab_size": 10.0}, ArgumentTypeError, "`vocab_size` got 10.0"),
-        ({"mask_token_id": VOCAB}, ArgumentValueError, "`mask_token_id` got 1000"),
-        ({"mask_token_id": None}, ArgumentTypeError, "`mask_token_id` got None"),
-        ({"mlm_probability": 0.0}, ArgumentValueError, "`mlm_probability` got 0.0"),
-        ({"mlm_probability": 15}, ArgumentValueError, "`mlm_probability` got 15"),
-        ({"mask_replace_prob": -0.1}, ArgumentValueError, "`mask_replace_prob` got -0.1"),
-        ({"random_replace_prob": 0.3}, ArgumentValueError, "`random_replace_prob` got 0.3"),
-        ({"max_predictions": 0}, ArgumentValueError, "`max_predictions` got 0"),
-        ({"step": -1}, ArgumentValueError, "`step` got -1"),
-        ({"seed": 2**63}, ArgumentValueError, "`seed` got 9223372036854775808"),
-        ({"seed": torch.zeros(2, dtype=torch.long)}, ArgumentValueError, "`seed` got 1 dimensions"),
-        ({"seed": torch.tensor(1.0)}, ArgumentTypeError, "`seed` got torch.float32"),
-        ({"seed": None}, ArgumentTypeError, "`seed` got None"),
-        ({"unit": "word"}, ArgumentValueError, "`word_ids` got none; expected a tensor"),
-        ({"unit": "letter"}, ArgumentValueError, "`unit` got 'letter'"),
-        ({"word_ids": IDS}, ArgumentValueError, "`word_ids` got a tensor; expected none"),
-        ({"unit": "word", "word_ids": IDS.int()}, ArgumentTypeError, "`word_ids` got torch.int32"),
-        ({"unit": "ngram", "word_ids": IDS, "max_ngram": 9}, ArgumentValueError, "from 2 to 8"),
-        ({"sampling": "some"}, ArgumentValueError, "`sampling` got 'some'"),
-        ({"special_ids": [1, 2]}, ArgumentTypeError, "`special_ids` got a list"),
-        ({"special_ids": torch.arange(VOCAB)}, ArgumentValueError, "no random id"),
-        ({"special_ids": torch.tensor([5, 0])}, ArgumentValueError, "ids that do not rise"),
-        ({"special_ids": torch.tensor([5, 2**32])}, ArgumentValueError, "got 4294967296"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, ArgumentValueError, "1 dimensions"),
-        (packed([0, 9], torch.int64), ArgumentTypeError, "`cu_seqlens` got torch.int64"),
-        (packed([]), ArgumentValueError, "`cu_seqlens` got shape (0,)"),
-        (packed([1, 9]), ArgumentValueError, "`cu_seqlens` got 1 at its beginning"),
-        (packed([0, 10]), ArgumentValueError, "`cu_seqlens` got 10 at its end"),
-        (packed([0, 7, 6, 9]), ArgumentValueError, "`cu_seqlens` got values that fall"),
-    ),
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_arguments(change, error, words):
-    with pytest.raises(error) as raised:
-        mask_tokens(**make(2, 9) | change)
-    assert words in str(raised.value)
-
-
-def test_a_forced_backend_that_cannot_run():
-    with fastplm.use_backend("cuda"), pytest.raises(BackendError, match="CUDA tensors, not cpu"):
-        mask_tokens(**make(2, 9))

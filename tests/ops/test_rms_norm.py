@@ -5,25 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
 import fastplm
 import fastplm.models.t5  # so that its layer norm has a drop-in
-from fastplm import _extension, models, ops
-from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, BackendError
-from fastplm.models._base import restore_modules, switch_modules
+from fastplm import _extension, ops
+from fastplm.models._base import switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
 from fastplm.testing import (
-    LAYOUTS,
-    BudgetExceeded,
-    assert_repeatable,
     assert_within_budget,
-    poisoned_memory,
 )
+
+from ..samples import backends_of
 
 LACKING = _extension.lacks("rms_norm", "CPU")
 needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -149,124 +144,9 @@ def test_what_is_not_finite(dtype):
     assert dtype is torch.float16 or (grad[2] == 0).all()
 
 
-@needs_csrc
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(layout):
-    inputs = made(12, 40)
-    check({"input": layout(inputs["input"]), "weight": inputs["weight"]})
-
-
-@needs_csrc
-def test_a_weight_with_strides():
-    inputs = made(12, 40)
-    check({"input": inputs["input"], "weight": torch.stack([inputs["weight"]] * 2, 1)[:, 0]})
-
-
-@needs_csrc
-def test_an_upstream_gradient_without_strides():
-    inputs = {name: tensor.requires_grad_() for name, tensor in made(12, 40).items()}
-    got = torch.autograd.grad(run(**inputs).sum(), tuple(inputs.values()))
-    with poisoned_memory():
-        again = torch.autograd.grad(run(**inputs), tuple(inputs.values()), torch.ones(40, 12).t())
-    expected = torch.autograd.grad(rms_norm_ref(**inputs).sum(), tuple(inputs.values()))
-    for a, b, c in zip(got, again, expected, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c)
-
-
-@needs_csrc
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda input, weight: run(input, weight, eps=1e-2),
-        lambda input, weight: run(input, weight) * (1 + 1e-6),
-        lambda input, weight: run(input - input.mean(-1, keepdim=True), weight),
-        lambda input, weight: run(input, weight.detach()) + 0 * weight,
-        lambda input, weight: run(input.detach(), weight) + 0 * input,
-        lambda input, weight: run(input, weight)[:, [1, 0, *range(2, 64)]],
-    ],
-    ids=["eps", "a factor", "a mean", "no gradient of weight", "none of input", "swapped columns"],
-)
-def test_the_budget_is_a_budget(wrong):
-    inputs = made(50, 64)
-    inputs["input"] += 0.1
-    with pytest.raises(BudgetExceeded):
-        check(inputs, wrong)
-
-
-@needs_csrc
-def test_repeats_with_any_number_of_threads():
-    assert_repeatable(run, made(300, 500), wrt=BOTH, threads=(1, 2, 3))
-
-
-@needs_csrc
-@pytest.mark.parametrize("shape", [(6, 20), (20,)])
-def test_gradients_of_gradients(shape):
-    """What the budget calls the output is a first gradient here, and its gradients are second."""
-
-    def first_gradients(function):
-        def call(input, weight):
-            out = function(input, weight).pow(3).sum()
-            grads = torch.autograd.grad(out, (input, weight), create_graph=True)
-            return torch.cat([grad.flatten() for grad in grads])
-
-        return call
-
-    check(made(*shape), first_gradients(run), first_gradients(rms_norm_ref))
-
-
-@needs_csrc
-def test_operator():
-    inputs = {name: tensor.requires_grad_() for name, tensor in made(4, 9).items()}
-    arguments = (*inputs.values(), 1e-6, "cpp")
-    torch.library.opcheck(torch.ops.fastplm.rms_norm_fwd.default, arguments)
-    plain = tuple(tensor.detach() for tensor in inputs.values())
-    arguments = (torch.randn(4, 9), *plain, 1e-6, "cpp")
-    torch.library.opcheck(torch.ops.fastplm.rms_norm_bwd.default, arguments)
-
-
-@needs_csrc
-def test_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    inputs = made(40, 40)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**inputs), run(**inputs))
-
-
-def test_errors():
-    input, weight = torch.randn(2, 4), torch.ones(4)
-    with pytest.raises(ArgumentValueError, match="`weight`"):
-        ops.rms_norm(input, torch.ones(3))
-    with pytest.raises(ArgumentValueError, match="`weight`"):
-        ops.rms_norm(input, torch.ones(1, 4))
-    with pytest.raises(ArgumentValueError, match="`eps`"):
-        ops.rms_norm(input, weight, eps=-1.0)
-    with pytest.raises(ArgumentTypeError, match="`input`"):
-        ops.rms_norm(input.long(), weight)
-    with pytest.raises(ArgumentTypeError, match="`weight`"):
-        ops.rms_norm(input, weight.long())
-    with pytest.raises(TypeError, match="`input`"):
-        ops.rms_norm([1.0], weight)
-    with pytest.raises(ArgumentValueError, match="device"):
-        ops.rms_norm(input, weight.to("meta"))
-    with pytest.raises(BackendError, match="float64"):
-        run(input.double(), weight.double())
-
-
-def test_in_fp64_it_is_the_reference():
-    input, weight = torch.randn(3, 40).double(), torch.randn(40).double()
-    assert torch.equal(ops.rms_norm(input, weight), rms_norm_ref(input, weight))
-
-
 # --- the layers -----------------------------------------------------------------------------------
 
 LARGE = (256, 96)
-
-
-def backends_of(function, *arguments) -> list[str]:
-    with record_decisions() as decisions:
-        function(*arguments)
-    return [decision.backend for decision in decisions]
 
 
 def pytorchs(**kwargs) -> nn.Module:
@@ -280,23 +160,6 @@ def t5s(dtype=torch.float32) -> nn.Module:
 def switched(layer: nn.Module) -> nn.Module:
     switch_modules(nn.Sequential(layer))
     return layer
-
-
-@needs_csrc
-@pytest.mark.parametrize("make", [pytorchs, t5s])
-def test_a_layer_takes_the_op_where_it_is_faster(make):
-    layer, large = switched(make()), torch.randn(LARGE)
-    assert type(layer).__module__.startswith("fastplm.")
-    assert backends_of(layer, large) == ["cpp"]
-    assert backends_of(layer, large[:4]) == []
-    assert backends_of(torch.vmap(layer), large) == []
-    for backend in ("eager", "torch", "triton"):
-        with fastplm.use_backend(backend):
-            assert backends_of(layer, large) == []
-    assert backends_of(layer.double(), large.double()) == []
-    assert backends_of(layer.to("meta"), large.double().to("meta")) == []
-    restore_modules(holder := nn.Sequential(layer))
-    assert type(holder[0]) is type(make())
 
 
 @needs_csrc
@@ -360,19 +223,3 @@ def test_on_a_gpu_t5_is_pytorch(dtype):
             {"input": input, "weight": layer.weight.detach()},
             wrt=BOTH,
         )
-
-
-@needs_csrc
-def test_models_take_it():
-    sizes = dict(vocab_size=37, d_model=64, d_kv=32, d_ff=96, num_layers=1, num_heads=2)
-    config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)
-    ids = torch.randint(3, 37, (4, 128))
-    parent = transformers.T5Model(config)
-    for model in (models.T5Model(config), fastplm.accelerate(parent)):
-        with record_decisions() as decisions:
-            model(input_ids=ids, decoder_input_ids=ids)
-        # Two and three in a layer, and one at each end.
-        assert [decision.op for decision in decisions].count("rms_norm") == 2 + 1 + 3 + 1
-    with record_decisions() as decisions:
-        fastplm.restore(parent)(input_ids=ids, decoder_input_ids=ids)
-    assert decisions == []

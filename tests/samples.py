@@ -1,0 +1,397 @@
+"""One call or several of each op, for the tests that hold of every op alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fastplm
+from fastplm import _extension, ops
+from fastplm._backends import record_decisions
+from fastplm._registry import OPS
+from fastplm.errors import BackendError
+from fastplm.testing import poisoned_memory
+
+ROOM = 1 << 40  # for the logits of linear_cross_entropy
+
+
+class Sample(NamedTuple):
+    """A call: ``function(**make(size, dtype))``. The first result has a gradient, if ``wrt``."""
+
+    op: str
+    function: Callable[..., Any]
+    make: Callable[[int, torch.dtype], dict[str, Any]]
+    wrt: tuple[str, ...]
+
+
+def floats(*shape: int) -> Callable[[torch.dtype], Tensor]:
+    return torch.randn(shape).to
+
+
+def ends_of(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attend(bias_weight=None, **inputs):
+    """The function that fits the inputs; the table of the bias is an argument with a gradient."""
+    if bias_weight is not None:
+        inputs["relative_bias"] = ops.T5RelativeBias(bias_weight, True, 20)
+    return (ops.attention_varlen if "cu_seqlens_q" in inputs else ops.attention)(**inputs)
+
+
+def attention(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        query=floats(2, 1, size, 16)(dtype),
+        key=floats(2, 1, size, 16)(dtype),
+        value=floats(2, 1, size, 16)(dtype),
+    )
+
+
+def attention_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    key_mask = torch.rand(2, size) < 0.7
+    key_mask[:, 0] = True
+    return attention(size, dtype) | dict(
+        bias_weight=floats(16, 1)(dtype),
+        key_mask=key_mask,
+        is_causal=True,
+        dropout_p=0.1,
+        seed=torch.tensor(5),
+    )
+
+
+def attention_varlen(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    lengths = ends_of(torch.tensor([size, size // 3]))
+    rows = size + size // 3 + 2  # two spare ones
+    return dict(
+        query=floats(rows, 1, 16)(dtype),
+        key=floats(rows, 1, 16)(dtype),
+        value=floats(rows, 1, 16)(dtype),
+        bias_weight=floats(16, 1)(dtype),
+        cu_seqlens_q=lengths,
+        cu_seqlens_k=lengths,
+        max_seqlen_q=size,
+        max_seqlen_k=size,
+        dropout_p=0.1,
+        seed=torch.tensor(5),
+    )
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits_budget: int, **options):
+    def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        target = torch.randint(0, 40, (size,))
+        if logits_budget == 0:  # kept logits of ignored rows are never written, hence never equal
+            target[::3] = -100
+        return dict(
+            input=floats(size, 32)(dtype),
+            linear_weight=floats(40, 32)(dtype) / 4,
+            linear_bias=floats(40)(dtype),
+            target=target,
+            label_smoothing=0.1,
+            logits_budget=logits_budget,
+            **options,
+        )
+
+    return make
+
+
+def with_sample(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    drawn = dict(seed=torch.tensor(3), sample_index=torch.arange(size), return_statistics=True)
+    return cross_entropy(0, temperature=0.7)(size, dtype) | drawn
+
+
+def detection(reduction: str):
+    def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        return dict(
+            input=floats(size, 40)(dtype),
+            weight=floats(40)(dtype) / 6,
+            bias=floats(1)(dtype),
+            replaced=torch.rand(size) < 0.2,
+            mask=torch.rand(size) < 0.7,
+            reduction=reduction,
+        )
+
+    return make
+
+
+def detection_of_ids(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Without the options, and with the labels as two tensors."""
+    ids, original = torch.randint(0, 3, (2, size))
+    inputs = dict(input=floats(size, 40)(dtype), weight=floats(40)(dtype) / 6)
+    return inputs | dict(replaced=(ids, original), normalizer=torch.tensor(7.0), return_counts=True)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def gathered(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    positions = torch.randint(0, size, (size // 2,))
+    positions[::4] = -1
+    return dict(input=floats(size, 40)(dtype), positions=positions)
+
+
+def product(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(input=floats(size, 40)(dtype), weight=floats(33, 40)(dtype), bias=floats(33)(dtype))
+
+
+def normalized(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(input=floats(size, 40)(dtype), weight=1 + floats(40)(dtype) / 2)
+
+
+def activated(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(input=floats(size, 40)(dtype), approximate="tanh")
+
+
+def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(input=floats(size, 40)(dtype), p=0.3, seed=torch.tensor(5))
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def rows_of_ids(size: int) -> dict[str, Any]:
+    return dict(
+        input_ids=torch.randint(10, 1000, (3, size)),
+        sample_index=torch.randint(0, 2**50, (3,)),
+        seed=torch.tensor(11),
+        step=1,
+    )
+
+
+def packed_rows_of(make, longest: str):
+    """The first tokens of each row, one row after the other, and two spare ones."""
+
+    def packed(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        inputs = make(size, dtype) | {"lengths": None}
+        lengths = torch.tensor([size, 0, size // 2])
+        inside = torch.arange(size) < lengths[:, None]
+        for name in ("input_ids", "maskable", "word_ids"):
+            if name in inputs:
+                inputs[name] = torch.nn.functional.pad(inputs[name][inside], (0, 2))
+        if longest:
+            return inputs | {"cu_seqlens": ends_of(lengths), longest: size}
+        del inputs["lengths"]
+        return inputs | {"cu_seqlens": ends_of(lengths)}
+
+    return packed
+
+
+def masked(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return rows_of_ids(size) | dict(
+        vocab_size=1000,
+        mask_token_id=3,
+        maskable=torch.rand(3, size) < 0.9,
+        special_ids=torch.tensor([0, 9]),
+        unit="ngram",
+        word_ids=torch.randint(0, 2, (3, size)).cumsum(-1),
+    )
+
+
+def spans(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    sentinels = torch.arange(1099, 999, -1)
+    lengths = torch.tensor([size, 0, size // 2])
+    return rows_of_ids(size) | dict(lengths=lengths, sentinel_ids=sentinels, eos_token_id=1)
+
+
+def noised(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return rows_of_ids(size) | dict(
+        lengths=torch.tensor([size, 0, size // 2]),
+        vocab_size=1000,
+        mask_token_id=3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        sentence_end_ids=torch.arange(100, 1000, 9),
+        special_ids=torch.tensor([0, 1, 2, 3]),
+        mask_probability=0.1,
+        delete_probability=0.1,
+        rotate_probability=0.5,
+    )
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+QKV = ("query", "key", "value")
+PARAMETERS = ("input", "linear_weight", "linear_bias")
+WEIGHTS = ("input", "weight", "bias")
+
+
+def _samples() -> dict[str, Sample]:
+    of_tokens = {
+        "mask_tokens": (ops.mask_tokens, masked, ""),
+        "corrupt_spans": (ops.corrupt_spans, spans, "max_seqlen"),
+        "bart_noise": (ops.bart_noise, noised, "max_seqlen"),
+    }
+    loss, detect = ops.linear_cross_entropy, ops.replaced_token_loss
+    found = [
+        ("attention", attend, attention, QKV),
+        ("attention, all", attend, attention_with_all, (*QKV, "bias_weight")),
+        ("attention, varlen", attend, attention_varlen, (*QKV, "bias_weight")),
+        ("linear_cross_entropy, recomputed", loss, cross_entropy(0), PARAMETERS),
+        ("linear_cross_entropy, kept", loss, cross_entropy(ROOM, reduction="none"), PARAMETERS),
+        (
+            "linear_cross_entropy, sampled",
+            ops.linear_cross_entropy_with_sample,
+            with_sample,
+            PARAMETERS,
+        ),
+        ("replaced_token_loss", detect, detection("mean"), WEIGHTS),
+        ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
+        ("replaced_token_loss, ids", detect, detection_of_ids, WEIGHTS[:2]),
+        ("gather_rows", ops.gather_rows, gathered, ("input",)),
+        ("linear", ops.linear, product, WEIGHTS),
+        ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
+        ("gelu", ops.gelu, activated, ("input",)),
+        ("dropout", ops.dropout, dropped, ("input",)),
+        *((op, function, make, ()) for op, (function, make, _) in of_tokens.items()),
+        *(
+            (f"{op}, packed", function, packed_rows_of(make, longest), ())
+            for op, (function, make, longest) in of_tokens.items()
+        ),
+    ]
+    return {name: Sample(name.split(",")[0], *rest) for name, *rest in found}
+
+
+SAMPLES = _samples()
+DIFFERENTIABLE = {name: sample for name, sample in SAMPLES.items() if sample.wrt}
+OF_TOKENS = {name: sample for name, sample in SAMPLES.items() if not sample.wrt}
+#: Without those that take the same kernels as others, as the interpreter takes its time.
+DISTINCT = {
+    name: sample
+    for name, sample in SAMPLES.items()
+    if name not in ("attention", "linear_cross_entropy, sampled", "replaced_token_loss, ids")
+}
+#: Under autocast these run in 16 bits, as nn.Linear does.
+IN_16_BITS = ("attention", "linear_cross_entropy", "replaced_token_loss", "linear")
+#: These have a second gradient; the others refuse it.
+TWICE = ("linear", "rms_norm", "gelu", "dropout")
+
+
+def kernels(sample: Sample) -> list[str]:
+    """The backends that run it beside the reference."""
+    return [name for name in OPS[sample.op].backends if name != "eager"]  # in their order
+
+
+def each_kernel(samples: dict[str, Sample] = SAMPLES):
+    """``pytest.mark.parametrize`` over the samples and the backends of their ops."""
+    return pytest.mark.parametrize(
+        ("sample", "backend"),
+        [
+            pytest.param(sample, backend, id=f"{name}-{backend}")
+            for name, sample in samples.items()
+            for backend in kernels(sample)
+        ],
+    )
+
+
+def each_sample(samples: dict[str, Sample] = SAMPLES):
+    return pytest.mark.parametrize("sample", samples.values(), ids=samples)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def to(device: torch.device | str, value: Any) -> Any:
+    """Tensors on the device, in whatever holds them; views on the CPU stay the views they are."""
+    if isinstance(value, dict):
+        return {key: to(device, one) for key, one in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(to(device, one) for one in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def run(sample: Sample, backend: str, inputs: dict[str, Any]) -> Any:
+    """A call by a backend, or skip where that is for other tensors or is not built."""
+    tensor = next(value for value in inputs.values() if isinstance(value, Tensor))
+    kind = {"cpp": "cpu", "torch": "cpu", "cuda": "cuda"}.get(backend, tensor.device.type)
+    if tensor.device.type not in (kind, "meta"):
+        pytest.skip(f"the {backend} backend of {sample.op} is for {kind} tensors")
+    missing = {"cpp": _extension._MISSING, "cuda": _extension._CUDA_MISSING}.get(backend)
+    if missing is not None:
+        pytest.skip(f"the extension {missing}")
+    with fastplm.use_backend(backend):
+        return sample.function(**inputs)
+
+
+def first(results: Any) -> Tensor:
+    return results[0] if isinstance(results, tuple) else results
+
+
+def leaves(sample: Sample, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, with gradients on."""
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in sample.wrt}
+
+
+def upstream_of(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+
+
+def results_and_grads(sample: Sample, backend: str, inputs: dict[str, Any]) -> list[Tensor]:
+    """All that a call returns and, of a random gradient of the first result, all gradients."""
+    inputs = leaves(sample, inputs)
+    with poisoned_memory():
+        results = run(sample, backend, inputs)
+        out = first(results)
+        wrt = [inputs[name] for name in sample.wrt]
+        grads = torch.autograd.grad(out, wrt, upstream_of(out)) if wrt else ()
+    return [one.detach() for one in (*tree_leaves(results), *grads)]
+
+
+class Operators(TorchDispatchMode):
+    """The operators of fastplm that run inside, and what with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastplm":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+# --- csrc/ and the reference of ops on tokens -----------------------------------------------------
+
+
+def run_compiled(function: Callable[..., Any], device: torch.device, inputs: dict[str, Any]) -> Any:
+    """csrc/ on this device; views on the CPU stay the views they are."""
+    backend = {"cpu": "cpp", "cuda": "cuda"}[device.type]
+    try:
+        with fastplm.use_backend(backend), poisoned_memory():
+            return function(**to(device, inputs))
+    except BackendError as error:
+        pytest.skip(f"backend {backend}: {error}".splitlines()[0])
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """The same bits in all tensors, whatever device they lie on."""
+    got, expected = tree_leaves(got), tree_leaves(expected)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+
+
+# --- which backends ran ---------------------------------------------------------------------------
+
+
+def ops_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.op for decision in decisions]
+
+
+def backends_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    with record_decisions() as decisions:
+        function(*arguments)
+    return [decision.backend for decision in decisions]
