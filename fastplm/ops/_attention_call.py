@@ -90,14 +90,16 @@ class Call(NamedTuple):
             self._check_bias(where, self.bias_weight.shape[0])
         if self.seed is not None:
             heads, longest = self.query.shape[1], self.max_seqlen_k
-            check(
-                longest <= _MAX_DROPOUT_KEYS and heads < _MAX_DROPOUT_HEADS,
-                where,
-                "dropout_p",
-                f"{self.dropout_p} with {longest} keys and {heads} heads",
-                f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
-                "Turn dropout off for such a call.",
-            )
+            if longest > _MAX_DROPOUT_KEYS or heads >= _MAX_DROPOUT_HEADS:
+                # Only now, as torch.compile cannot format a length that varies.
+                check(
+                    False,
+                    where,
+                    "dropout_p",
+                    f"{self.dropout_p} with {longest} keys and {heads} heads",
+                    f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
+                    "Turn dropout off for such a call.",
+                )
 
     def _check_bias(self, where: str, buckets: int) -> None:
         least = 4 if self.bias_bidirectional else 2
