@@ -41,6 +41,8 @@ from fastplm.reference.attention import (
 
 #: Of the kernels, in 16 bits and in fp32.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
+#: In place of a backend: PyTorch's own attention, with its own gradient.
+_SDPA = "scaled_dot_product_attention"
 # Arguments that backends need with a last stride of 1.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
@@ -135,7 +137,7 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
-    if backend == "torch" and call.is_plain and requested("attention") == "auto":
+    if backend == _SDPA:
         return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
     return OP(call, backend, watched)[0]
 
@@ -254,7 +256,7 @@ def _prepared(
     seed: int | Tensor | None,
     sample_index: Tensor | None,
 ) -> tuple[Call, str, bool]:
-    """The checked call, its backend, and whether it needs PyTorch's dispatcher."""
+    """The checked call, its backend or ``_SDPA``, and whether it needs PyTorch's dispatcher."""
     query, key, value = autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
@@ -282,6 +284,8 @@ def _prepared(
     backend = OP.resolve(call, watched)
     if backend == "eager":
         return call, backend, watched
+    if backend == "torch" and call.is_plain and requested("attention") == "auto":
+        return call, _SDPA, watched
     if backend == "triton":
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
