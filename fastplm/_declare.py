@@ -209,9 +209,10 @@ def _shape(text: str | None) -> _Shape | None:
     if text is None:
         return None
     words = [word for word in text.strip("[]").split(", ") if word]
-    sizes = [word.removesuffix(" > 0").split(" + ") for word in words if word != "..."]
+    named = [word for word in words if word != "..."]
+    sizes = [word.removesuffix(" > 0").split(" + ") for word in named]
     pairs = tuple((letter, int(more[0]) if more else 0) for letter, *more in sizes)
-    positive = tuple(at for at, word in enumerate(words) if word.endswith(" > 0"))
+    positive = tuple(at for at, word in enumerate(named) if word.endswith(" > 0"))
     return _Shape(text, pairs, positive, "..." in words)
 
 

@@ -24,7 +24,8 @@ _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments without a dispatch of their own: no subclasses of tensors and no symbols.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
-# Asked of every call, so looked up once.
+# Asked of every call, so looked up once. Batched: of autograd.grad(…, is_grads_batched=True).
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
@@ -283,17 +284,21 @@ class _Formula:
             # Or an output without a gradient would get one of zeros, of its size.
             ctx.set_materialize_grads(False)
 
-    def backward(self, ctx: Any, grad: torch.Tensor | None, *others: Any) -> tuple[Any, ...]:
-        if self.second is None and torch.is_grad_enabled():  # create_graph=True
-            return self._once(ctx, grad, *others)
+    def backward(
+        self, ctx: Any, grad: torch.Tensor | None, *others: Any, tensors: Any = None
+    ) -> tuple[Any, ...]:
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
+        # Read once: that of a checkpoint may be read no second time.
+        tensors = ctx.saved_tensors if tensors is None else tensors
+        if self.second is None and torch.is_grad_enabled():  # create_graph=True
+            return self._once(ctx, tensors, grad, *others)
         op, backend = self.op, ctx.backend
-        saved = self.order(ctx.saved_tensors + ctx.others)
+        saved = self.order(tensors + ctx.others)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)):
+        elif needs_dispatch((grad, *saved)) or _is_batched(grad):
             grads = op._backward_operator(grad, *saved, backend)
         elif torch._C._is_any_autocast_enabled():
             grads = op._run_backward(grad, *saved, backend)
@@ -307,16 +312,14 @@ class _Formula:
                 found[at] = one
         return tuple(found)
 
-    def _once(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         """Gradients that raise an error where they are differentiated.
 
         Otherwise autograd would treat them as constants, and a gradient penalty as 0.
         """
         with torch.no_grad():
-            results = self.backward(ctx, *grads)
-        read = [
-            one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad
-        ]
+            results = self.backward(ctx, *grads, tensors=tensors)
+        read = [one for one in (*grads, *tensors) if one is not None and one.requires_grad]
         if not read:
             return results
         return tuple(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fastplm
 from fastplm import _backends, ops
+from fastplm.errors import ArgumentValueError
 from fastplm.testing import FORWARD_FACTOR, check_error
 
 from .samples import DIFFERENTIABLE, SAMPLES, first
@@ -265,3 +267,40 @@ def test_a_compiled_function_follows_the_choice_of_its_thread():
     inside(x)
     assert graphs == [False] and _backends.requested("gather_rows") == "auto"
     torch._dynamo.reset()
+
+
+@every_function
+def test_batched_upstream_gradients(name):
+    """``torch.autograd.functional.jacobian(vectorize=True)`` passes them."""
+    function, x = FUNCTIONS[name]
+    x = x.detach().requires_grad_()
+    out = function(x)
+    upstream = torch.randn(2, *out.shape)
+    got = torch.autograd.grad(out, x, upstream, retain_graph=True, is_grads_batched=True)[0]
+    each = [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in upstream]
+    torch.testing.assert_close(got, torch.stack(each))
+
+
+@every_function
+def test_create_graph_through_a_checkpoint(name):
+    """Its saved tensors may be read once."""
+    function, x = FUNCTIONS[name]
+    x = x.detach().requires_grad_()
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    out = checkpoint(function, x, use_reentrant=False)
+    got = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+    torch.testing.assert_close(got.detach(), expected)
+
+
+@pytest.mark.parametrize("transform", ("traced", "batched"))
+def test_the_reference_checks_lengths_inside_a_transform(transform):
+    rows, ends = torch.randn(5, 3, 16), torch.tensor([0, 3, 2], dtype=torch.int32)
+
+    def attend(x):
+        return ops.attention_varlen(x, x, x, ends, ends, 5, 5)
+
+    with fastplm.use_backend("eager"), pytest.raises(ArgumentValueError, match="cu_seq"):
+        if transform == "traced":
+            torch.jit.trace(attend, rows, check_trace=False)
+        else:
+            torch.func.vmap(attend)(torch.stack((rows, rows)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check, check_number, values_are_known
+from fastplm._checks import FLOATING, check, check_number
 from fastplm._declare import Arg, Size
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
@@ -126,7 +126,12 @@ class Call(NamedTuple):
             ("q", self.cu_seqlens_q, self.query, self.max_seqlen_q),
             ("k", self.cu_seqlens_k, self.key, self.max_seqlen_k),
         ):
-            if cu_seqlens is not None and values_are_known(cu_seqlens):
+            if (
+                type(cu_seqlens) is Tensor
+                and cu_seqlens.is_cpu
+                and not torch.compiler.is_compiling()
+                and not torch._C._functorch.is_batchedtensor(cu_seqlens)
+            ):
                 check_lengths_on_cpu(name, cu_seqlens, rows.shape[0], longest)
 
     @property
