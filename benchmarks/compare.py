@@ -395,8 +395,7 @@ def main() -> int:
 
 
 def _measured(options: argparse.Namespace) -> list[Change]:
-    before: list[Row] = []
-    after: list[Row] = []
+    changes: list[Change] = []
     with checkout(options.ref) as (old, new):
         ops = [op for op in new.ops() if not options.ops or op in options.ops]
         if unknown := set(options.ops or ()) - set(ops):
@@ -405,12 +404,15 @@ def _measured(options: argparse.Namespace) -> list[Change]:
             if op not in old.ops():
                 print(f"{op}: {old.name} has no benchmark of it")
                 continue
+            before: list[Row] = []
+            after: list[Row] = []
             for turn in range(options.turns):
                 for tree, rows in ((old, before), (new, after)):
                     print(f"{op}, turn {turn + 1} of {options.turns}: {tree.name}", flush=True)
                     rows += tree.turn(op, options.rounds, quick=not options.full)
-        changes = compare(before, after)
-        print(report(changes, old.name, new.name))
+            found = compare(before, after)
+            print(report(found, old.name, new.name), flush=True)  # now, as a run may be stopped
+            changes += found
     return changes
 
 
