@@ -23,9 +23,10 @@ from fastplm.train.presets import (
     OPTIMIZERS,
     PRESETS,
     Family,
+    Peak,
     Preset,
-    lamb_learning_rate,
     preset,
+    usual_peak,
 )
 
 #: The minutes of a demo, without the installation.
@@ -180,6 +181,8 @@ def _default_cache() -> Path:
 _USUAL_OBJECTIVES = ", ".join(
     f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
 )
+_USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
+_OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
 
 @dataclass
@@ -192,7 +195,10 @@ class PretrainArguments(Settings):
 
     where = "pretrain"
 
-    arch: str = setting("architecture", choices=tuple(PRESETS))
+    arch: str = setting(
+        f"architecture: the published one of this name, but for {_OWN}, which are fastplm's own",
+        choices=tuple(PRESETS),
+    )
     corpus: Sequence[str | Path] = setting(
         "text files, plain or compressed, or folders of .txt files; documents are separated by "
         "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
@@ -208,19 +214,24 @@ class PretrainArguments(Settings):
         metavar="DIR",
         excludes="vocabulary",
     )
-    vocab_size: int = setting(
-        "most tokens of a trained tokenizer",
-        30522,
+    vocab_size: int | None = setting(
+        "most tokens of a trained tokenizer (default: the published number: "
+        f"{_USUAL_VOCABULARIES})",
+        None,
         number=whole(6, 2**22),
         excludes="vocabulary",
     )
     block_size: int = setting("tokens of a sample", 128, number=whole(8))
     batch_size: int = setting("samples of a micro-batch in each process", 32, number=whole())
     lr: float | None = setting(
-        "peak learning rate (default: the published one)", None, number=_POSITIVE
+        "peak learning rate (default: the published one, times the square root of the samples of a "
+        "step over those of the published run)",
+        None,
+        number=_POSITIVE,
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
+        "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
+        "10000 at most)",
         None,
         number=whole(0, 2**40),
     )
@@ -229,9 +240,19 @@ class PretrainArguments(Settings):
     log_every: int = setting("steps between logged losses", 10, number=_COUNT)
     resume: bool = setting("continue from the last checkpoint in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
-    dropout: float = setting("dropout of hidden states and embeddings", 0.1, number=_SHARE)
-    attention_dropout: float = setting(
-        "dropout of attention weights; 0 keeps attention on the fused kernel", 0.0, number=_SHARE
+    dry_run: bool = setting(
+        "take a few steps, print what the run would need (parameters, FLOPs, tokens, memory, "
+        "hours on this machine), and write nothing",
+        False,
+    )
+    dropout: float | None = setting(
+        "dropout of hidden states and embeddings (default: 0.1)", None, number=_SHARE
+    )
+    attention_dropout: float | None = setting(
+        "dropout of attention weights, in the fused kernel too (default: 0.1; 0 for the sizes that "
+        "are fastplm's own)",
+        None,
+        number=_SHARE,
     )
     precision: str = setting(
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
@@ -253,9 +274,10 @@ class PretrainArguments(Settings):
         None,
         choices=UNITS,
     )
-    optimizer: str = setting(
-        "lamb is ALBERT's; its default learning rate follows from the batch size",
-        "adamw",
+    optimizer: str | None = setting(
+        "default: that of the published run: lamb for ALBERT, adafactor with a rate that falls by "
+        "the inverse square root of the step for T5, else adamw",
+        None,
         choices=OPTIMIZERS,
     )
     electra_objective: str = setting(
@@ -287,7 +309,19 @@ class PretrainArguments(Settings):
 
     def __post_init__(self) -> None:
         self.check_values()
-        family = self.preset.family
+        chosen = self.preset
+        family = chosen.family
+        for name in ("resume", "overwrite"):
+            self.check(
+                "dry_run",
+                not (self.dry_run and getattr(self, name)),
+                f"no --dry-run, or no --{name}, as a dry run writes nothing",
+                "Leave one of the two options out.",
+                f"True together with {name}",
+            )
+        self.vocab_size = self.vocab_size or FAMILIES[family].vocab_size
+        self.optimizer = self.optimizer or chosen.optimizer
+        self.dropout = chosen.dropout if self.dropout is None else self.dropout
         self.corpus = [str(path) for path in self.corpus]
         self._choose_objective(FAMILIES[family])
         self._check_electra(family)
@@ -299,13 +333,10 @@ class PretrainArguments(Settings):
             "Lower it.",
             f"{self.batch_size}, which makes {samples} samples of the run",
         )
+        self.peak: Peak | None = None
         if self.lr is None:
-            self.lr = self.preset.learning_rate
-            if self.optimizer == "lamb":
-                processes = int(os.environ.get("WORLD_SIZE", "1"))
-                self.lr = lamb_learning_rate(
-                    self.batch_size * self.gradient_accumulation * processes
-                )
+            self.peak = usual_peak(chosen, self.optimizer)
+            self.lr = self.peak.scaled(self.samples_a_step)
         self.usual_warmup = self.warmup is None
         if self.warmup is None:
             self.warmup = min(10_000, self.first_stage // 10)
@@ -319,11 +350,19 @@ class PretrainArguments(Settings):
         if family == "t5":
             self.check(
                 "attention_dropout",
-                self.attention_dropout in (0, self.dropout),
+                self.attention_dropout in (None, 0, self.dropout),
                 f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
                 "Choose it by --dropout.",
             )
             self.attention_dropout = self.dropout
+        if self.attention_dropout is None:
+            self.attention_dropout = chosen.attention_dropout
+
+    @property
+    def samples_a_step(self) -> int:
+        """The samples of an optimizer step, of all processes."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def preset(self) -> Preset:
@@ -372,6 +411,13 @@ class PretrainArguments(Settings):
             self.electra_sharing = "none" if self.two_stage else "embeddings"
         if not self.two_stage:
             return
+        self.check(
+            "optimizer",
+            self.optimizer != "adafactor",
+            "adamw or lamb, as each stage has a schedule of its own",
+            "Leave one of the two options out.",
+            "adafactor in a two-stage training",
+        )
         for name, wanted, why in (
             ("electra_generator", "model", "a generator that can be trained first"),
             ("electra_sharing", "none", "as the generator is frozen in the second stage"),

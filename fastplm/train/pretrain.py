@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,8 @@ _A_WHILE = 2.0  # seconds
 # Settings that may differ when a run is resumed. Another number of threads may change the last
 # digits of the losses, and another interval of the log its points.
 _FREE_ON_RESUME = {
-    *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
+    *("resume", "overwrite", "dry_run", "out", "cache", "workers", "save_every", "log_every"),
+    "threads",
 }
 # Settings that are compared in other ways: by the token ids, and as a longer run.
 _COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
@@ -61,11 +64,16 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
 
     Under torchrun every process calls it and the first one writes. Returns the content of
-    ``metrics.json``.
+    ``metrics.json``; with ``dry_run``, after which nothing is written, the figures of
+    ``fastplm.train.dry_run``.
 
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
+    if args.dry_run:
+        from fastplm.train.dry_run import dry_run
+
+        return dry_run(args)
     with started(args, own=[Path(args.cache)]) as before:
         return _pretrain(args, Path(args.out), before)
 
@@ -122,27 +130,46 @@ def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None)
     return metrics
 
 
-def seconds_a_step(args: PretrainArguments) -> float:
-    """The median time of a step of such a run, taken with a model that is thrown away.
+@dataclass(frozen=True)
+class Rehearsal:
+    """Some steps of a run with a model that is thrown away: the median time of ``timed`` ones."""
+
+    trainer: Any
+    data: RunData
+    seconds: float
+    timed: int
+
+
+def rehearse(
+    args: PretrainArguments,
+    documents: Iterable[str] | None = None,
+    patience: float = math.inf,
+) -> Rehearsal:
+    """Take some steps of such a run.
 
     Nothing is printed or written, but the cache, where the run finds its tokenizer and tokens.
+
+    Args:
+        args: of the run.
+        documents: its text, in the place of ``args.corpus``.
+        patience: see ``Stopwatch``.
     """
     from fastplm.train.trainer import Progress, Stopwatch
 
     training_arguments = _training_arguments(args, Path(args.out))
-    data = prepare_data(args, training_arguments, None)
-    stopwatch = Stopwatch()
+    data = prepare_data(args, training_arguments, None, documents)
+    stopwatch = Stopwatch(patience)
     trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
     trainer.remove_callback(Progress)
     trainer.train()
-    return stopwatch.median
+    return Rehearsal(trainer, data, stopwatch.median, stopwatch.timed)
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The untrained model of a run."""
     family = args.preset.family
     config = configuration(
-        args.arch,
+        args.preset,
         vocab_size=len(tokenizer),
         block_size=args.block_size,
         dropout=args.dropout,
@@ -178,7 +205,7 @@ def _make_trainer(
     """The trainer of an untrained model, and the collator of its samples."""
     from transformers import set_seed
 
-    from fastplm.train.optimizer import Lamb
+    from fastplm.train.optimizer import Adafactor, Lamb
     from fastplm.train.trainer import PretrainingTrainer
     from fastplm.train.two_stage import TwoStageTrainer
 
@@ -197,6 +224,8 @@ def _make_trainer(
     if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
         lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
         settings["optimizer_cls_and_kwargs"] = Lamb, lamb
+    if args.optimizer == "adafactor":
+        settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
     trainer = kind(
         model=model,
         args=training_arguments,
@@ -220,7 +249,8 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
         gradient_accumulation_steps=args.gradient_accumulation,
         learning_rate=args.lr,
         warmup_steps=args.warmup,
-        weight_decay=0.01,
+        lr_scheduler_type="inverse_sqrt" if args.optimizer == "adafactor" else "linear",
+        weight_decay=0.0 if args.optimizer == "adafactor" else 0.01,
         adam_epsilon=1e-6,
         seed=args.seed,
         train_sampling_strategy="sequential",
@@ -323,6 +353,7 @@ def _finish(
             models["generator"] = model.generator
     save_models(out, models, data.tokenizer)
     history = curve(trainer.state.log_history)
+    flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
@@ -330,6 +361,9 @@ def _finish(
         "precision": "bf16" if trainer.args.bf16 else "fp32",
         "processes": trainer.args.world_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        # Of all steps: those of a token in full samples, times the tokens without padding.
+        "flops": flops * trainer.tokens_per_second * trainer.train_seconds,
+        "flops_per_token": flops,
         "vocab_size": len(data.tokenizer),
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,

@@ -6,6 +6,7 @@ import transformers
 
 from fastplm._checks import ArgumentValueError
 from fastplm.models import ElectraForJointPreTraining
+from fastplm.train.arguments import PretrainArguments
 from fastplm.train.objectives import FAMILIES, build_model
 from fastplm.train.presets import PRESETS, configuration
 
@@ -38,28 +39,108 @@ def test_electra_sizes(arch, expected, generator):
 
 
 # Published, without their heads: google/bert_uncased_L-*_H-*, bert-base-uncased and
-# bert-large-uncased, roberta-base, albert-base-v1, gpt2, t5-small, t5-base, facebook/bart-base.
-@pytest.mark.parametrize(
-    ("arch", "vocab_size", "expected"),
-    [
-        ("bert-tiny", 30522, 4_385_920),
-        ("bert-mini", 30522, 11_170_560),
-        ("bert-small", 30522, 28_763_648),
-        ("bert-medium", 30522, 41_373_184),
-        ("bert-base", 30522, 109_482_240),
-        ("bert-large", 30522, 335_141_888),
-        ("roberta-base", 50265, 124_645_632),
-        ("albert-base", 30000, 11_683_584),
-        ("gpt2-small", 50257, 124_439_808),
-        ("t5-small", 32128, 60_506_624),
-        ("t5-base", 32128, 222_903_552),
-        ("bart-base", 50265, 139_420_416),
-    ],
-)
-def test_sizes(arch, vocab_size, expected):
-    config = configuration(arch, vocab_size=vocab_size)
+# bert-large-uncased, roberta-base and -large, albert-base-v1 and -large-v1, gpt2 and gpt2-medium,
+# t5-small, t5-base, facebook/bart-base and -large; and the configuration of Transformers that is
+# the published one but for the fields named.
+SIZES = [
+    ("bert-tiny", 4_385_920, transformers.BertConfig, (2, 128, 2)),
+    ("bert-mini", 11_170_560, transformers.BertConfig, (4, 256, 4)),
+    ("bert-small", 28_763_648, transformers.BertConfig, (4, 512, 8)),
+    ("bert-medium", 41_373_184, transformers.BertConfig, (8, 512, 8)),
+    ("bert-base", 109_482_240, transformers.BertConfig, ()),
+    ("bert-large", 335_141_888, transformers.BertConfig, (24, 1024, 16)),
+    ("roberta-base", 124_645_632, transformers.RobertaConfig, ()),
+    ("roberta-large", 355_359_744, transformers.RobertaConfig, (24, 1024, 16)),
+    ("albert-base", 11_683_584, transformers.AlbertConfig, (12, 768, 12)),
+    ("albert-large", 17_683_968, transformers.AlbertConfig, (24, 1024, 16)),
+    ("gpt2-small", 124_439_808, transformers.GPT2Config, ()),
+    ("gpt2-medium", 354_823_168, transformers.GPT2Config, None),
+    ("t5-small", 60_506_624, transformers.T5Config, ()),
+    ("t5-base", 222_903_552, transformers.T5Config, None),
+    ("bart-base", 139_420_416, transformers.BartConfig, None),
+    ("bart-large", 406_291_456, transformers.BartConfig, ()),
+]
+
+
+@pytest.mark.parametrize(("arch", "expected", "parent", "sizes"), SIZES)
+def test_sizes(arch, expected, parent, sizes):
+    """As published, and as Transformers' own configuration of the size has them."""
+    config = configuration(arch, vocab_size=FAMILIES[PRESETS[arch].family].vocab_size)
+    assert type(config) is parent
     with torch.device("meta"):
         assert parameters(transformers.AutoModel.from_config(config)) == expected
+        if sizes is None:  # Transformers' default is another size
+            return
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        changed = dict(zip(names, sizes, strict=False))
+        if sizes:
+            changed["intermediate_size"] = 4 * sizes[1]
+        if parent is transformers.RobertaConfig:  # whose defaults are BERT's
+            changed |= {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+        assert parameters(transformers.AutoModel.from_config(parent(**changed))) == expected
+
+
+def test_every_published_size_is_counted():
+    published = {name for name, chosen in PRESETS.items() if chosen.source}
+    electra = {"electra-small", "electra-base", "electra-large"}
+    assert {arch for arch, *_ in SIZES} | electra == published
+
+
+# The table of each paper: rate, samples of a step, optimizer.
+@pytest.mark.parametrize(
+    ("arch", "rate", "samples", "optimizer"),
+    [
+        ("bert-base", 1e-4, 256, "adamw"),
+        ("roberta-base", 6e-4, 8192, "adamw"),
+        ("roberta-large", 4e-4, 8192, "adamw"),
+        ("electra-small", 5e-4, 128, "adamw"),
+        ("electra-base", 2e-4, 256, "adamw"),
+        ("electra-large", 2e-4, 2048, "adamw"),
+        ("albert-base", 1.76e-3, 4096, "lamb"),
+        ("gpt2-small", 6e-4, 512, "adamw"),
+        ("t5-base", 1e-2, 128, "adafactor"),
+        ("bart-large", 4e-4, 8000, "adamw"),
+    ],
+)
+def test_the_published_batch_has_the_published_rate(arch, rate, samples, optimizer):
+    args = PretrainArguments(arch, ["-"], 9, "out", batch_size=samples)
+    assert (args.lr, args.optimizer) == (rate, optimizer)
+    assert args.attention_dropout == args.dropout == 0.1
+    # A batch of another size: the square root of the ratio, whatever its parts are.
+    quarter = PretrainArguments(
+        arch, ["-"], 9, "out", batch_size=samples // 8, gradient_accumulation=2
+    )
+    assert quarter.lr == pytest.approx(rate / 2, rel=1e-12)
+    given = PretrainArguments(arch, ["-"], 9, "out", batch_size=samples // 4, lr=0.5)
+    assert given.lr == 0.5
+
+
+def test_what_is_fastplms_own_says_so():
+    own = {name for name, chosen in PRESETS.items() if not chosen.source}
+    assert own == {
+        f"{family}-{size}"
+        for family in FAMILIES
+        for size in ("tiny", "mini")
+        if family != "bert" and f"{family}-{size}" != "electra-mini"
+    }
+    for name in own:
+        args = PretrainArguments(name, ["-"], 9, "out")
+        assert args.lr == PRESETS[name].learning_rate  # of the usual batch
+        assert "fastplm's own" in args.peak.source
+
+
+def test_another_optimizer_has_a_rate_of_its_own():
+    lamb = PretrainArguments("bert-base", ["-"], 9, "out", optimizer="lamb", batch_size=32768)
+    assert lamb.lr == 5e-3
+    adamw = PretrainArguments("albert-base", ["-"], 9, "out", optimizer="adamw", batch_size=256)
+    assert adamw.lr == 1e-4
+    t5 = PretrainArguments("t5-small", ["-"], 9, "out", optimizer="adamw", batch_size=128)
+    assert t5.lr == pytest.approx(1e-2 / 512**0.5)
+
+
+def test_vocabularies_are_the_published_ones():
+    for arch, size in (("roberta-base", 50265), ("albert-base", 30000), ("t5-small", 32128)):
+        assert PretrainArguments(arch, ["-"], 9, "out").vocab_size == size
 
 
 def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():

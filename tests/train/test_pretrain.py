@@ -13,7 +13,7 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
-from fastplm.cli import _parser
+from fastplm.cli import _parser, main
 from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 from fastplm.train import pretrain as module
@@ -342,3 +342,62 @@ def test_a_run_goes_on_with_its_own_settings(run_of, changed, words, arguments, 
 def test_a_tokenizer_without_what_an_objective_needs(arguments, refused, bert, tmp_path):
     options = {"arch": "t5-tiny", "vocab_size": None, "tokenizer": bert / "tokenizer"}
     refused(arguments(tmp_path / "out", **options), "without a eos_token")
+
+
+# --- what a run would cost ------------------------------------------------------------------------
+
+
+def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
+    assert main(arguments(out, cache=cache, steps=7, dry_run=True)) == 0
+    shown = capfd.readouterr()
+    rows = {line.split("  ")[0]: line for line in shown.out.splitlines()}
+    assert not out.exists() and not cache.exists() and not any((tmp_path / "scratch").iterdir())
+    assert "Warning" not in shown.err
+    # What the run itself says of the same.
+    monkeypatch.undo()
+    metrics = run(out, steps=7)
+    announced = capfd.readouterr().err
+    assert rows["model"] in announced and rows["vocabulary"] in announced.replace(" (found", "\n")
+    assert f"{metrics['parameters']:,} parameters" in rows["model"]
+    assert "6,264 tokens" in rows["corpus"] and "6,264 tokens" in announced
+    assert "7 steps of 128 tokens (4 samples): 896 tokens" in rows["training"]
+    assert f"{metrics['flops_per_token'] * 896:.3g}" in rows["FLOPs"]
+    # A pair has fewer tokens than a block.
+    assert 0 < metrics["flops"] <= metrics["flops_per_token"] * 896
+    for name in ("memory", "speed", "time", "learning rate", "device", "precision"):
+        assert name in rows
+
+
+def test_a_dry_run_counts_bytes(arguments, tmp_path):
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
+    settings.pop("command")
+    figures = module.pretrain(module.PretrainArguments(**settings))
+    weights = 4 * figures["parameters"]
+    assert figures["weights_bytes"] == weights
+    # Two moments of each weight, and the steps of AdamW.
+    assert 2 * weights <= figures["optimizer_bytes"] < 2.1 * weights
+    assert figures["micro_batch_bytes"] > weights  # the gradients, and more
+    assert figures["seconds"] == 6 * figures["seconds_per_step"]
+
+
+def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch):
+    from fastplm.train import dry_run
+
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
+    settings.pop("command")
+    args = module.PretrainArguments(**settings)
+    whole = dry_run.dry_run(args)
+    monkeypatch.setattr(dry_run, "_LETTERS", 10_000)
+    part = dry_run.dry_run(args)
+    assert "estimated from the first 10," in part["rows"]["corpus"]
+    assert "estimated" not in whole["rows"]["corpus"]
+    assert abs(part["corpus_tokens"] - whole["corpus_tokens"]) < 0.05 * whole["corpus_tokens"]
+
+
+def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
+    for option in ("resume", "overwrite"):
+        refused(arguments(tmp_path / "out", dry_run=True, **{option: True}), "dry_run", option)
