@@ -59,7 +59,7 @@ class DataCollatorForSpanCorruption(TextCollator):
     noise_density: float = 0.15
     mean_span_length: float = 3.0
 
-    op: ClassVar[str] = "corrupt_spans"
+    op: ClassVar[str | None] = "corrupt_spans"
 
     def __post_init__(self) -> None:
         super().__post_init__()

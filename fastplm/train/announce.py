@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastplm import _backends, _extension
-from fastplm.data import TextFiles
+from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.train.report import block
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
+# The share of lone sentences from which on next sentences are hardly learned.
+_MANY = 0.5
 
 
 def pretraining(
@@ -49,6 +51,7 @@ def pretraining(
         if done < args.steps
         else f"all {done:,} steps are done",
         "learning rate": learning_rate(args),
+        **_pairs(data),
         "precision": _precision(args, training_arguments),
         "device": f"{_device(training_arguments)}, {processes} process"
         f"{'es' if processes > 1 else ''}",
@@ -68,6 +71,15 @@ def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -
         f"{args.arch} ({args.preset.source or 'a size of its own'}), {args.objective}: {size} "
         f"parameters, {flops / 1e6:,.1f} MFLOP a token (forward and backward of full samples)"
     )
+
+
+def _pairs(data: RunData) -> dict[str, str]:
+    """A row about runs that cannot be cut into two segments, if there are any."""
+    if not isinstance(data.samples, NextSentencePairs) or not data.samples.chunks.lone:
+        return {}
+    share = data.samples.chunks.lone
+    fix = "; for so many train without pairs (--no-nsp)" if share > _MANY else ""
+    return {"pairs": f"{share:.0%} are of one sentence, whose next one is always random{fix}"}
 
 
 def vocabulary(args: PretrainArguments, data: RunData) -> str:
@@ -119,9 +131,10 @@ def _backends_here(device: torch.device) -> str:
     requested = _backends.requested("")
     missing = _extension._MISSING
     if device.type == "cuda":
+        missing = _extension._CUDA_MISSING
         there = ["triton"] if _backends.triton_installed() else []
         there += ["cuda"] if missing is None else []
     else:
         there = ["cpp", "torch"] if missing is None else ["torch"]
-    why = f"; without csrc/: {missing}" if missing is not None else ""
+    why = f"; without csrc/, whose code {missing}" if missing is not None else ""
     return f"{requested}, of {', '.join([*there, 'eager'])}{why} (fastplm info has all)"

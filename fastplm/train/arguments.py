@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from fastplm.models import _electra_options
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
+    NOISES,
     OBJECTIVES,
     OPTIMIZERS,
     PRESETS,
@@ -86,6 +87,7 @@ def setting(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     excludes: str | None = None,
+    of: Sequence[str] = (),
     on_command_line: Any = None,
     default_factory: Any = MISSING,
 ) -> Any:
@@ -98,6 +100,7 @@ def setting(
         choices: its values.
         metavar: how the help calls its value.
         excludes: the name of a group of options of which at most one is given.
+        of: the families of architectures that it is for; without any it is for all.
         on_command_line: the default of an option whose field has none.
         default_factory: of the field.
     """
@@ -107,6 +110,7 @@ def setting(
         "choices": choices,
         "metavar": metavar,
         "excludes": excludes,
+        "of": of,
         "default": on_command_line,
     }
     return field(default=default, default_factory=default_factory, metadata=metadata)
@@ -169,7 +173,8 @@ class Settings:
             if value is not None and number is not None:
                 self.check(each.name, number.holds(value), number.expected, "Change it.")
             if value is not None and choices is not None:
-                check_choice(self.where, each.name, value, tuple(choices))
+                for one in [value] if isinstance(value, str) else value:
+                    check_choice(self.where, each.name, one, tuple(choices))
 
 
 def _default_cache() -> Path:
@@ -280,26 +285,100 @@ class PretrainArguments(Settings):
         None,
         choices=OPTIMIZERS,
     )
+    layers: int | None = setting(
+        "layers of the encoder, and of the decoder (default: those of --arch)",
+        None,
+        number=whole(1, 1000),
+    )
+    hidden: int | None = setting(
+        "width of the layers; the feed-forward part is four times as wide (default: that of "
+        "--arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    heads: int | None = setting(
+        "attention heads, of which --hidden is a multiple (default: those of --arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    embedding_size: int | None = setting(
+        "of ALBERT and ELECTRA: width of the embeddings (default: that of --arch)",
+        None,
+        number=whole(1, 2**16),
+        of=("albert", "electra"),
+    )
+    parameter_sharing: str = setting(
+        "of ALBERT: what all layers share: everything, the attention part, the feed-forward part, "
+        "or nothing",
+        "all",
+        choices=("all", "attention", "feed_forward", "none"),
+        of=("albert",),
+    )
+    static_masks: int | None = setting(
+        "mask each block in N ways for the whole training, as BERT's data was made; with RoBERTa "
+        "10 (default: another mask each time); for --objective mlm",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    noise: Sequence[str] | None = setting(
+        "of BART: the transformations of the text (default: text_infilling and "
+        f"sentence_permutation, as published): {', '.join(NOISES)}",
+        None,
+        choices=tuple(NOISES),
+        metavar="NAME",
+        of=("bart",),
+    )
     electra_objective: str = setting(
         "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
         "masked ones; or the original tokens, of the masked ones or of all",
         "rtd",
         choices=_electra_options.OBJECTIVES,
+        of=("electra",),
     )
     electra_sharing: str | None = setting(
         "weights that ELECTRA's two models share (default: embeddings)",
         None,
         choices=_electra_options.SHARINGS,
+        of=("electra",),
     )
     electra_generator: str = setting(
         "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
         "model",
         choices=_electra_options.GENERATORS,
+        of=("electra",),
+    )
+    generator_size: float | None = setting(
+        "width and heads of ELECTRA's generator as a share of the discriminator's (default: that "
+        "of --arch)",
+        None,
+        number=Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most"),
+        of=("electra",),
+    )
+    rtd_weight: float | None = setting(
+        "factor of the loss of ELECTRA's discriminator (default: 50; 1 where it predicts tokens)",
+        None,
+        number=_POSITIVE,
+        of=("electra",),
+    )
+    adversarial: bool = setting(
+        "ELECTRA: train the generator to make the discriminator's loss large, by REINFORCE, "
+        "instead of to predict tokens",
+        False,
+        of=("electra",),
     )
     two_stage: bool = setting(
         "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
         "begins with its weights; each half has its own warm-up",
         False,
+        of=("electra",),
+    )
+    second_stage_from: str = setting(
+        "with --two-stage: the discriminator begins with the weights of the generator, or with its "
+        "own (scratch), and the generator may be narrower",
+        "generator",
+        choices=_electra_options.SECOND_STAGES,
+        of=("electra",),
     )
     cache: str | Path = setting(
         "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
@@ -324,7 +403,18 @@ class PretrainArguments(Settings):
         self.dropout = chosen.dropout if self.dropout is None else self.dropout
         self.corpus = [str(path) for path in self.corpus]
         self._choose_objective(FAMILIES[family])
+        self._check_families(family)
+        self._check_shape()
         self._check_electra(family)
+        self.check(
+            "static_masks",
+            self.static_masks is None or self.objective == "mlm",
+            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
+            "Leave one of the two options out.",
+            f"{self.static_masks} with objective {self.objective}",
+        )
+        if self.noise is not None:
+            self.noise = sorted(set(self.noise))
         samples = self.steps * self.batch_size * self.gradient_accumulation
         self.check(
             "batch_size",
@@ -366,8 +456,23 @@ class PretrainArguments(Settings):
 
     @property
     def preset(self) -> Preset:
-        """The architecture's."""
-        return preset(self.arch)
+        """The architecture's, with the sizes that the settings change."""
+        named = preset(self.arch)
+        changes: dict[str, Any] = {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "embedding": self.embedding_size,
+            "generator": self.generator_size,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if self.parameter_sharing != "all":
+            changes["sharing"] = self.parameter_sharing
+        if changes and named.source:
+            changes["source"] = f"{named.source}, with other {', '.join(changes)}"
+        if self.objective == "mlm":  # ELECTRA-Large masks more for its generator
+            changes["mlm_probability"] = 0.15
+        return replace(named, **changes)
 
     @property
     def first_stage(self) -> int:
@@ -397,20 +502,95 @@ class PretrainArguments(Settings):
         if masked and self.unit is None:
             self.unit = family.unit
 
-    def _check_electra(self, family: str) -> None:
+    def _check_families(self, family: str) -> None:
+        """Check that each setting is for this architecture, and its objective."""
         for each in fields(self):
-            if each.name.startswith("electra_") or each.name == "two_stage":
-                self.check(
-                    each.name,
-                    family == "electra" or getattr(self, each.name) == each.default,
-                    "an ELECTRA",
-                    "Leave the option out, or choose an electra architecture.",
-                    f"{getattr(self, each.name)} with {self.arch}",
-                )
-        if family == "electra" and self.electra_sharing is None:
+            of, value = each.metadata["of"], getattr(self, each.name)
+            given = value != each.default
+            self.check(
+                each.name,
+                not of or family in of or not given,
+                " or ".join(f"an architecture of the family {name}" for name in of),
+                "Leave the option out, or choose another --arch.",
+                f"{value} with {self.arch}",
+            )
+            self.check(
+                each.name,
+                of != ("electra",) or self.objective == "rtd" or not given,
+                "the objective rtd, as another one has no generator",
+                "Leave one of the two options out.",
+                f"{value} with objective {self.objective}",
+            )
+
+    def _check_shape(self) -> None:
+        chosen = self.preset
+        self.check(
+            "heads",
+            chosen.hidden % chosen.heads == 0,
+            f"a divisor of {chosen.hidden}, the width (hidden)",
+            "Change --heads or --hidden.",
+            chosen.heads,
+        )
+
+    def _check_electra(self, family: str) -> None:
+        if family == "electra" and self.objective == "rtd" and self.electra_sharing is None:
             self.electra_sharing = "none" if self.two_stage else "embeddings"
+        joint = family == "electra" and self.objective == "rtd"
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_generator == "model",
+            "electra_generator model, which can be trained",
+            "Leave one of the two options out.",
+            f"True with electra_generator {self.electra_generator}",
+        )
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_objective.startswith("rtd"),
+            "electra_objective rtd or rtd_masked, whose loss is the reward",
+            "Leave one of the two options out.",
+            f"True with electra_objective {self.electra_objective}",
+        )
+        self.check(
+            "generator_size",
+            self.generator_size is None or self.electra_generator == "model",
+            "electra_generator model, which has a size",
+            "Leave one of the two options out.",
+            f"{self.generator_size} with electra_generator {self.electra_generator}",
+        )
+        whole = self.electra_sharing == "all" or (
+            self.two_stage and self.second_stage_from == "generator"
+        )
+        why = "electra_sharing all" if self.electra_sharing == "all" else "two_stage"
+        self.check(
+            "generator_size",
+            not joint or not whole or self.generator_size in (None, 1.0),
+            f"1, as with {why} the discriminator has the generator's weights",
+            "Leave one of the two options out, or add --second-stage-from scratch.",
+            f"{self.generator_size} with {why}",
+        )
+        self.check(
+            "second_stage_from",
+            self.two_stage or self.second_stage_from == "generator",
+            "two_stage beside it",
+            "Add --two-stage, or leave the option out.",
+            f"{self.second_stage_from} without two_stage",
+        )
         if not self.two_stage:
             return
+        self.check(
+            "two_stage",
+            not self.adversarial,
+            "no adversarial beside it, as no discriminator rewards the first stage",
+            "Leave one of the two options out.",
+            "True with adversarial",
+        )
+        self.check(
+            "rtd_weight",
+            self.rtd_weight is None,
+            "no two_stage, where each loss stands alone",
+            "Leave one of the two options out.",
+            f"{self.rtd_weight} with two_stage",
+        )
         self.check(
             "optimizer",
             self.optimizer != "adafactor",
@@ -439,6 +619,9 @@ class PretrainArguments(Settings):
             "generator_type": self.electra_generator,
             "stage": 1 if self.two_stage else None,
             "sampling_seed": self.seed,
+            "discriminator_weight": self.rtd_weight,
+            "adversarial": self.adversarial,
+            "second_stage_from": self.second_stage_from,
         }
 
 

@@ -29,7 +29,7 @@ from fastplm.data import (
 )
 from fastplm.data.blocks import check_enough_tokens
 from fastplm.train.flops import flops_a_token
-from fastplm.train.presets import FAMILIES
+from fastplm.train.presets import FAMILIES, NOISES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -230,7 +230,7 @@ class Spans(Objective):
 
 
 class Denoising(Objective):
-    """BART: sentences permuted and spans infilled, and the decoder says the original.
+    """BART: sentences permuted and spans infilled, or other noise; the decoder says the original.
 
     The beginning and the end of a text are put around it after the noise.
     """
@@ -239,6 +239,15 @@ class Denoising(Objective):
     collator_class = DataCollatorForDenoising
     special = 2
     needs = ("pad", "mask", "bos", "eos")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        chosen = self.args.noise
+        if chosen is None:
+            return {}
+        return {
+            setting: share if name in chosen else 0.0 for name, (setting, share) in NOISES.items()
+        }
 
     @property
     def target_length(self) -> int:

@@ -40,6 +40,7 @@ class Preset:
         source: of shape and rate; empty for those of fastplm's own.
         optimizer: that of the published run.
         embedding: width of the embeddings, ``hidden`` by default.
+        sharing: what the layers of an ALBERT share, see ``fastplm.models.albert``.
         generator: ELECTRA's generator has this share of the discriminator's width and heads.
         mlm_probability: share of the tokens that is masked.
         dropout, attention_dropout: of hidden states and embeddings; of attention weights.
@@ -55,6 +56,7 @@ class Preset:
     source: str = ""
     optimizer: str = "adamw"
     embedding: int | None = None
+    sharing: str = "all"
     generator: float = 1.0
     mlm_probability: float = 0.15
     dropout: float = 0.1
@@ -81,23 +83,50 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "bert": Family("wordpiece", 30522, {"mlm+nsp": "BertForPreTraining", "mlm": "BertForMaskedLM"}),
+    "bert": Family(
+        "wordpiece",
+        30522,
+        {
+            "mlm+nsp": "BertForPreTraining",
+            "mlm+sop": "BertForPreTraining",
+            "mlm": "BertForMaskedLM",
+        },
+    ),
     "roberta": Family("bytelevel", 50265, {"mlm": "RobertaForMaskedLM"}),
     "albert": Family(
         "wordpiece",
         30000,
-        {"mlm+sop": "AlbertForPreTraining", "mlm": "AlbertForMaskedLM"},
+        {
+            "mlm+sop": "AlbertForPreTraining",
+            "mlm+nsp": "AlbertForPreTraining",
+            "mlm": "AlbertForMaskedLM",
+        },
         unit="ngram",
     ),
-    "electra": Family("wordpiece", 30522, {"rtd": "ElectraForJointPreTraining"}),
+    "electra": Family(
+        "wordpiece",
+        30522,
+        {"rtd": "ElectraForJointPreTraining", "mlm": "ElectraForMaskedLM"},
+    ),
+    "gpt": Family("bytelevel", 40478, {"clm": "OpenAIGPTLMHeadModel"}),
     "gpt2": Family("bytelevel", 50257, {"clm": "GPT2LMHeadModel"}),
     "t5": Family("unigram", 32128, {"spans": "T5ForConditionalGeneration"}),
     "bart": Family("bytelevel", 50265, {"denoise": "BartForConditionalGeneration"}),
 }
 #: All objectives, and those that choose tokens to mask.
 OBJECTIVES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.classes))
-MASKED = ("mlm", "mlm+nsp", "mlm+sop", "rtd")
+MASKED = ("mlm+nsp", "mlm+sop", "mlm", "rtd")
 OPTIMIZERS = ("adamw", "lamb", "adafactor")
+#: BART's transformations, each with its setting of ``DataCollatorForDenoising``. The shares of
+#: infilling and permutation are those of the published models. Lewis et al. 2020, §2.2, mask "as
+#: BERT" and give no share of deletion, which here is the same.
+NOISES: Mapping[str, tuple[str, float]] = {
+    "token_masking": ("mask_probability", 0.15),
+    "token_deletion": ("delete_probability", 0.15),
+    "text_infilling": ("infill_probability", 0.3),
+    "sentence_permutation": ("permute_sentences", 1.0),
+    "document_rotation": ("rotate_probability", 1.0),
+}
 
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
 _NARROW = 0.06
@@ -144,6 +173,8 @@ PRESETS = {
     "albert-tiny": Preset("albert", 2, 128, 2, 1e-3, embedding=64, initializer_range=_NARROW),
     "albert-mini": Preset("albert", 4, 256, 4, 5e-4, embedding=128),
     **_published("Lan et al. 2020", "albert", _BASE | _LARGE, 1.76e-3, 4096, **_LAMB),
+    "gpt-tiny": Preset("gpt", 2, 128, 2, 1e-3, initializer_range=_NARROW),
+    **_published("Radford et al. 2018", "gpt", {"": (12, 768, 12)}, 2.5e-4, 64),
     "gpt2-tiny": Preset("gpt2", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     "gpt2-mini": Preset("gpt2", 4, 256, 4, 6e-4),
     **_published(_RADFORD, "gpt2", {"small": (12, 768, 12)}, 6e-4, 512),
@@ -213,6 +244,7 @@ def configuration(
     dropout: float | None = None,
     attention_dropout: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    objective: str | None = None,
     joint: Mapping[str, Any] | None = None,
 ) -> PreTrainedConfig:
     """The configuration of a model to pre-train.
@@ -225,6 +257,7 @@ def configuration(
             own; that of the preset by default.
         attention_dropout: of attention weights; that of the preset by default.
         tokenizer: gives the ids of padding, beginning and end; without it the family's usual ones.
+        objective: with "mlm" an ELECTRA is one encoder, the discriminator's.
         joint: of ELECTRA, fields of ``ElectraJointConfig``.
 
     Returns:
@@ -261,15 +294,19 @@ def configuration(
         return transformers.AlbertConfig(
             **encoder,
             embedding_size=chosen.embedding or width,
+            parameter_sharing=chosen.sharing,
+            num_hidden_groups=1 if chosen.sharing == "all" else depth,
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
-    if chosen.family == "gpt2":
-        return transformers.GPT2Config(
+    if chosen.family in ("gpt", "gpt2"):
+        first = chosen.family == "gpt"
+        kind = transformers.OpenAIGPTConfig if first else transformers.GPT2Config
+        return kind(
             **common,
             n_layer=depth,
             n_embd=width,
             n_head=heads,
-            n_positions=max(1024, block_size),
+            n_positions=max(512 if first else 1024, block_size),
             initializer_range=chosen.initializer_range,
             resid_pdrop=dropout,
             embd_pdrop=dropout,
@@ -307,19 +344,20 @@ def configuration(
             dropout=dropout,
             attention_dropout=attention_dropout,
         )
-    return _electra(chosen, encoder, joint or {})
+    electra = transformers.ElectraConfig(**encoder, embedding_size=chosen.embedding or width)
+    return electra if objective == "mlm" else _joint(chosen, electra, joint or {})
 
 
-def _electra(
-    chosen: Preset, encoder: Mapping[str, Any], joint: Mapping[str, Any]
+def _joint(
+    chosen: Preset, discriminator: PreTrainedConfig, joint: Mapping[str, Any]
 ) -> PreTrainedConfig:
-    from transformers import ElectraConfig
-
     from fastplm.models.electra_joint import ElectraJointConfig
 
-    equal = joint.get("embedding_sharing") == "all" or joint.get("stage") is not None
+    handed_over = joint.get("second_stage_from", "generator") == "generator"
+    equal = joint.get("embedding_sharing") == "all"
+    equal |= joint.get("stage") is not None and handed_over
     return ElectraJointConfig.from_discriminator(
-        ElectraConfig(**encoder, embedding_size=chosen.embedding or chosen.hidden),
+        discriminator,
         generator_size=1.0 if equal else chosen.generator,
         **joint,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastplm import _extension
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.train._run import begin, describe, hardware_has_bf16, started
 from fastplm.train._run_folder import (
@@ -175,6 +176,7 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> P
         dropout=args.dropout,
         attention_dropout=args.attention_dropout,
         tokenizer=tokenizer,
+        objective=args.objective,
         joint=args.joint_settings() if family == "electra" else None,
     )
     return build_model(family, str(args.objective), config)
@@ -191,9 +193,14 @@ def _printed_if_slow(line: str) -> Iterator[None]:
         timer.cancel()
 
 
-def corrupts_on_device() -> bool:
-    """Whether samples are corrupted where the model is, and not by the workers that read them."""
-    return torch.cuda.is_available()
+def corrupts_on_device(operator: str | None) -> bool:
+    """Whether samples are corrupted where the model is, and not by the workers that read them.
+
+    On a GPU without the CUDA code of the operator the reference would run, token by token: the
+    CPU's C++ gives the same samples sooner.
+    """
+    able = operator is None or _extension.lacks(operator, "CUDA") is None
+    return torch.cuda.is_available() and able
 
 
 def _make_trainer(
@@ -215,7 +222,7 @@ def _make_trainer(
         model.set_token_counts(count_tokens(data.store, data.tokenizer))
     collator = make_collator(args, data.tokenizer)
     settings: dict[str, Any] = {"data_collator": collator}
-    if corrupts_on_device():
+    if corrupts_on_device(collator.op):
         settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
     kind: type[PretrainingTrainer] = PretrainingTrainer
     if args.two_stage:
@@ -347,7 +354,7 @@ def _finish(
 
     model = trainer.model
     models = {"model": model}
-    if args.preset.family == "electra":
+    if args.objective == "rtd":
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
@@ -373,7 +380,7 @@ def _finish(
         # Of the first process since it was started, by --resume perhaps; workers keep their count
         # to themselves, but for a warning.
         "dropped_tokens": None
-        if args.workers > 0 and not corrupts_on_device()
+        if args.workers > 0 and not corrupts_on_device(collator.op)
         else collator.dropped,
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),

@@ -116,7 +116,7 @@ def make_dataset(
     length = length or len(source)
     if at_most is not None:
         length = min(length, at_most)
-    stream = PretrainingStream(source, seed=args.seed, length=length)
+    stream = PretrainingStream(source, seed=args.seed, length=length, copies=args.static_masks)
     return objective.samples(stream)
 
 

@@ -31,6 +31,7 @@ from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
     outputs_with_loss,
+    pair_logits,
     shifts_labels,
     summed,
     tokens_and_sequences,
@@ -402,10 +403,11 @@ class PretrainingTrainer(RunTrainer):
             for name, value in outputs.items()
             if name.endswith("_loss") and value is not None
         }
-        for label, (name, answer) in PAIR_LABELS.items():
-            if self._makes_loss or label not in inputs or answer not in outputs:
+        answers = pair_logits(outputs)
+        for label, name in PAIR_LABELS.items():
+            if self._makes_loss or label not in inputs or answers is None:
                 continue
-            total = summed(outputs[answer].detach(), inputs[label])
+            total = summed(answers.detach(), inputs[label])
             parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]
             # The Trainer scales the loss up because gradients are averaged over processes.
             share = loss / self.accelerator.num_processes

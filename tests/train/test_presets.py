@@ -1,4 +1,11 @@
+"""The presets against their papers, and the table of them in docs/pretraining.md.
+
+``python tests/train/test_presets.py`` prints the table.
+"""
+
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +17,9 @@ from fastplm.train.arguments import PretrainArguments
 from fastplm.train.objectives import FAMILIES, build_model
 from fastplm.train.presets import PRESETS, configuration
 
+DOC = Path(__file__).parents[2] / "docs" / "pretraining.md"
+BEGIN, END = "<!-- presets: begin -->\n", "<!-- presets: end -->\n"
+
 
 def parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
@@ -17,14 +27,14 @@ def parameters(module: torch.nn.Module) -> int:
 
 # The discriminators of google/electra-{small,base,large}-discriminator; the generators of table 6
 # of the paper: a quarter, a third and a quarter of the width.
-@pytest.mark.parametrize(
-    ("arch", "expected", "generator"),
-    [
-        ("electra-small", 13_483_008, (12, 64, 1, 256)),
-        ("electra-base", 108_891_648, (12, 256, 4, 1024)),
-        ("electra-large", 334_092_288, (24, 256, 4, 1024)),
-    ],
-)
+ELECTRAS = [
+    ("electra-small", 13_483_008, (12, 64, 1, 256)),
+    ("electra-base", 108_891_648, (12, 256, 4, 1024)),
+    ("electra-large", 334_092_288, (24, 256, 4, 1024)),
+]
+
+
+@pytest.mark.parametrize(("arch", "expected", "generator"), ELECTRAS)
 def test_electra_sizes(arch, expected, generator):
     with torch.device("meta"):
         model = ElectraForJointPreTraining(configuration(arch, vocab_size=30522))
@@ -53,6 +63,7 @@ SIZES = [
     ("roberta-large", 355_359_744, transformers.RobertaConfig, (24, 1024, 16)),
     ("albert-base", 11_683_584, transformers.AlbertConfig, (12, 768, 12)),
     ("albert-large", 17_683_968, transformers.AlbertConfig, (24, 1024, 16)),
+    ("gpt", 116_534_784, transformers.OpenAIGPTConfig, ()),
     ("gpt2-small", 124_439_808, transformers.GPT2Config, ()),
     ("gpt2-medium", 354_823_168, transformers.GPT2Config, None),
     ("t5-small", 60_506_624, transformers.T5Config, ()),
@@ -82,8 +93,7 @@ def test_sizes(arch, expected, parent, sizes):
 
 def test_every_published_size_is_counted():
     published = {name for name, chosen in PRESETS.items() if chosen.source}
-    electra = {"electra-small", "electra-base", "electra-large"}
-    assert {arch for arch, *_ in SIZES} | electra == published
+    assert {arch for arch, *_ in SIZES + ELECTRAS} == published
 
 
 # The table of each paper: rate, samples of a step, optimizer.
@@ -97,6 +107,7 @@ def test_every_published_size_is_counted():
         ("electra-base", 2e-4, 256, "adamw"),
         ("electra-large", 2e-4, 2048, "adamw"),
         ("albert-base", 1.76e-3, 4096, "lamb"),
+        ("gpt", 2.5e-4, 64, "adamw"),
         ("gpt2-small", 6e-4, 512, "adamw"),
         ("t5-base", 1e-2, 128, "adafactor"),
         ("bart-large", 4e-4, 8000, "adamw"),
@@ -121,7 +132,7 @@ def test_what_is_fastplms_own_says_so():
         f"{family}-{size}"
         for family in FAMILIES
         for size in ("tiny", "mini")
-        if family != "bert" and f"{family}-{size}" != "electra-mini"
+        if family != "bert" and f"{family}-{size}" not in ("electra-mini", "gpt-mini")
     }
     for name in own:
         args = PretrainArguments(name, ["-"], 9, "out")
@@ -152,9 +163,9 @@ def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():
 
 def test_every_preset_builds():
     for arch, preset in PRESETS.items():
-        config = configuration(arch, vocab_size=30522, block_size=2048)
         assert preset.hidden % preset.heads == 0
         for objective in FAMILIES[preset.family].classes:
+            config = configuration(arch, vocab_size=30522, block_size=2048, objective=objective)
             with torch.device("meta"):
                 assert parameters(build_model(preset.family, objective, config)) > 0
 
@@ -162,3 +173,41 @@ def test_every_preset_builds():
 def test_unknown_architecture():
     with pytest.raises(ArgumentValueError, match="bert-base"):
         configuration("bert-huge", vocab_size=99)
+
+
+def test_a_published_shape_that_was_changed_says_so():
+    args = PretrainArguments("albert-base", ["-"], 9, "out", layers=6, parameter_sharing="none")
+    assert args.preset.source == "Lan et al. 2020, with other layers, sharing"
+    config = configuration(args.preset, vocab_size=99)
+    assert (config.num_hidden_layers, config.num_hidden_groups) == (6, 6)
+    large = PretrainArguments("electra-large", ["-"], 9, "out", objective="mlm")
+    assert large.preset.mlm_probability == 0.15 and large.preset.source == "Clark et al. 2020"
+
+
+def table() -> str:
+    counts = {arch: count for arch, count, *_ in SIZES + ELECTRAS}
+    lines = [
+        "| preset | layers, width, heads | parameters | vocabulary | peak rate, samples a step | "
+        "optimizer | source |",
+        "|---|---|---:|---:|---|---|---|",
+    ]
+    for name, chosen in PRESETS.items():
+        if chosen.source:
+            shape = f"{chosen.layers}, {chosen.hidden}, {chosen.heads}"
+            vocabulary = FAMILIES[chosen.family].vocab_size
+            peak = f"{chosen.learning_rate:g}, {chosen.batch_size:,}"
+            lines.append(
+                f"| `{name}` | {shape} | {counts[name]:,} | {vocabulary:,} | {peak} | "
+                f"{chosen.optimizer} | {chosen.source} |"
+            )
+    own = ", ".join(f"`{name}`" for name, chosen in PRESETS.items() if not chosen.source)
+    return "\n".join(lines) + f"\n\nfastplm's own, for a batch of 32: {own}.\n"
+
+
+def test_the_table_in_the_docs_holds_the_presets():
+    text = DOC.read_text(encoding="utf-8")
+    assert text.split(BEGIN)[1].split(END)[0] == table()
+
+
+if __name__ == "__main__":
+    print(table(), end="")

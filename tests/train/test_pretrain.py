@@ -104,6 +104,11 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
             "ElectraForMaskedLM",
         ),
         ({"electra_generator": "unigram"}, ["rtd_loss"], "ElectraForPreTraining"),
+        (
+            {"adversarial": True, "generator_size": 0.5, "rtd_weight": 20.0},
+            ["baseline_loss", "generator_loss", "mlm_loss", "rtd_loss"],
+            "ElectraForPreTraining",
+        ),
     ],
     ids=str,
 )
@@ -114,11 +119,17 @@ def test_electra_options(run, tmp_path, options, parts, kind):
     assert {name: recorded[name] for name in options} == options
     for entry in metrics["history"]:
         assert sorted(name for name in entry if name.endswith("_loss")) == parts
+    adversarial = "adversarial" in options
+    if adversarial:  # its generator does not learn the tokens
+        config = json.loads((out / "checkpoint-6" / "config.json").read_text())
+        assert config["discriminator_weight"] == 20.0 and config["adversarial"]
+        assert config["generator"]["hidden_size"] == config["discriminator"]["hidden_size"] / 2
+        parts = ["rtd_loss"]
     for name in ("loss", *parts):
         assert metrics["history"][-1][name] < metrics["history"][0][name]
         assert name == "loss" or 0 < metrics["held_out"][name] < 2 * metrics["history"][0][name]
     assert ("words" in metrics["held_out"]) == ("rtd_loss" in parts)
-    assert (out / "generator").is_dir() == ("mlm_loss" in parts)
+    assert (out / "generator").is_dir() == ("mlm_loss" in parts or adversarial)
     config = json.loads((out / "discriminator" / "config.json").read_text())
     assert config["architectures"] == [kind]
     assert getattr(transformers, kind).from_pretrained(out / "discriminator")
@@ -347,6 +358,12 @@ def test_a_tokenizer_without_what_an_objective_needs(arguments, refused, bert, t
 # --- what a run would cost ------------------------------------------------------------------------
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Three steps are timed, however short they are."""
+    monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
+
+
 def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
     out, cache = tmp_path / "out", tmp_path / "cache"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -372,7 +389,7 @@ def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
         assert name in rows
 
 
-def test_a_dry_run_counts_bytes(arguments, tmp_path):
+def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
     settings.pop("command")
     figures = module.pretrain(module.PretrainArguments(**settings))
@@ -384,7 +401,7 @@ def test_a_dry_run_counts_bytes(arguments, tmp_path):
     assert figures["seconds"] == 6 * figures["seconds_per_step"]
 
 
-def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch):
+def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_steps):
     from fastplm.train import dry_run
 
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
@@ -401,3 +418,83 @@ def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch):
 def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
     for option in ("resume", "overwrite"):
         refused(arguments(tmp_path / "out", dry_run=True, **{option: True}), "dry_run", option)
+
+
+# --- options that do not fit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"parameter_sharing": "none"}, ["parameter_sharing", "albert", "bert-tiny"]),
+        ({"embedding_size": 64}, ["embedding_size", "electra", "bert-tiny"]),
+        ({"noise": "token_masking"}, ["noise", "bart", "bert-tiny"]),
+        ({"adversarial": True}, ["adversarial", "electra", "bert-tiny"]),
+        ({"rtd_weight": 3}, ["rtd_weight", "electra", "bert-tiny"]),
+        ({"static_masks": 10}, ["static_masks", "objective mlm+nsp"]),
+        ({"heads": 3}, ["heads", "hidden", "128"]),
+        ({"hidden": 100, "heads": 8}, ["heads", "hidden", "100"]),
+        (
+            {"arch": "electra-tiny", "objective": "mlm", "rtd_weight": 3},
+            ["rtd_weight", "objective mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "objective": "mlm", "two_stage": True},
+            ["two_stage", "objective mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "electra_generator": "unigram"},
+            ["adversarial", "electra_generator unigram"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "electra_objective": "replace_mlm"},
+            ["adversarial", "electra_objective replace_mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "two_stage": True},
+            ["adversarial", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "electra_generator": "unigram"},
+            ["generator_size", "electra_generator unigram"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "electra_sharing": "all"},
+            ["generator_size", "electra_sharing all"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "two_stage": True},
+            ["generator_size", "two_stage", "second-stage-from"],
+        ),
+        (
+            {"arch": "electra-tiny", "second_stage_from": "scratch"},
+            ["second_stage_from", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "rtd_weight": 3, "two_stage": True},
+            ["rtd_weight", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "optimizer": "adafactor", "two_stage": True},
+            ["optimizer", "adafactor", "two-stage"],
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(arguments, tmp_path, refused, options, names):
+    refused(arguments(tmp_path / "out", **options), *names)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_stage_from_scratch_may_have_a_narrow_generator(run, tmp_path):
+    out = tmp_path / "out"
+    options = {"two_stage": True, "second_stage_from": "scratch", "generator_size": 0.5}
+    metrics = run(out, arch="electra-tiny", steps=4, **options)
+    assert metrics["history"][-1].keys() & {"mlm_loss", "rtd_loss"} == {"mlm_loss", "rtd_loss"}
+    sizes = [
+        json.loads((out / part / "config.json").read_text())["hidden_size"]
+        for part in ("generator", "discriminator")
+    ]
+    assert sizes == [64, 128]
+    # The first stage has a generator alone, the second its forward and a discriminator.
+    assert metrics["flops"] > 0
