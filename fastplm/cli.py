@@ -190,8 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     pretrain = command(
         _pretrain,
         "pre-train a language model on text files",
-        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT-2, T5 or BART. With several "
-        "processes the batch is so many times as large: "
+        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART. With "
+        "several processes the batch is so many times as large: "
         "torchrun --nproc-per-node N -m fastplm pretrain …",
         **shown,
     )

@@ -617,8 +617,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             # Of all rows those of the slots, which in packed rows lie elsewhere.
             rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
         prediction = self.discriminator.discriminator_predictions.dense_prediction
-        scores = prediction(self.discriminator.features(rows)).squeeze(-1).float()
-        replaced = (batch.sampled != batch.targets).float()
+        scores = _in_fp32(prediction(self.discriminator.features(rows)).squeeze(-1))
+        replaced = (batch.sampled != batch.targets).to(scores.dtype)
         return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
 
     def _reinforce(
@@ -639,7 +639,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             reduction="none",
             expected_targets=rows.shape[0],
         )
-        logits = self.baseline_head(hidden.detach()).squeeze(-1).float()
+        logits = _in_fp32(self.baseline_head(hidden.detach()).squeeze(-1))
         advantages = rewards - F.softplus(-logits.detach())
         matched = F.binary_cross_entropy_with_logits(logits, (-rewards).exp(), reduction="none")
 
@@ -739,6 +739,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         losses = torch.where(kept, either, predicted).neg().masked_fill(~batch.seen, 0.0)
         loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
         return loss, {"discriminator_mlm_loss": loss.detach()}
+
+
+def _in_fp32(values: Tensor) -> Tensor:
+    """At least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _per_token(

@@ -87,6 +87,7 @@ def vocabulary(args: PretrainArguments, data: RunData) -> str:
     size = len(data.tokenizer)
     trained = args.tokenizer is None
     few = f" instead of {args.vocab_size:,}, as this text gives no more"
+    assert args.vocab_size is not None
     missing = few if trained and size < args.vocab_size else ""
     return f"{size:,} tokens{missing}{_from_cache('vocabulary', args, data)}"
 

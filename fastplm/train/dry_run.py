@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastplm.data._folder import first_process
 from fastplm.testing import peak_bytes
 from fastplm.train._run import using_threads
 from fastplm.train.arguments import PretrainArguments
@@ -31,7 +32,8 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
     Returns:
         The figures: ``parameters``, ``flops_per_token``, ``flops`` of the whole run, ``tokens`` of
         it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts, ``seconds_per_step``,
-        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text.
+        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
+        torchrun the first process has them.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
@@ -58,17 +60,21 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         steps=max(args.steps, _STEPS),
         save_every=1 << 40,
     )
-    rehearsal = pretrain.rehearse(rehearsed, text, patience=_PATIENCE)
-    trainer, data = rehearsal.trainer, rehearsal.data
+    # The stages of a training have equal shares of its steps, and a time each.
+    rehearsals = [
+        pretrain.rehearse(rehearsed, text, patience=_PATIENCE, second_stage=second)
+        for second in ((False, True) if args.two_stage else (False,))
+    ]
+    trainer, data = rehearsals[-1].trainer, rehearsals[-1].data
+    a_step_takes = sum(each.seconds for each in rehearsals) / len(rehearsals)
     objective = objective_of(args)(args, data.tokenizer)
     flops = objective.flops_a_token(trainer.model.config)
     a_step = args.samples_a_step * (args.block_size + objective.target_length)
     tokens = args.steps * a_step
-    seconds = rehearsal.seconds * args.steps
+    seconds = a_step_takes * args.steps
     scale = letters / sum(map(len, text))
     corpus_tokens = round(scale * len(data.all))
-    memory = _memory(trainer)
-    memory["memory_bytes"] = sum(memory.values())
+    memory = max((_memory(each.trainer) for each in rehearsals), key=lambda m: m["memory_bytes"])
     figures = {
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "vocab_size": len(data.tokenizer),
@@ -78,10 +84,11 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         "tokens": tokens,
         "corpus_tokens": corpus_tokens,
         **memory,
-        "seconds_per_step": rehearsal.seconds,
-        "tokens_per_second": a_step / rehearsal.seconds,
+        "seconds_per_step": a_step_takes,
+        "tokens_per_second": a_step / a_step_takes,
         "seconds": seconds,
     }
+    timed = " and of ".join(str(each.timed) for each in rehearsals)
     epochs = args.steps * args.samples_a_step * args.block_size / max(corpus_tokens, 1)
     about = "about " if scale > 1 else ""
     figures["rows"] = {
@@ -96,13 +103,13 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         "memory": _gigabytes(memory),
         "precision": announce._precision(args, trainer.args),
         "device": announce._device(trainer.args),
-        "speed": f"{rehearsal.seconds:.3g} s a step (median of {rehearsal.timed}), "
+        "speed": f"{a_step_takes:.3g} s a step (median of {timed}), "
         f"{figures['tokens_per_second']:,.0f} tokens/s, "
         f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",
         "time": f"{seconds / 3600:,.3g} hours at this speed, without checkpoints",
         "written": "nothing",
     }
-    return figures
+    return figures if first_process() else {}
 
 
 def _beginning(documents: Iterable[str]) -> tuple[list[str], int]:
@@ -132,7 +139,8 @@ def _memory(trainer: Any) -> dict[str, int]:
     device = trainer.args.device
     trainer._in_window.clear()  # tensors that the step would release, and nobody counted
     step = peak_bytes(lambda: trainer.training_step(trainer.model, batch, labels), device)
-    return {"weights_bytes": weights, "optimizer_bytes": state, "micro_batch_bytes": step}
+    parts = {"weights_bytes": weights, "optimizer_bytes": state, "micro_batch_bytes": step}
+    return parts | {"memory_bytes": sum(parts.values())}
 
 
 def _gigabytes(memory: dict[str, int]) -> str:

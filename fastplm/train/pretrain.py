@@ -145,6 +145,8 @@ def rehearse(
     args: PretrainArguments,
     documents: Iterable[str] | None = None,
     patience: float = math.inf,
+    *,
+    second_stage: bool = False,
 ) -> Rehearsal:
     """Take some steps of such a run.
 
@@ -154,6 +156,7 @@ def rehearse(
         args: of the run.
         documents: its text, in the place of ``args.corpus``.
         patience: see ``Stopwatch``.
+        second_stage: of a two-stage training take the steps of the second one.
     """
     from fastplm.train.trainer import Progress, Stopwatch
 
@@ -162,6 +165,8 @@ def rehearse(
     stopwatch = Stopwatch(patience)
     trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
     trainer.remove_callback(Progress)
+    if second_stage:
+        trainer.model.start_second_stage()
     trainer.train()
     return Rehearsal(trainer, data, stopwatch.median, stopwatch.timed)
 

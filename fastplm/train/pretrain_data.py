@@ -161,4 +161,5 @@ def _tokenizer(
     if given is not None:
         return load_tokenizer(given, needs)
     kind = FAMILIES[args.preset.family].tokenizer
+    assert args.vocab_size is not None
     return train_tokenizer(documents, args.vocab_size, args.cache, kind)

@@ -299,6 +299,8 @@ class PretrainingTrainer(RunTrainer):
             it then runs on the device of the model.
     """
 
+    lr_scheduler: LRScheduler | None
+
     def __init__(
         self, *args: Any, corrupt: Callable[[dict], dict] | None = None, **kwargs: Any
     ) -> None:

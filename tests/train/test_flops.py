@@ -31,6 +31,14 @@ def test_by_hand():
     assert 16 * flops_a_token(shared, 16, masked=0.25) == flops
 
 
+def test_a_gpt_by_hand():
+    """Each row attends to itself and those before it, and the last one predicts nothing."""
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 3, "n_head": 2}
+    flops = 6 * (9 * 3 * (4 * 8 * 8 + 8 * 64) + 3 * 2 * 8 * (21 + 6) + 7 * 8 * 11)
+    for config in (transformers.GPT2Config(**sizes), transformers.OpenAIGPTConfig(**sizes)):
+        assert training_flops(config, [6, 3]) == flops
+
+
 @pytest.mark.parametrize("objective", ["rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm"])
 def test_electra_objectives(objective):
     sizes = {**SIZES, "embedding_size": 4}

@@ -415,6 +415,26 @@ def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_ste
     assert abs(part["corpus_tokens"] - whole["corpus_tokens"]) < 0.05 * whole["corpus_tokens"]
 
 
+def test_a_dry_run_times_both_stages(arguments, tmp_path, monkeypatch, few_steps):
+    options = {"arch": "electra-tiny", "two_stage": True, "dry_run": True, "steps": 10}
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", **options)))
+    settings.pop("command")
+    seconds, rehearse, stages = [], module.rehearse, []
+
+    def recorded(*args, **kwargs):
+        found = rehearse(*args, **kwargs)
+        seconds.append(found.seconds)
+        stages.append(found.trainer.model.config.stage)
+        return found
+
+    monkeypatch.setattr(module, "rehearse", recorded)
+    figures = module.pretrain(module.PretrainArguments(**settings))
+    assert stages == [1, 2]
+    assert figures["seconds"] == pytest.approx(10 * sum(seconds) / 2)
+    # Moments of one of two equal encoders, with its head.
+    assert figures["optimizer_bytes"] < 1.5 * figures["weights_bytes"]
+
+
 def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
     for option in ("resume", "overwrite"):
         refused(arguments(tmp_path / "out", dry_run=True, **{option: True}), "dry_run", option)
