@@ -77,7 +77,7 @@ def _pretrain(**settings: Any) -> int:
 
     with _running():
         args = PretrainArguments(**settings)
-        metrics = pretrain(args)
+        metrics = dry_run.dry_run(args) if args.dry_run else pretrain(args)
     summary = dry_run.summary if args.dry_run else report.summary
     if metrics:
         print(summary(metrics))

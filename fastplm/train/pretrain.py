@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,16 +65,12 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
 
     Under torchrun every process calls it and the first one writes. Returns the content of
-    ``metrics.json``; with ``dry_run``, after which nothing is written, the figures of
-    ``fastplm.train.dry_run``.
+    ``metrics.json``.
 
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
-    if args.dry_run:
-        from fastplm.train.dry_run import dry_run
-
-        return dry_run(args)
+    args.check("dry_run", not args.dry_run, "False", "Call fastplm.train.dry_run.dry_run.")
     with started(args, own=[Path(args.cache)]) as before:
         return _pretrain(args, Path(args.out), before)
 
@@ -308,6 +304,8 @@ def _record(
         },
         tokenizer=hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
         held_out={"tokens": len(data.all) - len(data.store), "samples": samples},
+        # Version 2: the pair of a run of one sentence is a random one.
+        pairs=2 if args.objective == "mlm+nsp" else None,
         processes=training_arguments.world_size,
         precision="bf16" if training_arguments.bf16 else "fp32",
         threads=torch.get_num_threads(),
@@ -324,6 +322,8 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
         "Give the same text, or another --out.",
         _described(ours, changed),
     )
+    # A setting that a run of an older version did not have was its default.
+    before = {each.name: each.default for each in fields(args)} | before
     apart = {"corpus", "held_out", "steps", "threads", "starts"}
     check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
     samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]

@@ -15,6 +15,7 @@ from fastplm._checks import TooLittleTextError
 from fastplm.data import TokenStore, tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
+from fastplm.train._run_folder import RECORD, read_hashed, write_hashed
 from fastplm.train.evaluate import evaluate
 from fastplm.train.losses import PAIR_LABELS
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
@@ -410,6 +411,11 @@ def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve)
     out = tmp_path / "out"
     whole = short_run(out, arch, save_every=3, **options)
     shutil.rmtree(out / "checkpoint-6")
+    if arch == "bart-tiny":  # as an older version wrote it
+        run = read_hashed(out / RECORD)
+        for name in ("layers", "noise", "parameter_sharing", "second_stage_from", "adversarial"):
+            del run[name]
+        write_hashed(out / RECORD, run)
     assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)
     if options.get("optimizer") == "adafactor":
         rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]

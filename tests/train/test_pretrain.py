@@ -13,9 +13,11 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
+from fastplm._checks import ArgumentValueError
 from fastplm.cli import _parser, main
 from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
+from fastplm.train import dry_run
 from fastplm.train import pretrain as module
 from fastplm.train.trainer import last_checkpoint
 
@@ -392,7 +394,7 @@ def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
 def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
     settings.pop("command")
-    figures = module.pretrain(module.PretrainArguments(**settings))
+    figures = dry_run.dry_run(module.PretrainArguments(**settings))
     weights = 4 * figures["parameters"]
     assert figures["weights_bytes"] == weights
     # Two moments of each weight, and the steps of AdamW.
@@ -402,8 +404,6 @@ def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
 
 
 def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_steps):
-    from fastplm.train import dry_run
-
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
     settings.pop("command")
     args = module.PretrainArguments(**settings)
@@ -428,9 +428,11 @@ def test_a_dry_run_times_both_stages(arguments, tmp_path, monkeypatch, few_steps
         return found
 
     monkeypatch.setattr(module, "rehearse", recorded)
-    figures = module.pretrain(module.PretrainArguments(**settings))
+    figures = dry_run.dry_run(module.PretrainArguments(**settings))
     assert stages == [1, 2]
     assert figures["seconds"] == pytest.approx(10 * sum(seconds) / 2)
+    with pytest.raises(ArgumentValueError, match="dry_run"):
+        module.pretrain(module.PretrainArguments(**settings))
     # Moments of one of two equal encoders, with its head.
     assert figures["optimizer_bytes"] < 1.5 * figures["weights_bytes"]
 
