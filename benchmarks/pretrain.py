@@ -30,6 +30,7 @@ import harness
 from fastplm.models.electra_joint import ElectraForJointPreTraining
 from fastplm.nn import TokenMasker
 from fastplm.testing import peak_bytes
+from fastplm.train.flops import training_flops
 from fastplm.train.presets import configuration
 
 #: Steps before the graph is captured, and before times count.
@@ -137,23 +138,9 @@ class Model:
         return replay
 
     def flops(self) -> float:
-        """That a step needs: multiply-adds of every weight matrix and of attention, thrice over
-        (forward, and both gradients), of the tokens that each part is of."""
-        tokens, seqlen = self.ids.numel(), self.setting.seqlen
-        masked = round(0.15 * tokens)
-        config = self.model.config
-
-        def encoder(sizes) -> float:
-            width, embedded = sizes.hidden_size, sizes.embedding_size
-            layer = 4 * width**2 + 2 * width * sizes.intermediate_size + 2 * seqlen * width
-            projection = embedded * width if embedded != width else 0
-            return tokens * (sizes.num_hidden_layers * layer + projection)
-
-        small = config.generator
-        head = small.hidden_size * small.embedding_size + small.embedding_size * small.vocab_size
-        large = config.discriminator
-        detection = tokens * (large.hidden_size**2 + large.hidden_size)
-        return 6.0 * (encoder(small) + masked * head + encoder(large) + detection)
+        """That a step needs."""
+        batch, length = self.ids.shape
+        return float(training_flops(self.model.config, [length] * batch))
 
 
 def train(setting: Setting, device: torch.device, graph: bool = False) -> Training:

@@ -2,11 +2,7 @@
 
 All paths have the same weights and see the same batch: random tokens, with as much padding as the
 case says, at the right. On a GPU the published sizes, in bf16 by autocast with dropout 0.1; on a
-CPU a narrow model with the real vocabulary. What is counted is what a step needs: the tokens
-through the layers, the rows that the loss is of through the head, and each product again twice in
-backward (one for either operand's gradient):
-
-    FLOPs = 6 * (weights * rows that they multiply + 2 * width * pairs that attend, over all layers)
+CPU a narrow model with the real vocabulary. FLOPs are counted by ``fastplm.train.flops``.
 """
 
 from __future__ import annotations
@@ -32,11 +28,12 @@ from fastplm.testing import (
     ReversedReductions,
     check_error,
 )
+from fastplm.train.flops import MASKED, training_flops
+from fastplm.train.presets import FAMILIES as PUBLISHED
 from fastplm.train.presets import configuration
 from harness import SESSION, Case, Unavailable, default_device, peak_flops
 
 GPU = default_device().type == "cuda"
-MASKED = 0.15
 MASK_ID = 103
 IGNORED = -100
 
@@ -76,22 +73,12 @@ class Step:
         return Step(arch, 4, 16, padding=0.3, bf16=self.bf16, vocab=1999)
 
     def config(self) -> Config:
-        arch = "bert-base" if self.arch == "bert-large" else self.arch
         made = configuration(
-            arch,
-            vocab_size=self.vocab or self.family.vocab,
+            self.arch,
+            vocab_size=self.vocab or PUBLISHED[self.arch.split("-")[0]].vocab_size,
             dropout=self.dropout,
             attention_dropout=self.dropout,
         )
-        if self.arch == "bert-large":  # Devlin et al. 2018, §3
-            made.update(
-                dict(
-                    num_hidden_layers=24,
-                    hidden_size=1024,
-                    num_attention_heads=16,
-                    intermediate_size=4096,
-                )
-            )
         made.use_cache = False  # which nobody reads while training
         return made
 
@@ -105,6 +92,12 @@ class Step:
     def target_lengths(self) -> Tensor:
         """[B], of the decoder."""
         return (self.lengths() * self.family.target_share).long().clamp(min=2)
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward."""
+        targets = self.target_lengths().tolist() if self.family.target_share else ()
+        return training_flops(self.config(), self.lengths().tolist(), targets, masked=MASKED)
 
     @property
     def tokens(self) -> int:
@@ -168,77 +161,6 @@ def translated(step: Step, config: Config) -> Batch:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
-# --- arithmetic -----------------------------------------------------------------------------------
-# Multiplications of a forward, each with its addition.
-
-
-def _layers(count: int, width: int, inner: int, rows: int, pairs: int) -> int:
-    """Four projections and the two of the feed-forward for each row; for each pair that attends its
-    score, and its share of the output."""
-    return count * (rows * (4 * width**2 + 2 * width * inner) + 2 * width * pairs)
-
-
-def _encoder(step: Step, config: Config) -> int:
-    """Embeddings of another width are projected to that of the layers."""
-    lengths = step.lengths()
-    rows, width = int(lengths.sum()), config.hidden_size
-    embedded = getattr(config, "embedding_size", width)
-    layers = _layers(
-        config.num_hidden_layers,
-        width,
-        config.intermediate_size,
-        rows,
-        int((lengths**2).sum()),
-    )
-    return layers + (rows * embedded * width if embedded != width else 0)
-
-
-def masked_work(step: Step, config: Config) -> int:
-    """The encoder, and for each masked token the head: a transform and the vocabulary."""
-    embedded = getattr(config, "embedding_size", config.hidden_size)
-    head = config.hidden_size * embedded + embedded * config.vocab_size
-    return _encoder(step, config) + round(MASKED * int(step.lengths().sum())) * head
-
-
-def replaced_work(step: Step, config: Config) -> int:
-    """The generator's masked tokens, and the discriminator with its head on all tokens."""
-    width = config.discriminator.hidden_size
-    judged = int(step.lengths().sum()) * (width**2 + width)
-    return masked_work(step, config.generator) + _encoder(step, config.discriminator) + judged
-
-
-def causal_work(step: Step, config: Config) -> int:
-    """A row attends to itself and those before it; what the last one predicts is not asked for."""
-    lengths, width = step.lengths(), config.n_embd
-    rows, pairs = int(lengths.sum()), _triangles(lengths)
-    head = (rows - step.batch) * width * config.vocab_size
-    return _layers(config.n_layer, width, 4 * width, rows, pairs) + head
-
-
-def translated_work(step: Step, config: Config) -> int:
-    """Encoder; decoder, whose cross-attention projects rows of both sides; head on its rows."""
-    sources, targets = step.lengths(), step.target_lengths()
-    read, written = int(sources.sum()), int(targets.sum())
-    width = config.d_model
-    if config.model_type == "bart":
-        encoder, decoder = config.encoder_layers, config.decoder_layers
-        inner = config.encoder_ffn_dim
-    else:
-        encoder, decoder, inner = config.num_layers, config.num_decoder_layers, config.d_ff
-    cross = 2 * width**2 * (read + written) + 2 * width * int((sources * targets).sum())
-    return (
-        _layers(encoder, width, inner, read, int((sources**2).sum()))
-        + _layers(decoder, width, inner, written, _triangles(targets))
-        + decoder * cross
-        + written * width * config.vocab_size
-    )
-
-
-def _triangles(lengths: Tensor) -> int:
-    """The pairs of causal attention."""
-    return int((lengths * (lengths + 1) // 2).sum())
-
-
 # --- families -------------------------------------------------------------------------------------
 
 
@@ -248,28 +170,24 @@ class Family:
 
     Args:
         model: name of the class, in Transformers and here.
-        vocab: tokens of the published vocabulary.
         batch: the inputs of a step.
-        work: multiplications of its forward.
         target_share: tokens of the decoder for each of the encoder; 0 = there is none.
     """
 
     model: str
-    vocab: int
     batch: Callable[[Step, Config], Batch]
-    work: Callable[[Step, Config], int]
     target_share: float = 0.0
 
 
 FAMILIES = {
-    "bert": Family("BertForMaskedLM", 30522, masked, masked_work),
-    "roberta": Family("RobertaForMaskedLM", 50265, masked, masked_work),
-    "albert": Family("AlbertForMaskedLM", 30000, masked, masked_work),
-    "electra": Family("ElectraForJointPreTraining", 30522, replaced, replaced_work),
-    "gpt2": Family("GPT2LMHeadModel", 50257, causal, causal_work),
+    "bert": Family("BertForMaskedLM", masked),
+    "roberta": Family("RobertaForMaskedLM", masked),
+    "albert": Family("AlbertForMaskedLM", masked),
+    "electra": Family("ElectraForJointPreTraining", replaced),
+    "gpt2": Family("GPT2LMHeadModel", causal),
     # Of 512 tokens with their spans hidden, Raffel et al. 2020 make 114 of targets.
-    "t5": Family("T5ForConditionalGeneration", 32128, translated, translated_work, 114 / 512),
-    "bart": Family("BartForConditionalGeneration", 50265, translated, translated_work, 1.0),
+    "t5": Family("T5ForConditionalGeneration", translated, 114 / 512),
+    "bart": Family("BartForConditionalGeneration", translated, 1.0),
 }
 
 
@@ -564,7 +482,7 @@ MUST_REACH = {"bert-base": 0.42, "bert-large": 0.47}
 
 def case(step: Step, full: bool = False) -> Case:
     family, _, size = step.arch.partition("-")
-    flops = 6 * step.family.work(step, step.config())
+    flops = step.flops
     precision = "bf16" if step.bf16 else "fp32"
     targets, peak = {}, peak_flops(default_device(), torch.bfloat16)
     if peak and step.arch in MUST_REACH and not step.padding:

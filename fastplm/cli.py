@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = vars(_parser().parse_args(words))
     command = args.pop("command")
     try:
-        if "out" not in args:
+        if "out" not in args or args.get("dry_run"):
             return command(**args)
         from fastplm.train._interrupt import interruptible
 
@@ -72,11 +72,13 @@ def _measure(ops: list[str]) -> int:
 
 
 def _pretrain(**settings: Any) -> int:
+    from fastplm.train import dry_run, report
     from fastplm.train.pretrain import PretrainArguments, pretrain
-    from fastplm.train.report import summary
 
     with _running():
-        metrics = pretrain(PretrainArguments(**settings))
+        args = PretrainArguments(**settings)
+        metrics = dry_run.dry_run(args) if args.dry_run else pretrain(args)
+    summary = dry_run.summary if args.dry_run else report.summary
     if metrics:
         print(summary(metrics))
     return 0
@@ -188,8 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     pretrain = command(
         _pretrain,
         "pre-train a language model on text files",
-        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT-2, T5 or BART. With several "
-        "processes the batch is so many times as large: "
+        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART. With "
+        "several processes the batch is so many times as large: "
         "torchrun --nproc-per-node N -m fastplm pretrain …",
         **shown,
     )

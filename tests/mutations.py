@@ -303,6 +303,73 @@ MUTATIONS = (
         "tests/data/test_pairs.py",
     ),
     Mutation(
+        PAIRS,
+        "if self.cuts_a_lone_sentence else stop",
+        "if True else stop",
+        "tests/data/test_pairs.py",
+    ),
+    # --- pre-training: presets, FLOPs, objectives
+    Mutation(
+        "fastplm/train/presets.py",
+        "self.rate * (samples / self.samples) ** 0.5",
+        "self.rate * (samples / self.samples)",
+        "tests/train/test_presets.py",
+    ),
+    Mutation(
+        "fastplm/train/presets.py",
+        'Family("bytelevel", 50265, {"mlm": "RobertaForMaskedLM"})',
+        'Family("bytelevel", 30522, {"mlm": "RobertaForMaskedLM"})',
+        "tests/train/test_presets.py",
+    ),
+    Mutation(
+        "fastplm/train/flops.py",
+        "return sum(length * (length + 1) // 2 for length in lengths)",
+        "return sum(length * length for length in lengths)",
+        "tests/train/test_flops.py",
+    ),
+    Mutation(
+        "fastplm/train/flops.py",
+        "(_TRAINED if stage is None else _FROZEN) * filled",
+        "_TRAINED * filled",
+        "tests/train/test_flops.py",
+    ),
+    Mutation(
+        "fastplm/train/optimizer.py",
+        "return (least / max(step + 1, least)) ** 0.5",
+        "return (least / max(step, least)) ** 0.5",
+        "tests/train/test_optimizer.py",
+    ),
+    Mutation(
+        "fastplm/train/losses.py",
+        '_PAIR_LOGITS = ("seq_relationship_logits", "sop_logits")',
+        '_PAIR_LOGITS = ("seq_relationship_logits",)',
+        "tests/train/test_evaluate.py",
+    ),
+    Mutation(
+        "fastplm/train/pretrain.py",
+        "return torch.cuda.is_available() and able",
+        "return torch.cuda.is_available()",
+        "tests/train/test_objectives.py -k without_cuda_code",
+    ),
+    Mutation(
+        "fastplm/data/stream.py",
+        "drawn = index // self.size % self.copies * self.size + element",
+        "drawn = index // self.size * self.size + element",
+        "tests/train/test_objectives.py -k static_masks_come",
+    ),
+    Mutation(
+        "fastplm/models/electra_joint.py",
+        "advantages = rewards - F.softplus(-logits.detach())",
+        "advantages = rewards - F.softplus(logits.detach())",
+        "tests/models/test_electra_joint.py -k 'definition and adversarial'",
+    ),
+    Mutation(
+        "fastplm/models/electra_joint.py",
+        "rows * hotter,",
+        "rows,",
+        "tests/models/test_electra_joint.py -k 'definition and adversarial'",
+    ),
+    Mutation(
         "fastplm/data/stream.py",
         "permute(samples % size, size, seed, samples // size)",
         "permute(samples % size, size, seed, samples % size)",

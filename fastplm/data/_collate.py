@@ -77,6 +77,8 @@ class Collator:
     )
     #: Whether anything is drawn.
     random: ClassVar[bool] = True
+    #: The op of the noise, if there is noise.
+    op: ClassVar[str | None] = None
     _epoch: int = field(default=0, init=False, repr=False)
     _warned: bool = field(default=False, init=False, repr=False)
     _dropped: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -411,8 +413,6 @@ class TextCollator(Collator):
     """
 
     token_fields: ClassVar[tuple[str, ...]] = ()
-    #: The op of the noise, which also takes packed rows.
-    op: ClassVar[str]
 
     def __post_init__(self) -> None:
         super().__post_init__()

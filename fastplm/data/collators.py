@@ -56,6 +56,8 @@ class DataCollatorForMaskedTokens(Collator):
     max_ngram: int = 3
     sampling: str = "exact"
 
+    op: ClassVar[str | None] = "mask_tokens"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         # Looked up once: the properties of a tokenizer are slow.

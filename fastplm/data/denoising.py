@@ -68,7 +68,7 @@ class DataCollatorForDenoising(TextCollator):
     random_replace_prob: float = 0.1
     sentence_end_ids: Sequence[int] | None = None
 
-    op: ClassVar[str] = "bart_noise"
+    op: ClassVar[str | None] = "bart_noise"
 
     def __post_init__(self) -> None:
         super().__post_init__()

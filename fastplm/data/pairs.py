@@ -40,6 +40,7 @@ class SentenceChunks(Dataset):
     Attributes:
         begin, end: int64 ``[chunks]``, the first sentence of each run and the one after its last.
         document: int64 ``[chunks]``, the document of each run.
+        lone: the share of the runs that are one sentence.
 
     Raises:
         TooLittleTextError: fewer tokens than one block needs.
@@ -73,6 +74,10 @@ class SentenceChunks(Dataset):
 
         sentence_chunks(store.sentences, store.documents, self.block_size - 3, empty)
 
+    @property
+    def lone(self) -> float:
+        return float((self.end - self.begin == 1).mean())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return SentenceChunks, (self.store, self.block_size)
 
@@ -97,6 +102,8 @@ class _SegmentPairs(Dataset):
     """Pairs of segments; a subclass says what a pair with label 1 is."""
 
     label: str
+    #: Whether a run of one sentence is cut in its middle; else its label is always 1.
+    cuts_a_lone_sentence: bool
 
     def __init__(self, stream: PretrainingStream, *, cls_token_id: int, sep_token_id: int) -> None:
         self.stream = stream
@@ -132,11 +139,11 @@ class _SegmentPairs(Dataset):
         if end - begin > 1:
             middle = int(store.sentences[begin + 1 + split * (end - begin - 1) // _WORD])
         else:
-            middle = (start + stop) // 2
+            middle = (start + stop) // 2 if self.cuts_a_lone_sentence else stop
         # Of a segment that alone is too long, what touches the other one is kept: with sentences
         # longer than a block there would be fewer coins than tokens to remove.
         pair = store.tokens[start:middle][-limit:], store.tokens[middle:stop][:limit]
-        label = int(is_spoilt < fixed_point(0.5))
+        label = int(is_spoilt < fixed_point(0.5) or middle == stop)
         if label:
             pair = self._spoil(chunk, pair, limit, more)
         first, second = _truncate(*pair, limit, words[2:])
@@ -162,7 +169,9 @@ class NextSentencePairs(_SegmentPairs):
     """``[CLS] A [SEP] B [SEP]``, where B follows A in half of the pairs and is random in the other.
 
     A run of sentences is split in two at a random sentence. With probability 1/2 the second segment
-    is replaced by sentences from another document. One pair in ten is cut to a random shorter
+    is replaced by sentences from another document; always, if the run is one sentence, which has no
+    second part. The replaced part is not used in this epoch (BERT's data begins the next run with
+    it, so that a pair depends on all pairs before it). One pair in ten is cut to a random shorter
     length. A pair that is too long loses tokens one by one from the longer segment, from its front
     or its end with equal chance. All of it is a pure function of (seed, sample index).
 
@@ -179,6 +188,7 @@ class NextSentencePairs(_SegmentPairs):
     """
 
     label = "next_sentence_label"
+    cuts_a_lone_sentence = False
 
     def __init__(self, stream: PretrainingStream, *, cls_token_id: int, sep_token_id: int) -> None:
         super().__init__(stream, cls_token_id=cls_token_id, sep_token_id=sep_token_id)
@@ -208,7 +218,8 @@ class SentenceOrderPairs(_SegmentPairs):
     """``[CLS] A [SEP] B [SEP]``: two consecutive segments, exchanged in half of the pairs.
 
     Cut, shortened and truncated as ``NextSentencePairs``, but both segments are of one document,
-    so a corpus of one document will do.
+    so a corpus of one document will do. A run of one sentence is cut in its middle, as the order of
+    its halves can be learned too (ALBERT's data pairs it with another document, labelled 1).
 
     Item i is ``{"input_ids", "token_type_ids": int64 [length], "sentence_order_label": int,
     "sample_index": int}``; label 0 means that B follows A, 1 that A follows B, as in Transformers'
@@ -220,6 +231,7 @@ class SentenceOrderPairs(_SegmentPairs):
     """
 
     label = "sentence_order_label"
+    cuts_a_lone_sentence = True
 
     def _spoil(self, chunk: int, pair: _Pair, limit: int, words: list[int]) -> _Pair:
         # Before they are truncated, so that their lengths do not tell.

@@ -34,8 +34,8 @@ class DataCollatorForSpanCorruption(TextCollator):
         mean_span_length: noise tokens a span.
 
     Attributes:
-        raw_size: the most tokens of a sample, whose corrupted form fills ``block_size``; None
-            without it.
+        raw_size, target_size: the most tokens of a sample, whose corrupted form fills
+            ``block_size``, and of its labels; None without it.
 
     Returns:
         A dict with ``input_ids`` (int64 [B, Ti], corrupted), ``attention_mask`` (int64 [B, Ti]),
@@ -59,7 +59,7 @@ class DataCollatorForSpanCorruption(TextCollator):
     noise_density: float = 0.15
     mean_span_length: float = 3.0
 
-    op: ClassVar[str] = "corrupt_spans"
+    op: ClassVar[str | None] = "corrupt_spans"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,8 +79,9 @@ class DataCollatorForSpanCorruption(TextCollator):
         self._sentinels = len(sentinels)
         self.keep(sentinel_ids=torch.tensor(sentinels))
         self.raw_size: int | None = None
+        self.target_size: int | None = None
         if self.block_size is not None:
-            self.raw_size, _ = span_corruption_fit(
+            self.raw_size, self.target_size = span_corruption_fit(
                 self.block_size,
                 noise_density=self.noise_density,
                 mean_span_length=self.mean_span_length,

@@ -29,13 +29,18 @@ class PretrainingStream(Dataset):
         dataset: map-style, of dicts.
         seed: of the permutations.
         length: the number of samples of the whole run.
+        copies: with a number, ``sample_index`` is ``(epoch mod copies) * n + element``: what is
+            drawn by it (masks) is drawn in so many ways for each element, and then again. BERT's
+            data was made so, with 10 (Liu et al. 2019, arXiv 1907.11692, §4.1).
 
     Raises:
         TooLittleTextError: the dataset is empty.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int, length: int) -> None:
-        self.dataset, self.seed, self.length = dataset, seed, length
+    def __init__(
+        self, dataset: Dataset, *, seed: int, length: int, copies: int | None = None
+    ) -> None:
+        self.dataset, self.seed, self.length, self.copies = dataset, seed, length, copies
         self.size = len(dataset)  # type: ignore[arg-type]
         check(
             self.size > 0,
@@ -55,7 +60,10 @@ class PretrainingStream(Dataset):
             raise IndexError(index)
         window, place = divmod(index, _WINDOW)
         element = _elements(window, self.size, self.seed)[place]
-        return {**self.dataset[element], "sample_index": index}
+        drawn = index
+        if self.copies is not None:
+            drawn = index // self.size % self.copies * self.size + element
+        return {**self.dataset[element], "sample_index": drawn}
 
 
 # A thousand places are drawn in about the time of one, and samples are read in sequence.

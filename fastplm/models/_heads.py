@@ -187,6 +187,10 @@ class MaskedLM(FastplmModel):
         )
 
 
+#: What may be learned of a pair: the label of BERT's data, and of ALBERT's.
+PAIR_LABELS = ("next_sentence_label", "sentence_order_label")
+
+
 class SequencePairPreTraining(FastplmModel):
     """Mixin of a masked-LM head and a classifier of sequence pairs, which reads the pooled output.
 
@@ -228,7 +232,8 @@ class SequencePairPreTraining(FastplmModel):
                 sequences in batches with more labels have slightly more weight.
             inputs: of the model without head, and the labels of the pairs, int64 [B], -100 = none:
                 ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
-                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B.
+                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B. Either class
+                takes either, and has one head for it.
 
         Returns:
             Like the parent; the loss is fp32.
@@ -238,7 +243,17 @@ class SequencePairPreTraining(FastplmModel):
                 fit.
         """
         transform, decoder = self._head()
-        pair_label = inputs.pop(self._pair_label, None)
+        given = {name: inputs.pop(name, None) for name in PAIR_LABELS}
+        given = {name: value for name, value in given.items() if value is not None}
+        check(
+            len(given) < 2,
+            type(self).__name__,
+            "sentence_order_label",
+            "a label beside next_sentence_label",
+            "one of the two, as there is one head for pairs",
+            "Leave one of them out.",
+        )
+        name, pair_label = next(iter(given.items()), (self._pair_label, None))
         loss = logits = labelled = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
@@ -256,7 +271,7 @@ class SequencePairPreTraining(FastplmModel):
             pair_loss = _pair_loss(
                 type(self).__name__,
                 pair_logits,
-                self._pair_label,
+                name,
                 pair_label,
                 num_sequences_in_batch,
             )

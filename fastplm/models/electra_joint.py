@@ -25,8 +25,8 @@ from fastplm._checks import (
     values_are_known,
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
-from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SHARINGS
-from fastplm.models._ragged import unpadded
+from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
+from fastplm.models._ragged import rows_at, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -44,6 +44,7 @@ _WHERE = "ElectraForJointPreTraining"
 _EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 # The objectives with a loss only at the chosen positions.
 _BY_LABEL = ("rtd_masked", "replace_mlm")
+_REWARDING = ("objective", ("rtd", "rtd_masked"))
 # Sizes that must be equal to share embeddings, and additionally to share all weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
 _ENCODER_SIZES = (
@@ -86,8 +87,13 @@ class ElectraJointConfig(PreTrainedConfig):
             generator network and no generator loss.
         stage: None (default): both losses | 1: only the generator's loss | 2: only the
             discriminator's, with the generator frozen: the two-stage training of §3.2 (Training
-            Algorithms). ``start_second_stage`` changes from 1 to 2. Needs equal sizes and
-            ``embedding_sharing="none"``.
+            Algorithms). ``start_second_stage`` changes from 1 to 2. Needs
+            ``embedding_sharing="none"`` and, unless ``second_stage_from="scratch"``, equal sizes.
+        second_stage_from: "generator" (default): the discriminator begins with the generator's
+            weights | "scratch": with its own.
+        adversarial: the generator is trained to make the discriminator's loss large, by
+            reinforcement learning, instead of by maximum likelihood (§3.2 and appendix F). Needs a
+            detection objective, no stages, and a model as generator.
 
     ``ElectraJointConfig.from_discriminator`` derives the generator.
 
@@ -109,6 +115,8 @@ class ElectraJointConfig(PreTrainedConfig):
     objective: str = "rtd"
     generator_type: str = "model"
     stage: int | None = None
+    second_stage_from: str = "generator"
+    adversarial: bool = False
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -132,6 +140,18 @@ class ElectraJointConfig(PreTrainedConfig):
         check_choice(where, "embedding_sharing", self.embedding_sharing, SHARINGS)
         check_choice(where, "objective", self.objective, OBJECTIVES)
         check_choice(where, "generator_type", self.generator_type, GENERATORS)
+        check_choice(where, "second_stage_from", self.second_stage_from, SECOND_STAGES)
+        if self.adversarial:
+            for name, wanted in (("generator_type", ("model",)), ("stage", (None,)), _REWARDING):
+                value = getattr(self, name)
+                check(
+                    value in wanted,
+                    where,
+                    name,
+                    f"{value!r} with adversarial=True",
+                    " or ".join(map(repr, wanted)),
+                    "Leave one of the two out.",
+                )
         check(self.stage in (None, 1, 2), where, "stage", self.stage, "None, 1 or 2", "Choose one.")
         check(self.temperature > 0, where, "temperature", self.temperature, "over 0", "Raise it.")
         if self.generator_type == "unigram":
@@ -155,7 +175,8 @@ class ElectraJointConfig(PreTrainedConfig):
         equal: tuple[str, ...] = ("vocab_size",)
         if self.embedding_sharing != "none":
             equal = _EMBEDDING_SIZES
-        if self.embedding_sharing == "all" or self.stage is not None:
+        handed_over = self.stage is not None and self.second_stage_from == "generator"
+        if self.embedding_sharing == "all" or handed_over:
             equal = _EMBEDDING_SIZES + _ENCODER_SIZES
         for name in equal:
             wanted = getattr(self.discriminator, name)
@@ -215,7 +236,8 @@ class ElectraJointOutput(ModelOutput):
 
     Args:
         loss: the training loss, 0-d.
-        mlm_loss: the generator's, 0-d, detached.
+        mlm_loss: the generator's, 0-d, detached; in adversarial training it is not trained by it.
+        generator_loss, baseline_loss: of adversarial training, 0-d, detached.
         rtd_loss, discriminator_mlm_loss: the discriminator's, by its objective, 0-d, detached.
         true_positives: int64 0-d, replaced tokens that are predicted as replaced.
         predicted_positives: int64 0-d, tokens predicted as replaced (probability over one half).
@@ -227,6 +249,8 @@ class ElectraJointOutput(ModelOutput):
 
     loss: Tensor | None = None
     mlm_loss: Tensor | None = None
+    generator_loss: Tensor | None = None
+    baseline_loss: Tensor | None = None
     rtd_loss: Tensor | None = None
     discriminator_mlm_loss: Tensor | None = None
     true_positives: Tensor | None = None
@@ -264,7 +288,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     ``loss = L_MLM(generator) + discriminator_weight * L_Disc(discriminator)``. Each masked token is
     replaced by one sample of the generator's softmax, without a gradient. A sample equal to the
     original token counts as original. If the generator is not trained (a unigram generator, the
-    second stage), ``loss = L_Disc``; in the first stage ``loss = L_MLM``.
+    second stage), ``loss = L_Disc``; in the first stage ``loss = L_MLM``. In adversarial training
+    ``L_MLM`` gives way to ``mean_t (R_t - b_t) * -log p_G(x'_t)`` over the masked tokens: the
+    reward ``R_t`` is the discriminator's loss at t, and the baseline ``b_t = -log sigmoid(w h_t)``
+    is learned by the cross-entropy of ``sigmoid(w h_t)`` with ``exp(-R_t)``.
 
     ``ElectraJointConfig`` chooses L_Disc, the shared weights and the stage of a two-stage training.
     With stages, DistributedDataParallel needs ``ddp_find_unused_parameters=True``.
@@ -273,10 +300,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         generator: ``ElectraForMaskedLM``; None with a unigram generator.
         discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` if the objective is to
             predict tokens.
+        baseline_head: of adversarial training, ``nn.Linear`` from a hidden state of the generator
+            to the baseline's logit.
         copy_head: of objective "all_tokens_mlm", ``nn.Linear`` from a hidden state to D's logit.
         token_counts: int64 [V], of a unigram generator.
 
-    Source: Clark et al. 2020 (arXiv 2003.10555), §2, §3.2 and §3.4.
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2, §3.2, §3.4 and appendix F.
     """
 
     config_class = ElectraJointConfig
@@ -305,6 +334,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         self.discriminator = kind(chosen.discriminator)
         if chosen.objective == "all_tokens_mlm":
             self.copy_head = nn.Linear(chosen.discriminator.hidden_size, 1)
+        if chosen.adversarial:
+            self.baseline_head = nn.Linear(chosen.generator.hidden_size, 1, bias=False)
         self._tied_weights_keys = self._shared_weights()
         self.post_init()
 
@@ -392,11 +423,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     @torch.no_grad()
     def start_second_stage(self) -> None:
-        """Start training the discriminator, with the generator's weights.
+        """Start training the discriminator, by default with the generator's weights.
 
-        Copies encoder and embeddings; the discriminator's head keeps its initial values. From now
-        on the generator gets no gradient. ``config.stage`` stores the stage, so a loaded model
-        continues in it.
+        Copies encoder and embeddings, unless ``config.second_stage_from`` is "scratch"; the
+        discriminator's head keeps its initial values. From now on the generator gets no gradient.
+        ``config.stage`` stores the stage, so a loaded model continues in it.
 
         Raises:
             ArgumentValueError: the model is not in the first stage.
@@ -410,7 +441,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none').",
         )
         assert self.generator is not None
-        self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
+        if self.config.second_stage_from == "generator":
+            self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
         self.zero_grad()
         self.config.stage = 2
 
@@ -488,9 +520,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 hidden = self.generator.electra(
                     input_ids, output_rows=positions, lookup=lookup, **encoder_arguments
                 ).last_hidden_state
-                mlm_loss, sampled = self._fill(
-                    hidden[:, 0], lookup.weight, targets, counters, per_label
-                )
+                filled = hidden[:, 0]
+                rows = self.generator.generator_predictions(filled)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
+                    mlm_loss, sampled = self._fill(
+                        rows, lookup.weight, targets, counters, per_label
+                    )
         generated = None if mlm_loss is None else mlm_loss.detach()
         if config.stage == 1:
             return ElectraJointOutput(loss=mlm_loss, mlm_loss=generated)
@@ -517,8 +552,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             per_token=per_token,
         )
         judge = getattr(self, f"_{config.objective}")
-        loss, parts = judge(hidden.flatten(0, 1), replaced)
-        if mlm_loss is not None and config.stage is None:
+        judged = hidden.flatten(0, 1)
+        loss, parts = judge(judged, replaced)
+        if config.adversarial:
+            rewards = self._rewards(judged, positions, replaced, ragged)
+            trained, baseline = self._reinforce(rows, lookup.weight, filled, rewards, replaced)
+            parts |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
+            loss = trained + baseline + config.discriminator_weight * loss
+        elif mlm_loss is not None and config.stage is None:
             loss = mlm_loss + config.discriminator_weight * loss
         return ElectraJointOutput(
             loss=loss,
@@ -549,12 +590,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         counters: tuple[Tensor, Tensor],
         normalizer: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The generator's loss and one sample of its softmax for each slot, in one pass: §2."""
+        """The generator's loss and one sample of its softmax for each slot, in one pass: §2.
+
+        ``rows`` [P, E] are those of the transform.
+        """
         assert self.generator is not None
         sample_index, position = counters
         decoder = self._vocabulary(self.generator)
         return ops.linear_cross_entropy_with_sample(
-            self.generator.generator_predictions(rows),
+            rows,
             weight,
             targets,
             linear_bias=decoder.bias,
@@ -565,6 +609,44 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             sample_index=sample_index,
             position=position,
         )
+
+    @torch.no_grad()
+    def _rewards(self, rows: Tensor, positions: Tensor, batch: _Replaced, ragged: Any) -> Tensor:
+        """The discriminator's loss at each slot, fp32 [P]: appendix F, R."""
+        if self.config.objective not in _BY_LABEL:
+            # Of all rows those of the slots, which in packed rows lie elsewhere.
+            rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
+        prediction = self.discriminator.discriminator_predictions.dense_prediction
+        scores = _in_fp32(prediction(self.discriminator.features(rows)).squeeze(-1))
+        replaced = (batch.sampled != batch.targets).to(scores.dtype)
+        return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
+
+    def _reinforce(
+        self, rows: Tensor, weight: Tensor, hidden: Tensor, rewards: Tensor, batch: _Replaced
+    ) -> tuple[Tensor, Tensor]:
+        """The generator's loss, and that of its baseline: appendix F.
+
+        The generator gets no gradient from the baseline, nor from the discriminator.
+        """
+        used = batch.targets != IGNORE_INDEX
+        decoder = self._vocabulary(self.generator)
+        hotter = 1 / self.config.temperature
+        nll = ops.linear_cross_entropy(
+            rows * hotter,
+            weight,
+            batch.sampled.masked_fill(~used, IGNORE_INDEX),
+            linear_bias=decoder.bias * hotter,
+            reduction="none",
+            expected_targets=rows.shape[0],
+        )
+        logits = _in_fp32(self.baseline_head(hidden.detach()).squeeze(-1))
+        advantages = rewards - F.softplus(-logits.detach())
+        matched = F.binary_cross_entropy_with_logits(logits, (-rewards).exp(), reduction="none")
+
+        def mean(values: Tensor) -> Tensor:
+            return reduce_loss(values.masked_fill(~used, 0.0), used, "mean", batch.per_label)
+
+        return mean(advantages * nll), mean(matched)
 
     def _draw_by_frequency(self, targets: Tensor, counters: tuple[Tensor, Tensor]) -> Tensor:
         """One token for each slot, sampled by its frequency: the unigram generator of §3.2.
@@ -657,6 +739,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         losses = torch.where(kept, either, predicted).neg().masked_fill(~batch.seen, 0.0)
         loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
         return loss, {"discriminator_mlm_loss": loss.detach()}
+
+
+def _in_fp32(values: Tensor) -> Tensor:
+    """At least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _per_token(

@@ -107,7 +107,9 @@ def mask_tokens(
     the expected number. With ``unit="word"`` or ``"ngram"`` whole words, or runs of words, are
     chosen: in random order each is taken if all of its tokens still fit in the k of the row, as
     BERT's and ALBERT's authors do it. A row falls into runs of n words with ``p(n)`` proportional
-    to ``1 / n``; each token is corrupted by a draw of its own.
+    to ``1 / n``; each token is corrupted by a draw of its own. Those chosen are a little shorter,
+    as long runs fit less often in what is left of k, in short rows above all; so are those of
+    ALBERT's authors (docs/corruption.md has the shares).
 
     Args:
         input_ids: int64 or int32 [B, T], or [N] with ``cu_seqlens``; any strides.

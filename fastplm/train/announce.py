@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from fastplm import _backends, _extension
-from fastplm.data import TextFiles
+from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.train.report import block
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
+# The share of lone sentences from which on next sentences are hardly learned.
+_MANY = 0.5
 
 
 def pretraining(
@@ -38,21 +39,19 @@ def pretraining(
         samples = len(data.held_out)  # type: ignore[arg-type]
         share = held_out / len(data.all)
         tail = f"the last {held_out:,} tokens ({share:.1%}), judged by {samples:,} samples of them"
-    sizes = f"{sum(weight.numel() for weight in model.parameters()):,}"
     processes = training_arguments.world_size
-    samples_a_step = args.batch_size * args.gradient_accumulation * processes
     rows = {
         "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
         f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
         "held out": tail,
-        "vocabulary": f"{len(data.tokenizer):,} tokens{_from_cache('vocabulary', args, data)}",
-        "model": f"{args.arch}, {args.objective}: {sizes} parameters, about "
-        f"{flops_a_token(model, args.block_size) / 1e6:,.1f} MFLOP a token (6 N + 12 layers width "
-        "length; N without embeddings and vocabulary head)",
-        "training": f"steps {done + 1:,} to {args.steps:,}, {samples_a_step:,} samples of "
+        "vocabulary": vocabulary(args, data),
+        "model": model_line(args, data, model),
+        "training": f"steps {done + 1:,} to {args.steps:,}, {args.samples_a_step:,} samples of "
         f"{args.block_size} tokens each"
         if done < args.steps
         else f"all {done:,} steps are done",
+        "learning rate": learning_rate(args),
+        **_pairs(data),
         "precision": _precision(args, training_arguments),
         "device": f"{_device(training_arguments)}, {processes} process"
         f"{'es' if processes > 1 else ''}",
@@ -62,30 +61,45 @@ def pretraining(
     return block(rows)
 
 
-def flops_a_token(model: nn.Module, length: int) -> float:
-    """Forward and backward of one token, without the heads over the vocabulary.
+def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -> str:
+    """The size of a model, and what a token costs."""
+    from fastplm.train.pretrain_data import objective_of
 
-    ``6 N + 12 layers width length``: each weight takes part in a product of the forward and in two
-    of the backward, of two operations each; so does attention, whose scores and sums have ``2 width
-    length`` products a layer.
+    size = f"{sum(weight.numel() for weight in model.parameters()):,}"
+    flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
+    return (
+        f"{args.arch} ({args.preset.source or 'a size of its own'}), {args.objective}: {size} "
+        f"parameters, {flops / 1e6:,.1f} MFLOP a token (forward and backward of full samples)"
+    )
 
-    Source: Kaplan et al. 2020 (arXiv 2001.08361), §2.1.
-    """
-    parts = [getattr(model, name, None) for name in ("generator", "discriminator")]
-    models: list[Any] = [part for part in parts if part is not None] or [model]
-    total = 0.0
-    for part in models:
-        config = part.config
-        layers = config.num_hidden_layers + (getattr(config, "decoder_layers", 0) or 0)
-        looked_up = {
-            id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)
-        }
-        used = layers / getattr(config, "num_hidden_groups", layers)  # of ALBERT's shared layers
-        for name, weight in part.named_parameters():
-            if id(weight) not in looked_up and weight.dim() > 1:
-                total += 6 * weight.numel() * (used if "layer_groups" in name else 1)
-        total += 12 * layers * config.hidden_size * length
-    return total
+
+def _pairs(data: RunData) -> dict[str, str]:
+    """A row about runs that cannot be cut into two segments, if there are any."""
+    if not isinstance(data.samples, NextSentencePairs) or not data.samples.chunks.lone:
+        return {}
+    share = data.samples.chunks.lone
+    fix = "; for so many train without pairs (--no-nsp)" if share > _MANY else ""
+    return {"pairs": f"{share:.0%} are of one sentence, whose next one is always random{fix}"}
+
+
+def vocabulary(args: PretrainArguments, data: RunData) -> str:
+    """The tokens of a vocabulary, and whether the corpus was too small for those asked for."""
+    size = len(data.tokenizer)
+    trained = args.tokenizer is None
+    few = f" instead of {args.vocab_size:,}, as this text gives no more"
+    assert args.vocab_size is not None
+    missing = few if trained and size < args.vocab_size else ""
+    return f"{size:,} tokens{missing}{_from_cache('vocabulary', args, data)}"
+
+
+def learning_rate(args: PretrainArguments) -> str:
+    """The peak, and how it follows from a published one."""
+    peak, samples = args.peak, args.samples_a_step
+    if peak is None:
+        return f"{args.lr:.3g} with {args.optimizer}, as given"
+    scaled = f", times sqrt({samples:,} / {peak.samples:,})" if samples != peak.samples else ""
+    what = f"{peak.rate:.3g} for {peak.samples:,} samples a step ({peak.source}){scaled}"
+    return f"{args.lr:.3g} with {args.optimizer}: {what}"
 
 
 def _files(args: PretrainArguments, data: RunData) -> str:
@@ -118,9 +132,10 @@ def _backends_here(device: torch.device) -> str:
     requested = _backends.requested("")
     missing = _extension._MISSING
     if device.type == "cuda":
+        missing = _extension._CUDA_MISSING
         there = ["triton"] if _backends.triton_installed() else []
         there += ["cuda"] if missing is None else []
     else:
         there = ["cpp", "torch"] if missing is None else ["torch"]
-    why = f"; without csrc/: {missing}" if missing is not None else ""
+    why = f"; without csrc/, whose code {missing}" if missing is not None else ""
     return f"{requested}, of {', '.join([*there, 'eager'])}{why} (fastplm info has all)"

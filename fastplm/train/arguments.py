@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,13 +19,15 @@ from fastplm.models import _electra_options
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
+    NOISES,
     OBJECTIVES,
     OPTIMIZERS,
     PRESETS,
     Family,
+    Peak,
     Preset,
-    lamb_learning_rate,
     preset,
+    usual_peak,
 )
 
 #: The minutes of a demo, without the installation.
@@ -85,6 +87,7 @@ def setting(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     excludes: str | None = None,
+    of: Sequence[str] = (),
     on_command_line: Any = None,
     default_factory: Any = MISSING,
 ) -> Any:
@@ -97,6 +100,7 @@ def setting(
         choices: its values.
         metavar: how the help calls its value.
         excludes: the name of a group of options of which at most one is given.
+        of: the families of architectures that it is for; without any it is for all.
         on_command_line: the default of an option whose field has none.
         default_factory: of the field.
     """
@@ -106,6 +110,7 @@ def setting(
         "choices": choices,
         "metavar": metavar,
         "excludes": excludes,
+        "of": of,
         "default": on_command_line,
     }
     return field(default=default, default_factory=default_factory, metadata=metadata)
@@ -168,7 +173,8 @@ class Settings:
             if value is not None and number is not None:
                 self.check(each.name, number.holds(value), number.expected, "Change it.")
             if value is not None and choices is not None:
-                check_choice(self.where, each.name, value, tuple(choices))
+                for one in [value] if isinstance(value, str) else value:
+                    check_choice(self.where, each.name, one, tuple(choices))
 
 
 def _default_cache() -> Path:
@@ -180,6 +186,8 @@ def _default_cache() -> Path:
 _USUAL_OBJECTIVES = ", ".join(
     f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
 )
+_USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
+_OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
 
 @dataclass
@@ -192,7 +200,10 @@ class PretrainArguments(Settings):
 
     where = "pretrain"
 
-    arch: str = setting("architecture", choices=tuple(PRESETS))
+    arch: str = setting(
+        f"architecture: the published one of this name, but for {_OWN}, which are fastplm's own",
+        choices=tuple(PRESETS),
+    )
     corpus: Sequence[str | Path] = setting(
         "text files, plain or compressed, or folders of .txt files; documents are separated by "
         "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
@@ -208,19 +219,24 @@ class PretrainArguments(Settings):
         metavar="DIR",
         excludes="vocabulary",
     )
-    vocab_size: int = setting(
-        "most tokens of a trained tokenizer",
-        30522,
+    vocab_size: int | None = setting(
+        "most tokens of a trained tokenizer (default: the published number: "
+        f"{_USUAL_VOCABULARIES})",
+        None,
         number=whole(6, 2**22),
         excludes="vocabulary",
     )
     block_size: int = setting("tokens of a sample", 128, number=whole(8))
     batch_size: int = setting("samples of a micro-batch in each process", 32, number=whole())
     lr: float | None = setting(
-        "peak learning rate (default: the published one)", None, number=_POSITIVE
+        "peak learning rate (default: the published one, times the square root of the samples of a "
+        "step over those of the published run)",
+        None,
+        number=_POSITIVE,
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
+        "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
+        "10000 at most)",
         None,
         number=whole(0, 2**40),
     )
@@ -229,9 +245,19 @@ class PretrainArguments(Settings):
     log_every: int = setting("steps between logged losses", 10, number=_COUNT)
     resume: bool = setting("continue from the last checkpoint in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
-    dropout: float = setting("dropout of hidden states and embeddings", 0.1, number=_SHARE)
-    attention_dropout: float = setting(
-        "dropout of attention weights; 0 keeps attention on the fused kernel", 0.0, number=_SHARE
+    dry_run: bool = setting(
+        "take a few steps, print what the run would need (parameters, FLOPs, tokens, memory, "
+        "hours on this machine), and write nothing",
+        False,
+    )
+    dropout: float | None = setting(
+        "dropout of hidden states and embeddings (default: 0.1)", None, number=_SHARE
+    )
+    attention_dropout: float | None = setting(
+        "dropout of attention weights, in the fused kernel too (default: 0.1; 0 for the sizes that "
+        "are fastplm's own)",
+        None,
+        number=_SHARE,
     )
     precision: str = setting(
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
@@ -253,31 +279,106 @@ class PretrainArguments(Settings):
         None,
         choices=UNITS,
     )
-    optimizer: str = setting(
-        "lamb is ALBERT's; its default learning rate follows from the batch size",
-        "adamw",
+    optimizer: str | None = setting(
+        "default: that of the published run: lamb for ALBERT, adafactor with a rate that falls by "
+        "the inverse square root of the step for T5, else adamw",
+        None,
         choices=OPTIMIZERS,
+    )
+    layers: int | None = setting(
+        "layers of the encoder, and of the decoder (default: those of --arch)",
+        None,
+        number=whole(1, 1000),
+    )
+    hidden: int | None = setting(
+        "width of the layers; the feed-forward part is four times as wide (default: that of "
+        "--arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    heads: int | None = setting(
+        "attention heads, of which --hidden is a multiple (default: those of --arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    embedding_size: int | None = setting(
+        "of ALBERT and ELECTRA: width of the embeddings (default: that of --arch)",
+        None,
+        number=whole(1, 2**16),
+        of=("albert", "electra"),
+    )
+    parameter_sharing: str = setting(
+        "of ALBERT: what all layers share: everything, the attention part, the feed-forward part, "
+        "or nothing",
+        "all",
+        choices=("all", "attention", "feed_forward", "none"),
+        of=("albert",),
+    )
+    static_masks: int | None = setting(
+        "mask each block in N ways for the whole training, as BERT's data was made; with RoBERTa "
+        "10 (default: another mask each time); for --objective mlm",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    noise: Sequence[str] | None = setting(
+        "of BART: the transformations of the text (default: text_infilling and "
+        f"sentence_permutation, as published): {', '.join(NOISES)}",
+        None,
+        choices=tuple(NOISES),
+        metavar="NAME",
+        of=("bart",),
     )
     electra_objective: str = setting(
         "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
         "masked ones; or the original tokens, of the masked ones or of all",
         "rtd",
         choices=_electra_options.OBJECTIVES,
+        of=("electra",),
     )
     electra_sharing: str | None = setting(
         "weights that ELECTRA's two models share (default: embeddings)",
         None,
         choices=_electra_options.SHARINGS,
+        of=("electra",),
     )
     electra_generator: str = setting(
         "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
         "model",
         choices=_electra_options.GENERATORS,
+        of=("electra",),
+    )
+    generator_size: float | None = setting(
+        "width and heads of ELECTRA's generator as a share of the discriminator's (default: that "
+        "of --arch)",
+        None,
+        number=Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most"),
+        of=("electra",),
+    )
+    rtd_weight: float | None = setting(
+        "factor of the loss of ELECTRA's discriminator (default: 50; 1 where it predicts tokens)",
+        None,
+        number=_POSITIVE,
+        of=("electra",),
+    )
+    adversarial: bool = setting(
+        "ELECTRA: train the generator to make the discriminator's loss large, by REINFORCE, "
+        "instead of to predict tokens",
+        False,
+        of=("electra",),
     )
     two_stage: bool = setting(
         "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
         "begins with its weights; each half has its own warm-up",
         False,
+        of=("electra",),
+    )
+    second_stage_from: str = setting(
+        "with --two-stage: the discriminator begins with the weights of the generator, or with its "
+        "own (scratch), and the generator may be narrower",
+        "generator",
+        choices=_electra_options.SECOND_STAGES,
+        of=("electra",),
     )
     cache: str | Path = setting(
         "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
@@ -287,10 +388,33 @@ class PretrainArguments(Settings):
 
     def __post_init__(self) -> None:
         self.check_values()
-        family = self.preset.family
+        chosen = self.preset
+        family = chosen.family
+        for name in ("resume", "overwrite"):
+            self.check(
+                "dry_run",
+                not (self.dry_run and getattr(self, name)),
+                f"no --dry-run, or no --{name}, as a dry run writes nothing",
+                "Leave one of the two options out.",
+                f"True together with {name}",
+            )
+        self.vocab_size = self.vocab_size or FAMILIES[family].vocab_size
+        self.optimizer = self.optimizer or chosen.optimizer
+        self.dropout = chosen.dropout if self.dropout is None else self.dropout
         self.corpus = [str(path) for path in self.corpus]
         self._choose_objective(FAMILIES[family])
+        self._check_families(family)
+        self._check_shape()
         self._check_electra(family)
+        self.check(
+            "static_masks",
+            self.static_masks is None or self.objective == "mlm",
+            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
+            "Leave one of the two options out.",
+            f"{self.static_masks} with objective {self.objective}",
+        )
+        if self.noise is not None:
+            self.noise = sorted(set(self.noise))
         samples = self.steps * self.batch_size * self.gradient_accumulation
         self.check(
             "batch_size",
@@ -299,13 +423,10 @@ class PretrainArguments(Settings):
             "Lower it.",
             f"{self.batch_size}, which makes {samples} samples of the run",
         )
+        self.peak: Peak | None = None
         if self.lr is None:
-            self.lr = self.preset.learning_rate
-            if self.optimizer == "lamb":
-                processes = int(os.environ.get("WORLD_SIZE", "1"))
-                self.lr = lamb_learning_rate(
-                    self.batch_size * self.gradient_accumulation * processes
-                )
+            self.peak = usual_peak(chosen, self.optimizer)
+            self.lr = self.peak.scaled(self.samples_a_step)
         self.usual_warmup = self.warmup is None
         if self.warmup is None:
             self.warmup = min(10_000, self.first_stage // 10)
@@ -319,16 +440,39 @@ class PretrainArguments(Settings):
         if family == "t5":
             self.check(
                 "attention_dropout",
-                self.attention_dropout in (0, self.dropout),
+                self.attention_dropout in (None, 0, self.dropout),
                 f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
                 "Choose it by --dropout.",
             )
             self.attention_dropout = self.dropout
+        if self.attention_dropout is None:
+            self.attention_dropout = chosen.attention_dropout
+
+    @property
+    def samples_a_step(self) -> int:
+        """The samples of an optimizer step, of all processes."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def preset(self) -> Preset:
-        """The architecture's."""
-        return preset(self.arch)
+        """The architecture's, with the sizes that the settings change."""
+        named = preset(self.arch)
+        changes: dict[str, Any] = {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "embedding": self.embedding_size,
+            "generator": self.generator_size,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if self.parameter_sharing != "all":
+            changes["sharing"] = self.parameter_sharing
+        if changes and named.source:
+            changes["source"] = f"{named.source}, with other {', '.join(changes)}"
+        if self.objective == "mlm":  # ELECTRA-Large masks more for its generator
+            changes["mlm_probability"] = 0.15
+        return replace(named, **changes)
 
     @property
     def first_stage(self) -> int:
@@ -358,20 +502,102 @@ class PretrainArguments(Settings):
         if masked and self.unit is None:
             self.unit = family.unit
 
-    def _check_electra(self, family: str) -> None:
+    def _check_families(self, family: str) -> None:
+        """Check that each setting is for this architecture, and its objective."""
         for each in fields(self):
-            if each.name.startswith("electra_") or each.name == "two_stage":
-                self.check(
-                    each.name,
-                    family == "electra" or getattr(self, each.name) == each.default,
-                    "an ELECTRA",
-                    "Leave the option out, or choose an electra architecture.",
-                    f"{getattr(self, each.name)} with {self.arch}",
-                )
-        if family == "electra" and self.electra_sharing is None:
+            of, value = each.metadata["of"], getattr(self, each.name)
+            given = value != each.default
+            self.check(
+                each.name,
+                not of or family in of or not given,
+                " or ".join(f"an architecture of the family {name}" for name in of),
+                "Leave the option out, or choose another --arch.",
+                f"{value} with {self.arch}",
+            )
+            self.check(
+                each.name,
+                of != ("electra",) or self.objective == "rtd" or not given,
+                "the objective rtd, as another one has no generator",
+                "Leave one of the two options out.",
+                f"{value} with objective {self.objective}",
+            )
+
+    def _check_shape(self) -> None:
+        chosen = self.preset
+        self.check(
+            "heads",
+            chosen.hidden % chosen.heads == 0,
+            f"a divisor of {chosen.hidden}, the width (hidden)",
+            "Change --heads or --hidden.",
+            chosen.heads,
+        )
+
+    def _check_electra(self, family: str) -> None:
+        if family == "electra" and self.objective == "rtd" and self.electra_sharing is None:
             self.electra_sharing = "none" if self.two_stage else "embeddings"
+        joint = family == "electra" and self.objective == "rtd"
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_generator == "model",
+            "electra_generator model, which can be trained",
+            "Leave one of the two options out.",
+            f"True with electra_generator {self.electra_generator}",
+        )
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_objective.startswith("rtd"),
+            "electra_objective rtd or rtd_masked, whose loss is the reward",
+            "Leave one of the two options out.",
+            f"True with electra_objective {self.electra_objective}",
+        )
+        self.check(
+            "generator_size",
+            self.generator_size is None or self.electra_generator == "model",
+            "electra_generator model, which has a size",
+            "Leave one of the two options out.",
+            f"{self.generator_size} with electra_generator {self.electra_generator}",
+        )
+        whole = self.electra_sharing == "all" or (
+            self.two_stage and self.second_stage_from == "generator"
+        )
+        why = "electra_sharing all" if self.electra_sharing == "all" else "two_stage"
+        self.check(
+            "generator_size",
+            not joint or not whole or self.generator_size in (None, 1.0),
+            f"1, as with {why} the discriminator has the generator's weights",
+            "Leave one of the two options out, or add --second-stage-from scratch.",
+            f"{self.generator_size} with {why}",
+        )
+        self.check(
+            "second_stage_from",
+            self.two_stage or self.second_stage_from == "generator",
+            "two_stage beside it",
+            "Add --two-stage, or leave the option out.",
+            f"{self.second_stage_from} without two_stage",
+        )
         if not self.two_stage:
             return
+        self.check(
+            "two_stage",
+            not self.adversarial,
+            "no adversarial beside it, as no discriminator rewards the first stage",
+            "Leave one of the two options out.",
+            "True with adversarial",
+        )
+        self.check(
+            "rtd_weight",
+            self.rtd_weight is None,
+            "no two_stage, where each loss stands alone",
+            "Leave one of the two options out.",
+            f"{self.rtd_weight} with two_stage",
+        )
+        self.check(
+            "optimizer",
+            self.optimizer != "adafactor",
+            "adamw or lamb, as each stage has a schedule of its own",
+            "Leave one of the two options out.",
+            "adafactor in a two-stage training",
+        )
         for name, wanted, why in (
             ("electra_generator", "model", "a generator that can be trained first"),
             ("electra_sharing", "none", "as the generator is frozen in the second stage"),
@@ -393,6 +619,9 @@ class PretrainArguments(Settings):
             "generator_type": self.electra_generator,
             "stage": 1 if self.two_stage else None,
             "sampling_seed": self.seed,
+            "discriminator_weight": self.rtd_weight,
+            "adversarial": self.adversarial,
+            "second_stage_from": self.second_stage_from,
         }
 
 

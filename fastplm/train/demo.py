@@ -25,7 +25,7 @@ from fastplm.train.pretrain import (
     make_dataset,
     open_corpus,
     pretrain,
-    seconds_a_step,
+    rehearse,
 )
 from fastplm.train.report import summary
 
@@ -90,7 +90,9 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
         write_json(cache / "demo.json", {})  # what is here was made by a demo
     steps = _choose_steps(args, end)
     # The schedule of the learning rate depends on the number of steps.
-    args = replace(args, steps=steps, warmup=None, save_every=steps, log_every=max(1, steps // 40))
+    args = replace(
+        args, steps=steps, lr=None, warmup=None, save_every=steps, log_every=max(1, steps // 40)
+    )
     metrics = pretrain(args)
     print(f"\n{summary(metrics)}\n")
 
@@ -109,7 +111,7 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
 
 def _choose_steps(args: PretrainArguments, end: float) -> int:
     """As many steps as fit before ``end`` with all that follows them, by the speed of the first."""
-    seconds = seconds_a_step(args)
+    seconds = rehearse(args).seconds
     fitting = int(_TRAINING * (end - time.perf_counter()) / seconds)
     steps = min(max(fitting, LEAST_STEPS), MOST_STEPS)
     thousands = args.batch_size * args.block_size / seconds / 1000

@@ -14,6 +14,7 @@ from fastplm.train.losses import (
     counted_labels,
     counts_all_batches,
     outputs_with_loss,
+    pair_logits,
     summed,
     tokens_and_sequences,
 )
@@ -81,11 +82,11 @@ def evaluate(
             word_scores.append(scores.cpu()[words])
             replaced_words.append((replaced_ids.cpu() != _originals(batch).cpu())[words])
         for label, values in pair_labels.items():
-            name, answer = PAIR_LABELS[label]
-            if answer not in outputs:
+            name, answers = PAIR_LABELS[label], pair_logits(outputs)
+            if answers is None:
                 continue  # the model has no head for pairs
-            add(f"{name}_loss", summed(outputs[answer], values))
-            add(f"{name}_accuracy", (outputs[answer].argmax(-1) == values).sum())
+            add(f"{name}_loss", summed(answers, values))
+            add(f"{name}_accuracy", (answers.argmax(-1) == values).sum())
     model.train(was_training)
 
     result: dict[str, Any] = {"samples": int(sums["samples"])}
@@ -104,7 +105,7 @@ def evaluate(
         result["words"] = detection_at_base_rate(
             torch.cat(word_scores).float(), torch.cat(replaced_words)
         )
-    for pair, _ in PAIR_LABELS.values():
+    for pair in PAIR_LABELS.values():
         for name in (f"{pair}_loss", f"{pair}_accuracy"):
             add_mean(name, "samples")
     return result

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: For each label of a pair: the name of its loss, and the logits that answer it.
+#: For each label of a pair the name of its loss.
 PAIR_LABELS = {
-    "next_sentence_label": ("next_sentence", "seq_relationship_logits"),
-    "sentence_order_label": ("sentence_order", "sop_logits"),
+    "next_sentence_label": "next_sentence",
+    "sentence_order_label": "sentence_order",
 }
+# The logits that answer it: of BERT and ALBERT, each of which can learn both labels.
+_PAIR_LOGITS = ("seq_relationship_logits", "sop_logits")
 
 # Where the sequences of a packed row lie; Transformers' classes have no parameters of these names.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -79,8 +81,8 @@ def outputs_with_loss(
         labels: int64 [B, T], -100 = none.
         num_items_in_batch: labels of the step, over all its batches and processes.
         num_sequences_in_batch: rows of it.
-        inputs: what else the batch has, the labels of pairs among it; what the model does not take
-            is left out.
+        inputs: what else the batch has, the labels of pairs among it, which its head for pairs
+            answers whatever they say; what the model does not take is left out.
 
     Returns:
         The outputs and ``loss``; with pairs also its parts ``mlm_loss`` and
@@ -90,8 +92,8 @@ def outputs_with_loss(
     taken = set(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         taken.update(_PACKED)  # they are handed down to the attention
-    inputs = {name: value for name, value in inputs.items() if name in taken}
     pair_labels = {name: inputs.pop(name) for name in PAIR_LABELS if name in inputs}
+    inputs = {name: value for name, value in inputs.items() if name in taken}
     if "use_cache" in taken:
         inputs["use_cache"] = False
     if model.config.is_encoder_decoder:
@@ -101,12 +103,19 @@ def outputs_with_loss(
     if shifts_labels(model):
         logits = logits[:, :-1]
     loss = summed(logits, counted_labels(model, labels)) / num_items_in_batch
-    parts = {"mlm_loss": loss} if pair_labels else {}
+    answers = pair_logits(outputs)
+    parts = {"mlm_loss": loss} if pair_labels and answers is not None else {}
     for label, values in pair_labels.items():
-        name, answer = PAIR_LABELS[label]
-        parts[f"{name}_loss"] = summed(outputs[answer], values) / num_sequences_in_batch
-        loss = loss + parts[f"{name}_loss"]
+        if answers is not None:
+            part = summed(answers, values) / num_sequences_in_batch
+            parts[f"{PAIR_LABELS[label]}_loss"] = part
+            loss = loss + part
     return {**outputs, **parts, "loss": loss}
+
+
+def pair_logits(outputs: Mapping[str, Any]) -> Tensor | None:
+    """The logits [B, 2] of a model's pairs; None if it has no head for them."""
+    return next((outputs[name] for name in _PAIR_LOGITS if name in outputs), None)
 
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from fastplm.data import (
     TokenStore,
 )
 from fastplm.data.blocks import check_enough_tokens
-from fastplm.train.presets import FAMILIES
+from fastplm.train.flops import flops_a_token
+from fastplm.train.presets import FAMILIES, NOISES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,6 +99,16 @@ class Objective:
     def tokens(self) -> int:
         """The tokens of text that one sample needs."""
         return self.args.block_size - self.special
+
+    @property
+    def target_length(self) -> int:
+        """The tokens of a decoder for a full sample; 0 without one."""
+        return 0
+
+    def flops_a_token(self, config: Any) -> float:
+        """Of forward and backward in full samples."""
+        masked = self.args.preset.mlm_probability
+        return flops_a_token(config, self.args.block_size, self.target_length, masked=masked)
 
     def enough(self, store: TokenStore) -> bool:
         """Whether a store gives one sample at least."""
@@ -212,9 +223,14 @@ class Spans(Objective):
         collator: Any = self.collator()
         return collator.raw_size
 
+    @property
+    def target_length(self) -> int:
+        collator: Any = self.collator()
+        return collator.target_size
+
 
 class Denoising(Objective):
-    """BART: sentences permuted and spans infilled, and the decoder says the original.
+    """BART: sentences permuted and spans infilled, or other noise; the decoder says the original.
 
     The beginning and the end of a text are put around it after the noise.
     """
@@ -223,6 +239,19 @@ class Denoising(Objective):
     collator_class = DataCollatorForDenoising
     special = 2
     needs = ("pad", "mask", "bos", "eos")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        chosen = self.args.noise
+        if chosen is None:
+            return {}
+        return {
+            setting: share if name in chosen else 0.0 for name, (setting, share) in NOISES.items()
+        }
+
+    @property
+    def target_length(self) -> int:
+        return self.args.block_size
 
 
 OBJECTIVES: Mapping[str, type[Objective]] = {

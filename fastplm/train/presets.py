@@ -1,16 +1,18 @@
 """The published architectures by name, with the settings they were pre-trained with.
 
-Sizes: BERT of Turc et al. 2019, "Well-Read Students Learn Better" (arXiv 1908.08962); ELECTRA of
-Clark et al. 2020 (arXiv 2003.10555), table 6; RoBERTa of Liu et al. 2019 (arXiv 1907.11692); ALBERT
-of Lan et al. 2020 (arXiv 1909.11942), table 1; GPT-2 of Radford et al. 2019, table 2; T5 of Raffel
-et al. 2020 (arXiv 1910.10683), §3.7; BART of Lewis et al. 2020 (arXiv 1910.13461). BERT's tiny to
-medium are of Turc et al.; every other tiny and mini is ours, for tests, examples and small corpora.
+A preset of a published name has the published shape, vocabulary size, dropout, optimizer, and a
+peak learning rate together with the samples of a step it was published for. Every other preset
+says that it is fastplm's own (``source`` is empty): those ``-tiny`` and ``-mini`` that are not
+BERT's, for tests, examples and small corpora, with rates for a batch of 32.
 
-Learning rates of the named sizes are published ones where there is one for Adam: RoBERTa's (table
-9) also for BART, which names none; GPT-1's (Radford et al. 2018) for GPT-2, which names none;
-BERT's for ALBERT under AdamW, as Lan et al. used LAMB (see ``lamb_learning_rate``). T5 was trained
-with Adafactor at 1e-2 times the RMS of each weight, about ``hidden ** -0.5`` at the start: its
-rates here are that product.
+Sources: BERT of Devlin et al. 2019 (arXiv 1810.04805), §3 and §A.2; its sizes from tiny to medium
+of Turc et al. 2019 (arXiv 1908.08962), trained by the recipe of BERT; RoBERTa of Liu et al. 2019
+(arXiv 1907.11692), table 9; ALBERT of Lan et al. 2020 (arXiv 1909.11942), table 1 and §4.1;
+ELECTRA of Clark et al. 2020 (arXiv 2003.10555), table 6; GPT of Radford et al. 2018, §4.1; GPT-2
+of Radford et al. 2019, table 2 and §2.3, which names no rate: those of GPT-3's models of the same
+size and batch (Brown et al. 2020, arXiv 2005.14165, table 2.1); T5 of Raffel et al. 2020 (arXiv
+1910.10683), §3.1; BART of Lewis et al. 2020 (arXiv 1910.13461), §2 and §5, which follows RoBERTa
+and names no rate: RoBERTa's. docs/pretraining.md, "Presets", says what differs.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ class Preset:
     """One architecture.
 
     Args:
-        family: "bert", "roberta", "albert", "electra", "gpt2", "t5" or "bart".
+        family: a key of ``FAMILIES``.
         layers, hidden, heads: of the encoder, and of the decoder where there is one (ELECTRA: of
             the discriminator). The feed-forward layer has four times the width.
         learning_rate: the peak of the published run.
+        batch_size: the samples of a step that the rate is published for.
+        source: of shape and rate; empty for those of fastplm's own.
+        optimizer: that of the published run.
         embedding: width of the embeddings, ``hidden`` by default.
+        sharing: what the layers of an ALBERT share, see ``fastplm.models.albert``.
         generator: ELECTRA's generator has this share of the discriminator's width and heads.
         mlm_probability: share of the tokens that is masked.
+        dropout, attention_dropout: of hidden states and embeddings; of attention weights.
         initializer_range: standard deviation of the initial weights; T5 scales its own.
     """
 
@@ -45,9 +52,15 @@ class Preset:
     hidden: int
     heads: int
     learning_rate: float
+    batch_size: int = 32
+    source: str = ""
+    optimizer: str = "adamw"
     embedding: int | None = None
+    sharing: str = "all"
     generator: float = 1.0
     mlm_probability: float = 0.15
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
     initializer_range: float = 0.02
 
 
@@ -57,62 +70,122 @@ class Family:
 
     Args:
         tokenizer: the kind of vocabulary, see ``train_tokenizer``.
+        vocab_size: tokens of the published vocabulary, as its embeddings have them.
         classes: the class of ``fastplm.models`` that learns each objective; the first objective is
             the default.
         unit: the default of ``--unit``.
     """
 
     tokenizer: str
+    vocab_size: int
     classes: Mapping[str, str]
     unit: str = "token"
 
 
 FAMILIES: Mapping[str, Family] = {
-    "bert": Family("wordpiece", {"mlm+nsp": "BertForPreTraining", "mlm": "BertForMaskedLM"}),
-    "roberta": Family("bytelevel", {"mlm": "RobertaForMaskedLM"}),
-    "albert": Family(
-        "wordpiece", {"mlm+sop": "AlbertForPreTraining", "mlm": "AlbertForMaskedLM"}, unit="ngram"
+    "bert": Family(
+        "wordpiece",
+        30522,
+        {
+            "mlm+nsp": "BertForPreTraining",
+            "mlm+sop": "BertForPreTraining",
+            "mlm": "BertForMaskedLM",
+        },
     ),
-    "electra": Family("wordpiece", {"rtd": "ElectraForJointPreTraining"}),
-    "gpt2": Family("bytelevel", {"clm": "GPT2LMHeadModel"}),
-    "t5": Family("unigram", {"spans": "T5ForConditionalGeneration"}),
-    "bart": Family("bytelevel", {"denoise": "BartForConditionalGeneration"}),
+    "roberta": Family("bytelevel", 50265, {"mlm": "RobertaForMaskedLM"}),
+    "albert": Family(
+        "wordpiece",
+        30000,
+        {
+            "mlm+sop": "AlbertForPreTraining",
+            "mlm+nsp": "AlbertForPreTraining",
+            "mlm": "AlbertForMaskedLM",
+        },
+        unit="ngram",
+    ),
+    "electra": Family(
+        "wordpiece",
+        30522,
+        {"rtd": "ElectraForJointPreTraining", "mlm": "ElectraForMaskedLM"},
+    ),
+    "gpt": Family("bytelevel", 40478, {"clm": "OpenAIGPTLMHeadModel"}),
+    "gpt2": Family("bytelevel", 50257, {"clm": "GPT2LMHeadModel"}),
+    "t5": Family("unigram", 32128, {"spans": "T5ForConditionalGeneration"}),
+    "bart": Family("bytelevel", 50265, {"denoise": "BartForConditionalGeneration"}),
 }
 #: All objectives, and those that choose tokens to mask.
 OBJECTIVES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.classes))
-MASKED = ("mlm", "mlm+nsp", "mlm+sop", "rtd")
-OPTIMIZERS = ("adamw", "lamb")
+MASKED = ("mlm+nsp", "mlm+sop", "mlm", "rtd")
+OPTIMIZERS = ("adamw", "lamb", "adafactor")
+#: BART's transformations, each with its setting of ``DataCollatorForDenoising``. The shares of
+#: infilling and permutation are those of the published models. Lewis et al. 2020, §2.2, mask "as
+#: BERT" and give no share of deletion, which here is the same.
+NOISES: Mapping[str, tuple[str, float]] = {
+    "token_masking": ("mask_probability", 0.15),
+    "token_deletion": ("delete_probability", 0.15),
+    "text_infilling": ("infill_probability", 0.3),
+    "sentence_permutation": ("permute_sentences", 1.0),
+    "document_rotation": ("rotate_probability", 1.0),
+}
 
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
 _NARROW = 0.06
 
+
+def _published(
+    source: str,
+    family: str,
+    sizes: Mapping[str, tuple[int, int, int]],
+    rate: float,
+    samples: int,
+    **others: Any,
+) -> dict[str, Preset]:
+    """Published sizes, each (layers, hidden, heads), that were trained in one way."""
+    others = {"attention_dropout": 0.1} | others
+    return {
+        f"{family}-{size}" if size else family: Preset(
+            family, *shape, rate, samples, source, **others
+        )
+        for size, shape in sizes.items()
+    }
+
+
+_TURC = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8)}
+_BASE, _LARGE = {"base": (12, 768, 12)}, {"large": (24, 1024, 16)}
+_CLARK, _RAFFEL = "Clark et al. 2020", "Raffel et al. 2020"
+_LAMB: dict[str, Any] = {"optimizer": "lamb", "embedding": 128}
+_LEWIS = "Lewis et al. 2020; rate of Liu et al. 2019"
+_RADFORD = "Radford et al. 2019; rate of Brown et al. 2020"
+
 PRESETS = {
-    "bert-tiny": Preset("bert", 2, 128, 2, 1e-4),
-    "bert-mini": Preset("bert", 4, 256, 4, 1e-4),
-    "bert-small": Preset("bert", 4, 512, 8, 1e-4),
-    "bert-medium": Preset("bert", 8, 512, 8, 1e-4),
-    "bert-base": Preset("bert", 12, 768, 12, 1e-4),
-    "bert-large": Preset("bert", 24, 1024, 16, 1e-4),
+    **_published("Turc et al. 2019", "bert", _TURC, 1e-4, 256),
+    **_published("Devlin et al. 2019", "bert", _BASE | _LARGE, 1e-4, 256),
     "electra-tiny": Preset("electra", 2, 128, 4, 1e-3, generator=1 / 4, initializer_range=_NARROW),
-    "electra-small": Preset("electra", 12, 256, 4, 5e-4, embedding=128, generator=1 / 4),
-    "electra-base": Preset("electra", 12, 768, 12, 2e-4, generator=1 / 3),
-    "electra-large": Preset("electra", 24, 1024, 16, 2e-4, generator=1 / 4, mlm_probability=0.25),
+    **_published(
+        _CLARK, "electra", {"small": (12, 256, 4)}, 5e-4, 128, embedding=128, generator=1 / 4
+    ),
+    **_published(_CLARK, "electra", _BASE, 2e-4, 256, generator=1 / 3),
+    **_published(_CLARK, "electra", _LARGE, 2e-4, 2048, generator=1 / 4, mlm_probability=0.25),
     "roberta-tiny": Preset("roberta", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     "roberta-mini": Preset("roberta", 4, 256, 4, 6e-4),
-    "roberta-base": Preset("roberta", 12, 768, 12, 6e-4),
+    **_published("Liu et al. 2019", "roberta", _BASE, 6e-4, 8192),
+    **_published("Liu et al. 2019", "roberta", _LARGE, 4e-4, 8192),
     "albert-tiny": Preset("albert", 2, 128, 2, 1e-3, embedding=64, initializer_range=_NARROW),
     "albert-mini": Preset("albert", 4, 256, 4, 5e-4, embedding=128),
-    "albert-base": Preset("albert", 12, 768, 12, 1e-4, embedding=128),
+    **_published("Lan et al. 2020", "albert", _BASE | _LARGE, 1.76e-3, 4096, **_LAMB),
+    "gpt-tiny": Preset("gpt", 2, 128, 2, 1e-3, initializer_range=_NARROW),
+    **_published("Radford et al. 2018", "gpt", {"": (12, 768, 12)}, 2.5e-4, 64),
     "gpt2-tiny": Preset("gpt2", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     "gpt2-mini": Preset("gpt2", 4, 256, 4, 6e-4),
-    "gpt2-small": Preset("gpt2", 12, 768, 12, 2.5e-4),
+    **_published(_RADFORD, "gpt2", {"small": (12, 768, 12)}, 6e-4, 512),
+    **_published(_RADFORD, "gpt2", {"medium": (24, 1024, 16)}, 3e-4, 512),
     "t5-tiny": Preset("t5", 2, 128, 2, 1e-3),
     "t5-mini": Preset("t5", 4, 256, 4, 6e-4),
-    "t5-small": Preset("t5", 6, 512, 8, 4e-4),
-    "t5-base": Preset("t5", 12, 768, 12, 3.5e-4),
+    **_published(_RAFFEL, "t5", {"small": (6, 512, 8)} | _BASE, 1e-2, 128, optimizer="adafactor"),
     "bart-tiny": Preset("bart", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     "bart-mini": Preset("bart", 4, 256, 4, 6e-4),
-    "bart-base": Preset("bart", 6, 768, 12, 6e-4),
+    **_published(_LEWIS, "bart", {"base": (6, 768, 12)}, 6e-4, 8000),
+    **_published(_LEWIS, "bart", {"large": (12, 1024, 16)}, 4e-4, 8000),
 }
 
 
@@ -126,36 +199,65 @@ def preset(arch: str) -> Preset:
     return PRESETS[arch]
 
 
-def lamb_learning_rate(samples: int) -> float:
-    """LAMB's peak rate for a number of samples a step: 5e-3 at 32768, else by the square root.
+@dataclass(frozen=True)
+class Peak:
+    """A peak learning rate, the samples of a step that it is for, and where both stand."""
 
-    At 4096 that is ALBERT's 1.76e-3.
+    rate: float
+    samples: int
+    source: str
 
-    Source: You et al. 2020 (arXiv 1904.00962), table 4; Lan et al. 2020, §4.1.
+    def scaled(self, samples: int) -> float:
+        """The rate for another number of samples a step: times the square root of their ratio.
+
+        Source: You et al. 2020 (arXiv 1904.00962), table 4, for LAMB; Malladi et al. 2022 (arXiv
+        2205.10287) for Adam. For Adafactor it is an assumption.
+        """
+        return self.rate * (samples / self.samples) ** 0.5
+
+
+def usual_peak(chosen: Preset, optimizer: str) -> Peak:
+    """The published peak of an architecture, or of the optimizer where that is another one.
+
+    AdamW takes BERT's rate for an ALBERT. For a T5 it takes Adafactor's relative rate times
+    ``hidden ** -0.5``, about the RMS of its weights at the start.
     """
-    return 5e-3 * (samples / 32768) ** 0.5
+    if optimizer == chosen.optimizer:
+        return Peak(
+            chosen.learning_rate, chosen.batch_size, chosen.source or "a size of fastplm's own"
+        )
+    if optimizer == "lamb":
+        return Peak(5e-3, 32768, "You et al. 2020, table 4")
+    if optimizer == "adafactor":
+        return Peak(1e-2, 128, _RAFFEL)
+    if chosen.family == "t5":
+        source = f"{_RAFFEL}, times the weights' RMS of {chosen.hidden} ** -0.5"
+        return Peak(chosen.learning_rate * chosen.hidden**-0.5, chosen.batch_size, source)
+    return Peak(1e-4, 256, "Devlin et al. 2019")
 
 
 def configuration(
-    arch: str,
+    arch: str | Preset,
     *,
     vocab_size: int,
     block_size: int = 512,
-    dropout: float = 0.1,
-    attention_dropout: float = 0.0,
+    dropout: float | None = None,
+    attention_dropout: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    objective: str | None = None,
     joint: Mapping[str, Any] | None = None,
 ) -> PreTrainedConfig:
     """The configuration of a model to pre-train.
 
     Args:
-        arch: a key of ``PRESETS``.
+        arch: a key of ``PRESETS``, or a preset of your own.
         vocab_size: tokens, the special ones included.
         block_size: the longest sequence to come; the published number of positions is the least.
         dropout: of hidden states and embeddings, and of T5's attention, which has no rate of its
-            own.
-        attention_dropout: of attention weights.
+            own; that of the preset by default.
+        attention_dropout: of attention weights; that of the preset by default.
         tokenizer: gives the ids of padding, beginning and end; without it the family's usual ones.
+        objective: with "mlm" an ELECTRA is one encoder, the discriminator's.
         joint: of ELECTRA, fields of ``ElectraJointConfig``.
 
     Returns:
@@ -165,7 +267,10 @@ def configuration(
     """
     import transformers
 
-    chosen = preset(arch)
+    chosen = preset(arch) if isinstance(arch, str) else arch
+    dropout = chosen.dropout if dropout is None else dropout
+    if attention_dropout is None:
+        attention_dropout = chosen.attention_dropout
     width, depth, heads = chosen.hidden, chosen.layers, chosen.heads
     common = {"vocab_size": vocab_size, **_special_ids(chosen.family, tokenizer)}
     encoder = {
@@ -189,15 +294,19 @@ def configuration(
         return transformers.AlbertConfig(
             **encoder,
             embedding_size=chosen.embedding or width,
+            parameter_sharing=chosen.sharing,
+            num_hidden_groups=1 if chosen.sharing == "all" else depth,
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
-    if chosen.family == "gpt2":
-        return transformers.GPT2Config(
+    if chosen.family in ("gpt", "gpt2"):
+        first = chosen.family == "gpt"
+        kind = transformers.OpenAIGPTConfig if first else transformers.GPT2Config
+        return kind(
             **common,
             n_layer=depth,
             n_embd=width,
             n_head=heads,
-            n_positions=max(1024, block_size),
+            n_positions=max(512 if first else 1024, block_size),
             initializer_range=chosen.initializer_range,
             resid_pdrop=dropout,
             embd_pdrop=dropout,
@@ -235,19 +344,20 @@ def configuration(
             dropout=dropout,
             attention_dropout=attention_dropout,
         )
-    return _electra(chosen, encoder, joint or {})
+    electra = transformers.ElectraConfig(**encoder, embedding_size=chosen.embedding or width)
+    return electra if objective == "mlm" else _joint(chosen, electra, joint or {})
 
 
-def _electra(
-    chosen: Preset, encoder: Mapping[str, Any], joint: Mapping[str, Any]
+def _joint(
+    chosen: Preset, discriminator: PreTrainedConfig, joint: Mapping[str, Any]
 ) -> PreTrainedConfig:
-    from transformers import ElectraConfig
-
     from fastplm.models.electra_joint import ElectraJointConfig
 
-    equal = joint.get("embedding_sharing") == "all" or joint.get("stage") is not None
+    handed_over = joint.get("second_stage_from", "generator") == "generator"
+    equal = joint.get("embedding_sharing") == "all"
+    equal |= joint.get("stage") is not None and handed_over
     return ElectraJointConfig.from_discriminator(
-        ElectraConfig(**encoder, embedding_size=chosen.embedding or chosen.hidden),
+        discriminator,
         generator_size=1.0 if equal else chosen.generator,
         **joint,
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastplm import _extension
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.train._run import begin, describe, hardware_has_bf16, started
 from fastplm.train._run_folder import (
@@ -51,7 +54,8 @@ _A_WHILE = 2.0  # seconds
 # Settings that may differ when a run is resumed. Another number of threads may change the last
 # digits of the losses, and another interval of the log its points.
 _FREE_ON_RESUME = {
-    *("resume", "overwrite", "out", "cache", "workers", "save_every", "log_every", "threads"),
+    *("resume", "overwrite", "dry_run", "out", "cache", "workers", "save_every", "log_every"),
+    "threads",
 }
 # Settings that are compared in other ways: by the token ids, and as a longer run.
 _COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
@@ -66,6 +70,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
+    args.check("dry_run", not args.dry_run, "False", "Call fastplm.train.dry_run.dry_run.")
     with started(args, own=[Path(args.cache)]) as before:
         return _pretrain(args, Path(args.out), before)
 
@@ -122,32 +127,57 @@ def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None)
     return metrics
 
 
-def seconds_a_step(args: PretrainArguments) -> float:
-    """The median time of a step of such a run, taken with a model that is thrown away.
+@dataclass(frozen=True)
+class Rehearsal:
+    """Some steps of a run with a model that is thrown away: the median time of ``timed`` ones."""
+
+    trainer: Any
+    data: RunData
+    seconds: float
+    timed: int
+
+
+def rehearse(
+    args: PretrainArguments,
+    documents: Iterable[str] | None = None,
+    patience: float = math.inf,
+    *,
+    second_stage: bool = False,
+) -> Rehearsal:
+    """Take some steps of such a run.
 
     Nothing is printed or written, but the cache, where the run finds its tokenizer and tokens.
+
+    Args:
+        args: of the run.
+        documents: its text, in the place of ``args.corpus``.
+        patience: see ``Stopwatch``.
+        second_stage: of a two-stage training take the steps of the second one.
     """
     from fastplm.train.trainer import Progress, Stopwatch
 
     training_arguments = _training_arguments(args, Path(args.out))
-    data = prepare_data(args, training_arguments, None)
-    stopwatch = Stopwatch()
+    data = prepare_data(args, training_arguments, None, documents)
+    stopwatch = Stopwatch(patience)
     trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
     trainer.remove_callback(Progress)
+    if second_stage:
+        trainer.model.start_second_stage()
     trainer.train()
-    return stopwatch.median
+    return Rehearsal(trainer, data, stopwatch.median, stopwatch.timed)
 
 
 def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The untrained model of a run."""
     family = args.preset.family
     config = configuration(
-        args.arch,
+        args.preset,
         vocab_size=len(tokenizer),
         block_size=args.block_size,
         dropout=args.dropout,
         attention_dropout=args.attention_dropout,
         tokenizer=tokenizer,
+        objective=args.objective,
         joint=args.joint_settings() if family == "electra" else None,
     )
     return build_model(family, str(args.objective), config)
@@ -164,9 +194,14 @@ def _printed_if_slow(line: str) -> Iterator[None]:
         timer.cancel()
 
 
-def corrupts_on_device() -> bool:
-    """Whether samples are corrupted where the model is, and not by the workers that read them."""
-    return torch.cuda.is_available()
+def corrupts_on_device(operator: str | None) -> bool:
+    """Whether samples are corrupted where the model is, and not by the workers that read them.
+
+    On a GPU without the CUDA code of the operator the reference would run, token by token: the
+    CPU's C++ gives the same samples sooner.
+    """
+    able = operator is None or _extension.lacks(operator, "CUDA") is None
+    return torch.cuda.is_available() and able
 
 
 def _make_trainer(
@@ -178,7 +213,7 @@ def _make_trainer(
     """The trainer of an untrained model, and the collator of its samples."""
     from transformers import set_seed
 
-    from fastplm.train.optimizer import Lamb
+    from fastplm.train.optimizer import Adafactor, Lamb
     from fastplm.train.trainer import PretrainingTrainer
     from fastplm.train.two_stage import TwoStageTrainer
 
@@ -188,7 +223,7 @@ def _make_trainer(
         model.set_token_counts(count_tokens(data.store, data.tokenizer))
     collator = make_collator(args, data.tokenizer)
     settings: dict[str, Any] = {"data_collator": collator}
-    if corrupts_on_device():
+    if corrupts_on_device(collator.op):
         settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
     kind: type[PretrainingTrainer] = PretrainingTrainer
     if args.two_stage:
@@ -197,6 +232,8 @@ def _make_trainer(
     if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
         lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
         settings["optimizer_cls_and_kwargs"] = Lamb, lamb
+    if args.optimizer == "adafactor":
+        settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
     trainer = kind(
         model=model,
         args=training_arguments,
@@ -220,7 +257,8 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
         gradient_accumulation_steps=args.gradient_accumulation,
         learning_rate=args.lr,
         warmup_steps=args.warmup,
-        weight_decay=0.01,
+        lr_scheduler_type="inverse_sqrt" if args.optimizer == "adafactor" else "linear",
+        weight_decay=0.0 if args.optimizer == "adafactor" else 0.01,
         adam_epsilon=1e-6,
         seed=args.seed,
         train_sampling_strategy="sequential",
@@ -266,6 +304,8 @@ def _record(
         },
         tokenizer=hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
         held_out={"tokens": len(data.all) - len(data.store), "samples": samples},
+        # Version 2: the pair of a run of one sentence is a random one.
+        pairs=2 if args.objective == "mlm+nsp" else None,
         processes=training_arguments.world_size,
         precision="bf16" if training_arguments.bf16 else "fp32",
         threads=torch.get_num_threads(),
@@ -282,6 +322,8 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
         "Give the same text, or another --out.",
         _described(ours, changed),
     )
+    # A setting that a run of an older version did not have was its default.
+    before = {each.name: each.default for each in fields(args)} | before
     apart = {"corpus", "held_out", "steps", "threads", "starts"}
     check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
     samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]
@@ -317,12 +359,13 @@ def _finish(
 
     model = trainer.model
     models = {"model": model}
-    if args.preset.family == "electra":
+    if args.objective == "rtd":
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
     save_models(out, models, data.tokenizer)
     history = curve(trainer.state.log_history)
+    flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
@@ -330,6 +373,9 @@ def _finish(
         "precision": "bf16" if trainer.args.bf16 else "fp32",
         "processes": trainer.args.world_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        # Of all steps: those of a token in full samples, times the tokens without padding.
+        "flops": flops * trainer.tokens_per_second * trainer.train_seconds,
+        "flops_per_token": flops,
         "vocab_size": len(data.tokenizer),
         "history": history,
         "tokens_per_second": trainer.tokens_per_second,
@@ -339,7 +385,7 @@ def _finish(
         # Of the first process since it was started, by --resume perhaps; workers keep their count
         # to themselves, but for a warning.
         "dropped_tokens": None
-        if args.workers > 0 and not corrupts_on_device()
+        if args.workers > 0 and not corrupts_on_device(collator.op)
         else collator.dropped,
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),

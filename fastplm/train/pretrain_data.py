@@ -56,13 +56,20 @@ class RunData:
 
 
 def prepare_data(
-    args: PretrainArguments, training_arguments: TrainingArguments, checkpoint: Path | None
+    args: PretrainArguments,
+    training_arguments: TrainingArguments,
+    checkpoint: Path | None,
+    documents: Iterable[str] | None = None,
 ) -> RunData:
-    """The data of a run, which the first process prepares; a resumed run keeps its tokenizer."""
+    """The data of a run, which the first process prepares; a resumed run keeps its tokenizer.
+
+    ``documents`` take the place of ``args.corpus``.
+    """
     with training_arguments.main_process_first(desc="preparing the data"):
         cache = Path(args.cache)
         there = {path.name for path in cache.iterdir()} if cache.is_dir() else set()
-        documents = open_corpus(args.corpus, args.cache)
+        if documents is None:
+            documents = open_corpus(args.corpus, args.cache)
         tokenizer = _tokenizer(args, checkpoint, documents)
         everything = tokenize(documents, tokenizer, args.cache)
         store, held_out = hold_out(args, everything, tokenizer)
@@ -109,7 +116,7 @@ def make_dataset(
     length = length or len(source)
     if at_most is not None:
         length = min(length, at_most)
-    stream = PretrainingStream(source, seed=args.seed, length=length)
+    stream = PretrainingStream(source, seed=args.seed, length=length, copies=args.static_masks)
     return objective.samples(stream)
 
 
@@ -154,4 +161,5 @@ def _tokenizer(
     if given is not None:
         return load_tokenizer(given, needs)
     kind = FAMILIES[args.preset.family].tokenizer
+    assert args.vocab_size is not None
     return train_tokenizer(documents, args.vocab_size, args.cache, kind)

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -29,6 +31,7 @@ from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
     outputs_with_loss,
+    pair_logits,
     shifts_labels,
     summed,
     tokens_and_sequences,
@@ -56,7 +59,6 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         output_dir=str(out),
         bf16=bf16,
         use_cpu=not on_gpu,
-        lr_scheduler_type="linear",
         max_grad_norm=1.0,
         remove_unused_columns=False,
         dataloader_pin_memory=on_gpu,
@@ -66,7 +68,7 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         save_steps=args.save_every,
         disable_tqdm=True,
         report_to="none",
-        **settings,
+        **{"lr_scheduler_type": "linear"} | settings,
     )
 
 
@@ -297,6 +299,8 @@ class PretrainingTrainer(RunTrainer):
             it then runs on the device of the model.
     """
 
+    lr_scheduler: LRScheduler | None
+
     def __init__(
         self, *args: Any, corrupt: Callable[[dict], dict] | None = None, **kwargs: Any
     ) -> None:
@@ -316,6 +320,20 @@ class PretrainingTrainer(RunTrainer):
             self._loss_shifts_labels = True
         self._in_step: dict[str, Tensor] = {}
         self._in_window: dict[str, Tensor] = {}
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler | None:
+        if self.args.lr_scheduler_type == "inverse_sqrt" and self.lr_scheduler is None:
+            from fastplm.train.optimizer import inverse_square_root
+
+            # Transformers' of this name rises from 0 at first.
+            factor = functools.partial(
+                inverse_square_root, warmup=self.args.get_warmup_steps(num_training_steps)
+            )
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -387,10 +405,11 @@ class PretrainingTrainer(RunTrainer):
             for name, value in outputs.items()
             if name.endswith("_loss") and value is not None
         }
-        for label, (name, answer) in PAIR_LABELS.items():
-            if self._makes_loss or label not in inputs or answer not in outputs:
+        answers = pair_logits(outputs)
+        for label, name in PAIR_LABELS.items():
+            if self._makes_loss or label not in inputs or answers is None:
                 continue
-            total = summed(outputs[answer].detach(), inputs[label])
+            total = summed(answers.detach(), inputs[label])
             parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]
             # The Trainer scales the loss up because gradients are averaged over processes.
             share = loss / self.accelerator.num_processes
@@ -447,18 +466,32 @@ class LogWhereSaved(TrainerCallback):
 
 
 class Stopwatch(TrainerCallback):
-    """Times steps, after some that warm up, and ends the training after a few seconds of them."""
+    """Times steps, after some that warm up, and ends the training after a few seconds of them.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds after which the steps so far, one at least, have warmed up.
+    """
+
+    def __init__(self, patience: float = math.inf) -> None:
         self._ends: list[float] = []
+        self._patience = patience
+
+    @property
+    def timed(self) -> int:
+        """The number of timed steps."""
+        return len(self._ends) - 1
 
     @property
     def median(self) -> float:
         """The median time of a step."""
         return statistics.median(after - before for before, after in pairwise(self._ends))
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step < _WARM_UP_STEPS:
+        waited = time.perf_counter() - self._began > self._patience
+        if state.global_step < _WARM_UP_STEPS and not waited:
             return
         self._ends.append(time.perf_counter())
         long_enough = self._ends[-1] - self._ends[0] >= _TIMED_SECONDS

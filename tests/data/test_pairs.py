@@ -60,7 +60,8 @@ def test_chunks_cover_every_sentence(store):
 @pytest.mark.parametrize("kind", [NextSentencePairs, SentenceOrderPairs])
 def test_pairs_are_what_their_label_says(numbered, kind):
     pairs = pairs_of(numbered, 4000, kind=kind)
-    chunks, ends, labels = pairs.stream.dataset, numbered.sentences[numbered.documents], []
+    chunks, ends = pairs.stream.dataset, numbered.sentences[numbered.documents]
+    labels, lone = [], []
     for item, source in zip(items_of(pairs), pairs.stream, strict=True):
         first, second = (np.array(segment) - 10 for segment in segments(item))
         assert len(first) and len(second) and len(first) + len(second) <= BLOCK - 3
@@ -73,19 +74,24 @@ def test_pairs_are_what_their_label_says(numbered, kind):
         assert begin <= earlier[0] and earlier[-1] < end
         if kind is SentenceOrderPairs or not label:
             assert earlier[-1] < later[0] and later[-1] < end
-            if end - begin == len(first) + len(second):  # nothing was cut off
+            if end - begin == len(first) + len(second):  # no token was cut off
                 assert earlier[0] == begin and earlier[-1] + 1 == later[0] and later[-1] + 1 == end
         else:  # tokens are their places, which say the document
             document = np.searchsorted(ends, second[0], side="right") - 1
             assert second[-1] < ends[document + 1] and document != chunks.document[chunk]
-        labels.append(label)
-    assert (sum(labels) - 2000) ** 2 / 1000 < 10.83  # one degree of freedom, p = 0.001
+        if kind is NextSentencePairs and chunks.end[chunk] - chunks.begin[chunk] == 1:
+            lone.append(label)
+        else:
+            labels.append(label)
+    # One degree of freedom, p = 0.001.
+    assert (sum(labels) - len(labels) / 2) ** 2 / (len(labels) / 4) < 10.83
+    assert all(lone) and (len(lone) > 100) == (kind is NextSentencePairs)
 
 
 def test_one_pair_in_ten_is_short(store):
     lengths = np.array([len(item["input_ids"]) for item in items_of(pairs_of(store, 3000))])
-    # A run is short too where its document ends, hence the loose upper bound.
-    assert 0.05 < (lengths < BLOCK / 2).mean() < 0.4
+    # Half of those; a run is short too where its document ends, hence the loose upper bound.
+    assert 0.025 < (lengths < BLOCK / 2).mean() < 0.4
     assert (lengths == BLOCK).mean() > 0.3
 
 
@@ -108,11 +114,12 @@ def test_a_sentence_longer_than_a_block(tokenizer, tmp_path):
         assert first and second and len(first) + len(second) <= 13
 
 
-def test_next_sentence_pairs_are_those_of_the_first_version(numbered):
+def test_next_sentence_pairs_do_not_change(numbered):
+    """Those of the first version, but for the runs of one sentence, which it cut in two."""
     digest = hashlib.sha256()
     for item in items_of(pairs_of(numbered, 500, seed=5)):
         digest.update(np.array([*item["input_ids"], item["next_sentence_label"]]).tobytes())
-    assert digest.hexdigest()[:16] == "2f66a1096ddc75ed"
+    assert digest.hexdigest()[:16] == "ecc64a2ff6e99dde"
 
 
 def test_lengths_do_not_reveal_the_order(store_of):
@@ -127,14 +134,36 @@ def test_lengths_do_not_reveal_the_order(store_of):
 
 
 def test_both_objectives_cut_the_same_runs(numbered):
+    different = 0
     for torn, ordered in zip(
         items_of(pairs_of(numbered, 300)),
         items_of(pairs_of(numbered, 300, kind=SentenceOrderPairs)),
         strict=True,
     ):
-        assert torn["next_sentence_label"] == ordered["sentence_order_label"]
+        if torn["next_sentence_label"] != ordered["sentence_order_label"]:
+            different += 1  # of one sentence
+            assert torn["next_sentence_label"] == 1
         if not torn["next_sentence_label"]:
             assert torch.equal(torn["input_ids"], ordered["input_ids"])
+    lone = pairs_of(numbered, 300).chunks.lone
+    assert 0 < different < 2 * 300 * lone / 2
+
+
+def test_a_lone_sentence_is_whole_and_its_pair_random(store_of):
+    """BERT's create_pretraining_data.py: ``len(current_chunk) == 1`` is always a random next."""
+    # Documents of one sentence of 10 tokens each, all of them other tokens.
+    store = store_of(10 + np.arange(60), np.arange(0, 61, 10), np.arange(7))
+    pairs = pairs_of(store, 200)
+    assert pairs.chunks.lone == 1.0
+    whole = 0
+    for item in items_of(pairs):
+        first, second = segments(item)
+        assert item["next_sentence_label"] == 1
+        assert (first[0] - 10) // 10 != (second[0] - 10) // 10
+        whole += len(first) == 10 and len(second) == 10
+    assert whole > 150  # all but the short ones
+    for item in items_of(pairs_of(store, 20, kind=SentenceOrderPairs)):
+        assert [len(segment) <= 5 for segment in segments(item)] == [True, True]
 
 
 def test_chunks_are_computed_once_and_pickled_by_path(numbered, monkeypatch):

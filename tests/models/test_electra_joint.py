@@ -44,6 +44,8 @@ OPTIONS = {
     "unigram": {"generator_type": "unigram"},
     "first stage": {"stage": 1, "embedding_sharing": "none"},
     "second stage": {"stage": 2, "embedding_sharing": "none"},
+    "adversarial": {"adversarial": True},
+    "adversarial 15%": {"adversarial": True, "objective": "rtd_masked"},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 ENCODER = small_config("electra", embedding_size=16, hidden_size=32, intermediate_size=48)
@@ -51,6 +53,7 @@ ENCODER = small_config("electra", embedding_size=16, hidden_size=32, intermediat
 
 def joint_config(**options):
     equal = options.get("embedding_sharing") == "all" or options.get("stage")
+    equal = equal and options.get("second_stage_from") != "scratch"
     return ElectraJointConfig.from_discriminator(
         copy.deepcopy(ENCODER), generator_size=1 if equal else 0.5, **options
     )
@@ -91,6 +94,8 @@ class Reference(nn.Module):
         self.discriminator = plain(discriminator, config.discriminator)
         if config.objective == "all_tokens_mlm":
             self.copy_head = nn.Linear(config.discriminator.hidden_size, 1)
+        if config.adversarial:
+            self.baseline_head = nn.Linear(config.generator.hidden_size, 1, bias=False)
         if config.generator_type == "model" and config.embedding_sharing != "none":
             ours, theirs = self.generator.electra, self.discriminator.electra
             if config.embedding_sharing == "all":
@@ -130,9 +135,26 @@ class Reference(nn.Module):
         parts = {name: loss}
         if mlm is not None:
             parts["mlm_loss"] = mlm
-        if mlm is not None and config.stage is None:
+        if config.adversarial:
+            reinforce = self.reinforce(ids, mask, chosen, logits, originals, replaced_ids)
+            parts |= dict(zip(("generator_loss", "baseline_loss"), reinforce, strict=True))
+            loss = sum(reinforce) + config.discriminator_weight * loss
+        elif mlm is not None and config.stage is None:
             loss = mlm + config.discriminator_weight * loss
         return {"loss": loss, **parts}, replaced_ids
+
+    def reinforce(self, ids, mask, chosen, logits, originals, replaced_ids):
+        """Appendix F: ``E[(R - b) grad log p]``, and the cross-entropy of the baseline."""
+        judged = self.discriminator(replaced_ids, attention_mask=mask).logits.detach()[chosen]
+        right = torch.where((replaced_ids == originals)[chosen], -judged, judged).sigmoid()
+        rewards = -right.log()
+        hidden = self.generator.electra(ids, attention_mask=mask).last_hidden_state.detach()
+        expected = self.baseline_head(hidden).squeeze(-1).sigmoid()[chosen]
+        baseline = -expected.log().detach()
+        log_p = (logits / self.config.temperature).log_softmax(-1)
+        log_p = log_p.gather(-1, replaced_ids[..., None]).squeeze(-1)[chosen]
+        matched = -(right * expected.log() + (1 - right) * (1 - expected).log())
+        return -((rewards - baseline) * log_p).mean(), matched.mean()
 
     def discriminator_loss(self, ids, mask, chosen, originals, replaced_ids):
         objective = self.config.objective
@@ -184,6 +206,7 @@ def losses(outputs):
         *((options, "right") for options in OPTIONS.values()),
         *(({}, padding) for padding in ("none", "left", "dead row", "boolean")),
         ({"temperature": 0.7, "sampling_seed": 5}, "right"),
+        ({"temperature": 0.7, "adversarial": True}, "left"),
     ],
     ids=str,
 )
@@ -793,6 +816,49 @@ def test_the_second_stage_begins_with_the_generators_weights(tmp_path):
         model.start_second_stage()
 
 
+def test_a_second_stage_from_scratch():
+    """The discriminator keeps its own weights, and the generator may be narrower."""
+    options = {"stage": 1, "embedding_sharing": "none", "second_stage_from": "scratch"}
+    model = build(**options)
+    assert model.generator.config.hidden_size < model.discriminator.config.hidden_size
+    before = copy.deepcopy(model.discriminator.state_dict())
+    model.start_second_stage()
+    assert same(model.discriminator.state_dict(), before) and model.config.stage == 2
+
+
+def test_the_adversarial_generator_learns_what_is_hard():
+    """Its probabilities move to the tokens that the discriminator gets wrong."""
+    ids, labels = batch()
+    model = build(adversarial=True, embedding_sharing="none").eval()
+    out = run(model, ids, labels, output_replaced_ids=True)
+    generator = [p for name, p in model.named_parameters() if name.startswith("generator.")]
+    chosen = labels != -100
+
+    def log_p():
+        logits = model.generator(ids, attention_mask=MASK).logits
+        picked = logits.log_softmax(-1).gather(-1, out.replaced_ids[..., None])
+        return picked.squeeze(-1)[chosen]
+
+    with torch.no_grad():
+        judged = model.discriminator(out.replaced_ids, attention_mask=MASK).logits[chosen]
+        kept = (out.replaced_ids == labels)[chosen]
+        rewards = F.softplus(torch.where(kept, judged, -judged))
+        before = log_p()
+    model.zero_grad()
+    out.loss.backward()
+    with torch.no_grad():
+        baseline = F.softplus(
+            -model.baseline_head(
+                model.generator.electra(ids, attention_mask=MASK).last_hidden_state
+            ).squeeze(-1)[chosen]
+        )
+        for parameter in generator:
+            parameter -= 1e-4 * parameter.grad
+        gained = log_p() - before
+    # Up where the reward is above the baseline: gradient ascent of the expected reward.
+    assert ((rewards - baseline) * gained).sum() > 0
+
+
 @pytest.mark.parametrize(
     ("hidden", "heads", "size", "generator"),
     [
@@ -828,6 +894,10 @@ def test_the_weight_of_the_discriminator(objective, weight):
         ({"stage": 1}, "embedding_sharing.*none"),
         ({"stage": 1, "generator_type": "unigram"}, "stage.*unigram"),
         ({"temperature": 0.0}, "temperature"),
+        ({"second_stage_from": "nothing"}, "second_stage_from.*scratch"),
+        ({"adversarial": True, "generator_type": "unigram"}, "generator_type.*adversarial"),
+        ({"adversarial": True, "objective": "replace_mlm"}, "objective.*adversarial.*rtd_masked"),
+        ({"adversarial": True, "stage": 1, "embedding_sharing": "none"}, "stage.*adversarial"),
     ],
 )
 def test_bad_options_raise_typed_errors(options, words):

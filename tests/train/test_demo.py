@@ -9,7 +9,7 @@ from fastplm.cli import main
 from fastplm.data import DataCollatorForMaskedTokens, load_tokenizer
 from fastplm.models import ElectraForJointPreTraining
 from fastplm.train import compare, demo, trainer
-from fastplm.train.pretrain import PretrainArguments, seconds_a_step
+from fastplm.train.pretrain import PretrainArguments, rehearse
 from fastplm.train.trainer import last_checkpoint
 
 
@@ -62,9 +62,9 @@ def steps_taken(monkeypatch, clock):
 def test_steps_follow_from_speed(seconds, left, steps, said, clock, monkeypatch, capsys):
     def rehearse(args):
         clock.now = 100
-        return seconds
+        return SimpleNamespace(seconds=seconds)
 
-    monkeypatch.setattr(demo, "seconds_a_step", rehearse)
+    monkeypatch.setattr(demo, "rehearse", rehearse)
     args = SimpleNamespace(batch_size=32, block_size=64)
     assert demo._choose_steps(args, 100 + left) == steps
     assert capsys.readouterr().out == f"This machine trains at {said}\n"
@@ -86,7 +86,7 @@ def test_few_steps_are_timed(seconds, steps, steps_taken, corpus, tmp_path, capf
         batch_size=4,
         steps=1000,
     )
-    assert seconds_a_step(args) == seconds
+    assert rehearse(args).seconds == seconds
     assert steps_taken.number == 5 + steps
     assert not list(out.rglob("*"))
     assert "".join(capfd.readouterr()) == ""

@@ -15,9 +15,11 @@ from fastplm._checks import TooLittleTextError
 from fastplm.data import TokenStore, tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
+from fastplm.train._run_folder import RECORD, read_hashed, write_hashed
 from fastplm.train.evaluate import evaluate
+from fastplm.train.losses import PAIR_LABELS
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
-from fastplm.train.presets import MASKED, PRESETS
+from fastplm.train.presets import MASKED, NOISES, PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
 #: Bytes, or the letters of the text and the hundred sentinels, leave some tokens to be learned.
@@ -45,6 +47,7 @@ def short_run(run):
         ("roberta-tiny", "mlm", "token"),
         ("albert-tiny", "mlm+sop", "ngram"),
         ("electra-tiny", "rtd", "token"),
+        ("gpt-tiny", "clm", None),
         ("gpt2-tiny", "clm", None),
         ("t5-tiny", "spans", None),
         ("bart-tiny", "denoise", None),
@@ -69,9 +72,25 @@ RUNS = [
     ("roberta-tiny", {"unit": "word"}, "RobertaForMaskedLM"),
     ("albert-tiny", {"optimizer": "lamb", "lr": 0.01}, "AlbertForPreTraining"),
     ("albert-tiny", {"objective": "mlm", "unit": "word"}, "AlbertForMaskedLM"),
+    (
+        "albert-tiny",
+        {
+            "objective": "mlm+nsp",
+            "parameter_sharing": "attention",
+            "embedding_size": 48,
+            "layers": 3,
+            "hidden": 96,
+            "heads": 4,
+        },
+        "AlbertForPreTraining",
+    ),
+    ("bert-tiny", {"objective": "mlm+sop"}, "BertForPreTraining"),
+    ("electra-tiny", {"objective": "mlm", "static_masks": 2}, "ElectraForMaskedLM"),
+    ("gpt-tiny", {"layers": 1}, "OpenAIGPTLMHeadModel"),
     ("gpt2-tiny", {}, "GPT2LMHeadModel"),
     ("t5-tiny", {}, "T5ForConditionalGeneration"),
     ("bart-tiny", {}, "BartForConditionalGeneration"),
+    ("bart-tiny", {"noise": "token_deletion"}, "BartForConditionalGeneration"),
 ]
 
 
@@ -88,14 +107,23 @@ def test_run(short_run, tmp_path, arch, options, kind):
     objective = OBJECTIVES[recorded["objective"]]
     held_out = metrics["held_out"]
     check_held_out_loss(metrics, objective.token_loss, kind)
-    if recorded["objective"] == "mlm+sop":
-        assert 0 <= held_out["sentence_order_accuracy"] <= 1
+    pair = {"mlm+sop": "sentence_order", "mlm+nsp": "next_sentence"}.get(recorded["objective"])
+    if pair is not None:
+        assert 0 <= held_out[f"{pair}_accuracy"] <= 1
         for entry in history:
-            parts = torch.tensor([entry["mlm_loss"], entry["sentence_order_loss"]]).sum()
+            parts = torch.tensor([entry["mlm_loss"], entry[f"{pair}_loss"]]).sum()
             gold = torch.tensor(entry["loss"]).double()
             check_error("loss", parts, gold, [parts], FORWARD_FACTOR)
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["architectures"] == [kind]
+    for name, value in options.items():
+        assert recorded[name] == ([value] if name == "noise" else value)
+    if "layers" in options:
+        names = {"layers": "num_hidden_layers", "hidden": "hidden_size"}
+        names |= {"heads": "num_attention_heads"}
+        loaded = transformers.AutoConfig.from_pretrained(out / "model")
+        for name in (*names, "embedding_size", "parameter_sharing"):
+            assert name not in options or getattr(loaded, names.get(name, name)) == options[name]
 
 
 def check_held_out_loss(metrics, token_loss, kind):
@@ -110,12 +138,16 @@ def check_held_out_loss(metrics, token_loss, kind):
     batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
     plain = getattr(transformers, kind)
     model = plain.from_pretrained(path).eval()
+    # Transformers' class knows the label of its own family, for the same head.
+    own = "next_sentence_label" if kind.startswith("Bert") else "sentence_order_label"
+    batch = {own if name in PAIR_LABELS else name: value for name, value in batch.items()}
     with torch.no_grad():
         bases = [each(**batch).loss for each in (model, *rerounded(model, 8))]
         gold = model.double()(**batch).loss
     held_out = metrics["held_out"]
     assert held_out["samples"] == len(dataset)
-    loss = held_out[token_loss] + held_out.get("sentence_order_loss", 0.0)
+    loss = held_out[token_loss]
+    loss += sum(held_out.get(f"{pair}_loss", 0.0) for pair in PAIR_LABELS.values())
     check_error("held-out loss", torch.tensor(loss), gold, bases, FORWARD_FACTOR)
     transformers.set_seed(args.seed)
     untrained = evaluate(module.make_model(args, tokenizer), dataset, collator, 64, token_loss)
@@ -244,6 +276,102 @@ def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
     assert "held_out" not in metrics
 
 
+@pytest.mark.parametrize("operator", ["mask_tokens", "corrupt_spans", "bart_noise"])
+def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, operator):
+    """Where the reference would run in loops over tokens."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    missing = {"CPU": None, "CUDA": None}
+    monkeypatch.setattr(module._extension, "lacks", lambda op, key: missing[key])
+    assert module.corrupts_on_device(operator)
+    missing["CUDA"] = "the CUDA code was not built"
+    assert not module.corrupts_on_device(operator)
+    assert module.corrupts_on_device(None)  # there is no noise to make
+    kinds = {kind.collator_class.op for kind in OBJECTIVES.values()}
+    assert kinds == {"mask_tokens", "corrupt_spans", "bart_noise", None}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
+    words = sorted(set(corpus.read_text().replace(".", " . ").split()))
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
+    tokenizer = word_tokenizer(["<unk>", *special.values(), *words], **special)
+    args = module.PretrainArguments(
+        "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
+    )
+    store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
+    dataset = module.make_dataset(args, store, tokenizer)
+    collator = module.make_collator(args, tokenizer)
+    assert collator.random_replace_prob == 0.1
+    collator.random_replace_prob = 0.0
+    batch = collator([dataset[i] for i in range(64)])
+    masks = changed = 0
+    for ids, seen, labels in zip(
+        batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True
+    ):
+        noised = ids[seen.bool()].tolist()[1:-1]
+        text = labels[labels != -100].tolist()[1:-1]
+        masks += noised.count(tokenizer.mask_token_id)
+        changed += noised != text
+        if noise == "token_masking":
+            kept = [
+                a == b or a == tokenizer.mask_token_id for a, b in zip(noised, text, strict=True)
+            ]
+            assert all(kept)
+        elif noise == "token_deletion":
+            rest = iter(text)
+            assert all(token in rest for token in noised) and len(noised) <= len(text)
+        elif noise == "text_infilling":
+            rest = iter(text)
+            shown = [token for token in noised if token != tokenizer.mask_token_id]
+            assert all(token in rest for token in shown)
+            assert abs(len(shown) - 0.7 * len(text)) <= 1
+        else:
+            assert sorted(noised) == sorted(text)
+        if noise == "document_rotation":
+            assert any(text[at:] + text[:at] == noised for at in range(len(text)))
+    # Of 62 tokens in each of 64 rows; the shares of masking and deletion are 15 %.
+    tokens = 64 * 62
+    if noise == "token_masking":
+        assert abs(masks / tokens - 0.15) < 4 * (0.15 * 0.85 / tokens) ** 0.5
+    elif noise == "token_deletion":
+        deleted = 1 - (batch["attention_mask"].sum().item() - 2 * 64) / tokens
+        assert masks == 0 and abs(deleted - 0.15) < 4 * (0.15 * 0.85 / tokens) ** 0.5
+    elif noise != "text_infilling":
+        assert masks == 0
+    assert changed > 48
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
+    words = sorted(set(corpus.read_text().replace(".", " . ").split()))
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep")}
+    tokenizer = word_tokenizer(["<unk>", *special.values(), *words], **special)
+    settings = dict(block_size=64, cache=tmp_path, objective="mlm")
+
+    def masks(epochs, **options):
+        """The corrupted text of each block in each epoch, by the original text."""
+        args = module.PretrainArguments("bert-tiny", [corpus], 9, tmp_path, **settings, **options)
+        store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
+        size = len(module.make_dataset(args, store, tokenizer))
+        dataset = module.make_dataset(args, store, tokenizer, length=epochs * size)
+        collator = module.make_collator(args, tokenizer)
+        found = {}
+        for epoch in range(epochs):
+            samples = [dataset[epoch * size + i] for i in range(size)]
+            batch = collator(samples)
+            for sample, ids in zip(samples, batch["input_ids"], strict=True):
+                found.setdefault(tuple(sample["input_ids"].tolist()), []).append(ids.tolist())
+        return found
+
+    static = masks(2 * copies, static_masks=copies)
+    for each in static.values():
+        assert each[:copies] == each[copies:]
+        assert len({tuple(ids) for ids in each}) == copies
+    dynamic = masks(2 * copies)
+    assert dynamic.keys() == static.keys()
+    assert all(len({tuple(ids) for ids in each}) == 2 * copies for each in dynamic.values())
+
+
 # --- reproducibility ------------------------------------------------------------------------------
 
 
@@ -253,7 +381,7 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
     options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
     whole = short_run(tmp_path / "whole", arch, **options)
     workers = short_run(tmp_path / "workers", arch, workers=2, **options)
-    monkeypatch.setattr(module, "corrupts_on_device", lambda: True)
+    monkeypatch.setattr(module, "corrupts_on_device", lambda operator: True)
     corrupted, corrupt = [], PretrainingTrainer._corrupted
 
     def counted(self, batch):
@@ -269,10 +397,26 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("arch", "options"), [("bart-tiny", {}), ("albert-tiny", {"optimizer": "lamb"})], ids=str
+    ("arch", "options"),
+    [
+        ("bart-tiny", {}),
+        ("albert-tiny", {"optimizer": "lamb"}),
+        ("t5-tiny", {"optimizer": "adafactor", "warmup": 2}),
+        ("gpt-tiny", {"hidden": 96, "heads": 3}),
+        ("roberta-tiny", {"static_masks": 3, "unit": "word"}),
+    ],
+    ids=str,
 )
 def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve):
     out = tmp_path / "out"
     whole = short_run(out, arch, save_every=3, **options)
     shutil.rmtree(out / "checkpoint-6")
+    if arch == "bart-tiny":  # as an older version wrote it
+        run = read_hashed(out / RECORD)
+        for name in ("layers", "noise", "parameter_sharing", "second_stage_from", "adversarial"):
+            del run[name]
+        write_hashed(out / RECORD, run)
     assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)
+    if options.get("optimizer") == "adafactor":
+        rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]
+        assert rates == pytest.approx([1, 1, *((2 / n) ** 0.5 for n in (3, 4, 5, 6))])

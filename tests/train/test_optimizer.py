@@ -1,4 +1,5 @@
-"""LAMB against algorithm 2 of its paper, without bias correction as in ALBERT's training."""
+"""LAMB against algorithm 2 of its paper, without bias correction as in ALBERT's training;
+Adafactor against algorithm 4 of its paper, and T5's schedule."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 import torch
 
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.optimizer import Lamb
-from fastplm.train.presets import lamb_learning_rate
+from fastplm.train.optimizer import Adafactor, Lamb, inverse_square_root
+from fastplm.train.presets import PRESETS, usual_peak
 
 LR, DECAY, EPS = 0.05, 0.1, 1e-6
 
@@ -43,6 +44,43 @@ def test_steps_by_the_definition(size, decay):
 
 
 def test_the_learning_rate_of_a_batch():
-    assert lamb_learning_rate(32768) == 5e-3  # You et al., table 4
-    assert lamb_learning_rate(512) == 5e-3 / 2**3
-    assert round(lamb_learning_rate(4096), 5) == 0.00177  # ALBERT: 0.00176
+    peak = usual_peak(PRESETS["bert-base"], "lamb")
+    assert peak.scaled(32768) == 5e-3  # You et al., table 4
+    assert peak.scaled(512) == 5e-3 / 2**3
+    assert round(peak.scaled(4096), 5) == 0.00177  # ALBERT: 0.00176
+
+
+def adafactor(weight, gradients):
+    """The matrix after each gradient, by the definition; the moments are of rows and columns."""
+    rows, columns = 0.0, 0.0
+    for step, gradient in enumerate(gradients, 1):
+        decay = 1 - step**-0.8
+        squares = gradient**2 + 1e-30
+        rows = decay * rows + (1 - decay) * squares.mean(1)
+        columns = decay * columns + (1 - decay) * squares.mean(0)
+        update = gradient / torch.outer(rows / rows.mean(), columns).sqrt()
+        update = update / update.square().mean().sqrt().clamp(min=1)
+        weight = weight - LR * weight.square().mean().sqrt().clamp(min=1e-3) * update
+    return weight
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0])
+def test_adafactor_by_the_definition(size):
+    torch.manual_seed(0)
+    start = size * torch.randn(12, 8)
+    gradients = torch.randn(4, 12, 8)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = Adafactor([{"params": [parameter]}], lr=LR)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    gold = adafactor(start.double(), gradients.double())
+    check_error("weight", parameter.detach(), gold, [adafactor(start, gradients)], FORWARD_FACTOR)
+
+
+def test_the_inverse_square_root_of_the_step():
+    """1e-2 for ten thousand steps, and then 1 / sqrt(n): Raffel et al., §3.1.2."""
+    for step in (1, 10_000, 40_000, 2**19):
+        share = inverse_square_root(step - 1, 10_000)
+        assert 1e-2 * share == pytest.approx(1 / max(step, 10_000) ** 0.5)
+    assert [inverse_square_root(step, 0) for step in (0, 3)] == [1.0, 0.5]

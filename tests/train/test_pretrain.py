@@ -13,9 +13,11 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
-from fastplm.cli import _parser
+from fastplm._checks import ArgumentValueError
+from fastplm.cli import _parser, main
 from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
+from fastplm.train import dry_run
 from fastplm.train import pretrain as module
 from fastplm.train.trainer import last_checkpoint
 
@@ -104,6 +106,11 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
             "ElectraForMaskedLM",
         ),
         ({"electra_generator": "unigram"}, ["rtd_loss"], "ElectraForPreTraining"),
+        (
+            {"adversarial": True, "generator_size": 0.5, "rtd_weight": 20.0},
+            ["baseline_loss", "generator_loss", "mlm_loss", "rtd_loss"],
+            "ElectraForPreTraining",
+        ),
     ],
     ids=str,
 )
@@ -114,11 +121,17 @@ def test_electra_options(run, tmp_path, options, parts, kind):
     assert {name: recorded[name] for name in options} == options
     for entry in metrics["history"]:
         assert sorted(name for name in entry if name.endswith("_loss")) == parts
+    adversarial = "adversarial" in options
+    if adversarial:  # its generator does not learn the tokens
+        config = json.loads((out / "checkpoint-6" / "config.json").read_text())
+        assert config["discriminator_weight"] == 20.0 and config["adversarial"]
+        assert config["generator"]["hidden_size"] == config["discriminator"]["hidden_size"] / 2
+        parts = ["rtd_loss"]
     for name in ("loss", *parts):
         assert metrics["history"][-1][name] < metrics["history"][0][name]
         assert name == "loss" or 0 < metrics["held_out"][name] < 2 * metrics["history"][0][name]
     assert ("words" in metrics["held_out"]) == ("rtd_loss" in parts)
-    assert (out / "generator").is_dir() == ("mlm_loss" in parts)
+    assert (out / "generator").is_dir() == ("mlm_loss" in parts or adversarial)
     config = json.loads((out / "discriminator" / "config.json").read_text())
     assert config["architectures"] == [kind]
     assert getattr(transformers, kind).from_pretrained(out / "discriminator")
@@ -342,3 +355,168 @@ def test_a_run_goes_on_with_its_own_settings(run_of, changed, words, arguments, 
 def test_a_tokenizer_without_what_an_objective_needs(arguments, refused, bert, tmp_path):
     options = {"arch": "t5-tiny", "vocab_size": None, "tokenizer": bert / "tokenizer"}
     refused(arguments(tmp_path / "out", **options), "without a eos_token")
+
+
+# --- what a run would cost ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Three steps are timed, however short they are."""
+    monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
+
+
+def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
+    assert main(arguments(out, cache=cache, steps=7, dry_run=True)) == 0
+    shown = capfd.readouterr()
+    rows = {line.split("  ")[0]: line for line in shown.out.splitlines()}
+    assert not out.exists() and not cache.exists() and not any((tmp_path / "scratch").iterdir())
+    assert "Warning" not in shown.err
+    # What the run itself says of the same.
+    monkeypatch.undo()
+    metrics = run(out, steps=7)
+    announced = capfd.readouterr().err
+    assert rows["model"] in announced and rows["vocabulary"] in announced.replace(" (found", "\n")
+    assert f"{metrics['parameters']:,} parameters" in rows["model"]
+    assert "6,264 tokens" in rows["corpus"] and "6,264 tokens" in announced
+    assert "7 steps of 128 tokens (4 samples): 896 tokens" in rows["training"]
+    assert f"{metrics['flops_per_token'] * 896:.3g}" in rows["FLOPs"]
+    # A pair has fewer tokens than a block.
+    assert 0 < metrics["flops"] <= metrics["flops_per_token"] * 896
+    for name in ("memory", "speed", "time", "learning rate", "device", "precision"):
+        assert name in rows
+
+
+def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
+    settings.pop("command")
+    figures = dry_run.dry_run(module.PretrainArguments(**settings))
+    weights = 4 * figures["parameters"]
+    assert figures["weights_bytes"] == weights
+    # Two moments of each weight, and the steps of AdamW.
+    assert 2 * weights <= figures["optimizer_bytes"] < 2.1 * weights
+    assert figures["micro_batch_bytes"] > weights  # the gradients, and more
+    assert figures["seconds"] == 6 * figures["seconds_per_step"]
+
+
+def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_steps):
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
+    settings.pop("command")
+    args = module.PretrainArguments(**settings)
+    whole = dry_run.dry_run(args)
+    monkeypatch.setattr(dry_run, "_LETTERS", 10_000)
+    part = dry_run.dry_run(args)
+    assert "estimated from the first 10," in part["rows"]["corpus"]
+    assert "estimated" not in whole["rows"]["corpus"]
+    assert abs(part["corpus_tokens"] - whole["corpus_tokens"]) < 0.05 * whole["corpus_tokens"]
+
+
+def test_a_dry_run_times_both_stages(arguments, tmp_path, monkeypatch, few_steps):
+    options = {"arch": "electra-tiny", "two_stage": True, "dry_run": True, "steps": 10}
+    settings = vars(_parser().parse_args(arguments(tmp_path / "out", **options)))
+    settings.pop("command")
+    seconds, rehearse, stages = [], module.rehearse, []
+
+    def recorded(*args, **kwargs):
+        found = rehearse(*args, **kwargs)
+        seconds.append(found.seconds)
+        stages.append(found.trainer.model.config.stage)
+        return found
+
+    monkeypatch.setattr(module, "rehearse", recorded)
+    figures = dry_run.dry_run(module.PretrainArguments(**settings))
+    assert stages == [1, 2]
+    assert figures["seconds"] == pytest.approx(10 * sum(seconds) / 2)
+    with pytest.raises(ArgumentValueError, match="dry_run"):
+        module.pretrain(module.PretrainArguments(**settings))
+    # Moments of one of two equal encoders, with its head.
+    assert figures["optimizer_bytes"] < 1.5 * figures["weights_bytes"]
+
+
+def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
+    for option in ("resume", "overwrite"):
+        refused(arguments(tmp_path / "out", dry_run=True, **{option: True}), "dry_run", option)
+
+
+# --- options that do not fit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"parameter_sharing": "none"}, ["parameter_sharing", "albert", "bert-tiny"]),
+        ({"embedding_size": 64}, ["embedding_size", "electra", "bert-tiny"]),
+        ({"noise": "token_masking"}, ["noise", "bart", "bert-tiny"]),
+        ({"adversarial": True}, ["adversarial", "electra", "bert-tiny"]),
+        ({"rtd_weight": 3}, ["rtd_weight", "electra", "bert-tiny"]),
+        ({"static_masks": 10}, ["static_masks", "objective mlm+nsp"]),
+        ({"heads": 3}, ["heads", "hidden", "128"]),
+        ({"hidden": 100, "heads": 8}, ["heads", "hidden", "100"]),
+        (
+            {"arch": "electra-tiny", "objective": "mlm", "rtd_weight": 3},
+            ["rtd_weight", "objective mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "objective": "mlm", "two_stage": True},
+            ["two_stage", "objective mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "electra_generator": "unigram"},
+            ["adversarial", "electra_generator unigram"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "electra_objective": "replace_mlm"},
+            ["adversarial", "electra_objective replace_mlm"],
+        ),
+        (
+            {"arch": "electra-tiny", "adversarial": True, "two_stage": True},
+            ["adversarial", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "electra_generator": "unigram"},
+            ["generator_size", "electra_generator unigram"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "electra_sharing": "all"},
+            ["generator_size", "electra_sharing all"],
+        ),
+        (
+            {"arch": "electra-tiny", "generator_size": 0.5, "two_stage": True},
+            ["generator_size", "two_stage", "second-stage-from"],
+        ),
+        (
+            {"arch": "electra-tiny", "second_stage_from": "scratch"},
+            ["second_stage_from", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "rtd_weight": 3, "two_stage": True},
+            ["rtd_weight", "two_stage"],
+        ),
+        (
+            {"arch": "electra-tiny", "optimizer": "adafactor", "two_stage": True},
+            ["optimizer", "adafactor", "two-stage"],
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(arguments, tmp_path, refused, options, names):
+    refused(arguments(tmp_path / "out", **options), *names)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_stage_from_scratch_may_have_a_narrow_generator(run, tmp_path):
+    out = tmp_path / "out"
+    options = {"two_stage": True, "second_stage_from": "scratch", "generator_size": 0.5}
+    metrics = run(out, arch="electra-tiny", steps=4, **options)
+    assert metrics["history"][-1].keys() & {"mlm_loss", "rtd_loss"} == {"mlm_loss", "rtd_loss"}
+    sizes = [
+        json.loads((out / part / "config.json").read_text())["hidden_size"]
+        for part in ("generator", "discriminator")
+    ]
+    assert sizes == [64, 128]
+    # The first stage has a generator alone, the second its forward and a discriminator.
+    assert metrics["flops"] > 0

@@ -19,7 +19,7 @@ from fastplm._checks import ArgumentValueError, DataError
 from fastplm.cli import main
 from fastplm.data import _folder
 from fastplm.data._folder import build_once, damage, seal
-from fastplm.train import _run, announce
+from fastplm.train import _run
 from fastplm.train import _run_folder as module
 from fastplm.train._run_folder import claimed, last_checkpoint, read_record
 from fastplm.train.finetune import FinetuneArguments, prepare_task
@@ -591,28 +591,15 @@ def test_announcement(run, corpus, tmp_path, capsys):
     assert str(corpus) in rows["corpus"] and "150 documents" in rows["corpus"]
     assert "6,264 tokens" in rows["corpus"] and "found in" in rows["corpus"]
     assert "312 tokens (5.0%)" in rows["held"]
-    assert "116 tokens" in rows["vocabulary"]
-    assert "bert-tiny, mlm+nsp" in rows["model"] and "FLOP a token" in rows["model"]
+    assert "116 tokens instead of 120, as this text gives no more" in rows["vocabulary"]
+    assert "bert-tiny (Turc et al. 2019), mlm+nsp" in rows["model"]
+    assert "FLOP a token" in rows["model"]
+    assert rows["learning"].endswith("0.001 with adamw, as given")
     assert "steps 1 to 2, 4 samples of 32 tokens" in rows["training"]
     assert "fp32, as --precision says" in rows["precision"]
     assert f"{torch.get_num_threads()} threads, 1 process" in rows["device"]
     assert "eager" in rows["backends"] and str(tmp_path / "out") in rows["results"]
     assert " gone 0:0" in lines and " to go 0:0" in lines
-
-
-def test_flops_by_hand():
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    layer = 4 * 8 * 8 + 2 * 8 * 16
-    transform = 8 * 8
-    flops = 6 * (3 * layer + transform) + 12 * 3 * 8 * 16
-    assert announce.flops_a_token(model, 16) == flops
-    shared = transformers.AlbertConfig(**sizes, embedding_size=4)
-    model = transformers.AlbertForMaskedLM(shared)
-    head = 8 * 4
-    flops = 6 * (3 * layer + 4 * 8 + head) + 12 * 3 * 8 * 16
-    assert announce.flops_a_token(model, 16) == flops
 
 
 @pytest.mark.parametrize("threads, times, said", [(2, (5, 9), 0), (2, (9, 5), 1), (1, (), 0)])

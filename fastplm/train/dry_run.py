@@ -1,0 +1,153 @@
+"""What a pre-training would cost, from a few real steps on this machine; nothing is left behind."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastplm.data._folder import first_process
+from fastplm.testing import peak_bytes
+from fastplm.train._run import using_threads
+from fastplm.train.arguments import PretrainArguments
+from fastplm.train.report import block
+
+# Letters of the text that are read: enough for any published vocabulary, and soon tokenized.
+_LETTERS = 1 << 23
+_STEPS = 1000
+# Seconds after which the steps that warm up are enough, however few they are.
+_PATIENCE = 30.0
+
+
+def dry_run(args: PretrainArguments) -> dict[str, Any]:
+    """Take some steps of a run in a temporary folder, and say what all of them will need.
+
+    The vocabulary is trained on the first 8 million letters of the text, and the tokens of the
+    rest are estimated from theirs. ``--out`` and ``--cache`` are neither read nor written.
+
+    Returns:
+        The figures: ``parameters``, ``flops_per_token``, ``flops`` of the whole run, ``tokens`` of
+        it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts, ``seconds_per_step``,
+        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
+        torchrun the first process has them.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
+        using_threads(args.threads),
+    ):
+        return _dry_run(args, Path(folder))
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The figures as a table for the terminal."""
+    return block(figures["rows"])
+
+
+def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
+    from fastplm.train import announce, pretrain
+    from fastplm.train.pretrain_data import objective_of, open_corpus
+
+    text, letters = _beginning(open_corpus(args.corpus))
+    rehearsed = replace(
+        args,
+        dry_run=False,
+        out=folder / "out",
+        cache=folder / "cache",
+        steps=max(args.steps, _STEPS),
+        save_every=1 << 40,
+    )
+    # The stages of a training have equal shares of its steps, and a time each.
+    rehearsals = [
+        pretrain.rehearse(rehearsed, text, patience=_PATIENCE, second_stage=second)
+        for second in ((False, True) if args.two_stage else (False,))
+    ]
+    trainer, data = rehearsals[-1].trainer, rehearsals[-1].data
+    a_step_takes = sum(each.seconds for each in rehearsals) / len(rehearsals)
+    objective = objective_of(args)(args, data.tokenizer)
+    flops = objective.flops_a_token(trainer.model.config)
+    a_step = args.samples_a_step * (args.block_size + objective.target_length)
+    tokens = args.steps * a_step
+    seconds = a_step_takes * args.steps
+    scale = letters / sum(map(len, text))
+    corpus_tokens = round(scale * len(data.all))
+    memory = max((_memory(each.trainer) for each in rehearsals), key=lambda m: m["memory_bytes"])
+    figures = {
+        "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
+        "vocab_size": len(data.tokenizer),
+        "learning_rate": args.lr,
+        "flops_per_token": flops,
+        "flops": flops * tokens,
+        "tokens": tokens,
+        "corpus_tokens": corpus_tokens,
+        **memory,
+        "seconds_per_step": a_step_takes,
+        "tokens_per_second": a_step / a_step_takes,
+        "seconds": seconds,
+    }
+    timed = " and of ".join(str(each.timed) for each in rehearsals)
+    epochs = args.steps * args.samples_a_step * args.block_size / max(corpus_tokens, 1)
+    about = "about " if scale > 1 else ""
+    figures["rows"] = {
+        "model": announce.model_line(args, data, trainer.model),
+        "corpus": f"{about}{corpus_tokens:,} tokens"
+        + (f", estimated from the first {sum(map(len, text)):,} letters" if scale > 1 else ""),
+        "vocabulary": announce.vocabulary(rehearsed, data).partition(" (found")[0],
+        "training": f"{args.steps:,} steps of {a_step:,} tokens ({args.samples_a_step:,} samples): "
+        f"{tokens:,} tokens, the text {epochs:,.{1 if epochs < 10 else 0}f} times",
+        "learning rate": announce.learning_rate(args),
+        "FLOPs": f"{flops * tokens:.3g}",
+        "memory": _gigabytes(memory),
+        "precision": announce._precision(args, trainer.args),
+        "device": announce._device(trainer.args),
+        "speed": f"{a_step_takes:.3g} s a step (median of {timed}), "
+        f"{figures['tokens_per_second']:,.0f} tokens/s, "
+        f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",
+        "time": f"{seconds / 3600:,.3g} hours at this speed, without checkpoints",
+        "written": "nothing",
+    }
+    return figures if first_process() else {}
+
+
+def _beginning(documents: Iterable[str]) -> tuple[list[str], int]:
+    """The first documents, and the letters of all of them."""
+    text: list[str] = []
+    taken = letters = 0
+    for document in documents:
+        if taken < _LETTERS:
+            text.append(document)
+            taken += len(document)
+        letters += len(document)
+    return text, letters
+
+
+def _memory(trainer: Any) -> dict[str, int]:
+    """The bytes of tensors: what stays, and the most that a micro-batch needs beyond it."""
+    weights = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
+    state = sum(
+        value.numel() * value.element_size()
+        for of_weight in trainer.optimizer.state.values()
+        for value in of_weight.values()
+        if isinstance(value, torch.Tensor)
+    )
+    trainer.optimizer.zero_grad(set_to_none=True)
+    batches = iter(trainer.get_train_dataloader())
+    (batch,), labels = trainer.get_batch_samples(batches, 1, trainer.args.device)
+    device = trainer.args.device
+    trainer._in_window.clear()  # tensors that the step would release, and nobody counted
+    step = peak_bytes(lambda: trainer.training_step(trainer.model, batch, labels), device)
+    parts = {"weights_bytes": weights, "optimizer_bytes": state, "micro_batch_bytes": step}
+    return parts | {"memory_bytes": sum(parts.values())}
+
+
+def _gigabytes(memory: dict[str, int]) -> str:
+    def shown(name: str) -> str:
+        return f"{memory[name] / 2**30:,.2f}"
+
+    return (
+        f"{shown('memory_bytes')} GiB of tensors: weights {shown('weights_bytes')}, optimizer "
+        f"{shown('optimizer_bytes')}, gradients and activations {shown('micro_batch_bytes')}"
+    )
