@@ -33,11 +33,31 @@ MINUTES = 3.0
 PRECISIONS = ("auto", "fp32", "bf16")
 UNITS = ("token", "word", "ngram")
 #: The tasks of fine-tuning, with the usual size of their batches.
-BATCH_SIZES = {"classification": 32, "pair": 32, "tagging": 32, "qa": 16, "choice": 16}
+BATCH_SIZES = {
+    "classification": 32,
+    "pair": 32,
+    "tagging": 32,
+    "qa": 16,
+    "choice": 16,
+    "seq2seq": 32,
+}
 LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
 _TABLES = ("classification", "pair")
+_WARM_START = ("decoder", "warm", "share", "target_vocab_size")
+_SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
+_SEQ2SEQ = (
+    "targets",
+    "eval_targets",
+    "prefix",
+    "max_target_length",
+    "beams",
+    "length_penalty",
+    "encoder",
+    *_WARM_START,
+    *_SOURCE_ENCODER,
+)
 
 
 @dataclass(frozen=True)
@@ -408,12 +428,15 @@ class FinetuneArguments(Settings):
 
     task: str = setting(
         "a label for a text (classification) or for two (pair), a tag for each word, the place of "
-        "an answer in a text (qa), or the right one of several answers (choice)",
+        "an answer in a text (qa), the right one of several answers (choice), or a text for a text "
+        "(seq2seq)",
         choices=tuple(BATCH_SIZES),
     )
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
     data: str | Path = setting("file of examples to train on", metavar="FILE")
     out: str | Path = setting("folder of all results", metavar="DIR")
+    model: str | Path | None = setting(
+        "folder of the checkpoint and its tokenizer", None, metavar="DIR"
+    )
     eval_data: str | Path | None = setting(
         "file of examples to score (default: a tenth of --data is held out)",
         None,
@@ -432,6 +455,72 @@ class FinetuneArguments(Settings):
         "numbers with fractions)",
         None,
         number=_ANY,
+    )
+    targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
+        None,
+        metavar="FILE",
+    )
+    eval_targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --eval-data", None, metavar="FILE"
+    )
+    prefix: str = setting(
+        "seq2seq: text before each source, such as 'translate English to German: '", ""
+    )
+    max_target_length: int = setting(
+        "seq2seq: most tokens of a target", 128, number=whole(2), metavar="N"
+    )
+    beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=whole())
+    length_penalty: float = setting(
+        "seq2seq: the power of the length by which a beam's log-probability is divided",
+        1.0,
+        number=_ANY,
+    )
+    encoder: str | Path | None = setting(
+        "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
+        "encoder-decoder",
+        None,
+        metavar="DIR",
+    )
+    decoder: str | Path | None = setting(
+        "folder of the checkpoint that starts the decoder (default: that of --encoder)",
+        None,
+        metavar="DIR",
+    )
+    warm: str = setting(
+        "which parts take their weights from the checkpoints; the others are new",
+        "both",
+        choices=("both", "encoder", "decoder", "none"),
+    )
+    share: bool = setting("encoder and decoder share all weights but cross-attention", False)
+    target_vocab_size: int | None = setting(
+        "train a byte-level vocabulary of N tokens on the targets; the decoder's embeddings are "
+        "then new",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_layers: int | None = setting(
+        "translate with a pre-trained BART from a language it has not seen: a new encoder of N "
+        "layers, with a vocabulary of its own, in place of its word embeddings",
+        None,
+        number=whole(1, 1000),
+        metavar="N",
+    )
+    source_vocab_size: int | None = setting(
+        "tokens of that vocabulary, which is trained on the sources (default: 8000)",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_steps: int | None = setting(
+        "first steps, in which most of BART is frozen (default: half of all)",
+        None,
+        number=whole(0, 2**40),
+        metavar="N",
+    )
+    eval_every: int | None = setting(
+        "also score every N steps, for a curve", None, number=_COUNT, metavar="N"
     )
     epochs: float = setting(
         "passes over the examples",
@@ -489,11 +578,96 @@ class FinetuneArguments(Settings):
             "Lower it.",
             f"{self.seed}, and {self.seeds} seeds from it on",
         )
+        self._check_seq2seq()
         for name in ("text_columns", "label_column", "threshold"):
+            tables = (*_TABLES, "seq2seq") if name == "text_columns" else _TABLES
             self.check(
                 name,
-                self.task in _TABLES or getattr(self, name) is None,
-                " or ".join(_TABLES),
+                self.task in tables or getattr(self, name) is None,
+                " or ".join(tables),
                 "Leave the option out.",
                 f"{getattr(self, name)} with the task {self.task}",
+            )
+
+    @property
+    def checkpoint(self) -> str | Path:
+        """The folder of the model, or of the encoder of a new encoder-decoder."""
+        return self.model or self.encoder or ""
+
+    def _check_seq2seq(self) -> None:
+        """Check the settings of texts to be written, which no other task has."""
+        for each in fields(self):
+            usual = getattr(self, each.name) == each.default
+            if each.name in _SEQ2SEQ:
+                self.check(
+                    each.name,
+                    self.task == "seq2seq" or usual,
+                    "seq2seq",
+                    "Leave the option out.",
+                    f"{getattr(self, each.name)} with the task {self.task}",
+                )
+            if each.name in _WARM_START:
+                self.check(
+                    each.name,
+                    self.encoder is not None or usual,
+                    "an encoder-decoder that is started from --encoder",
+                    "Leave the option out, or give --encoder in place of --model.",
+                )
+            if each.name in _SOURCE_ENCODER[1:]:
+                self.check(
+                    each.name,
+                    self.source_encoder_layers is not None or usual,
+                    "a BART with --source-encoder-layers",
+                    "Leave the option out, or give the layers.",
+                )
+        self.check(
+            "source_encoder_layers",
+            self.source_encoder_layers is None
+            or (self.encoder is None and self.library == "fastplm"),
+            "a BART in --model, and --library fastplm",
+            "Leave the option out, or --encoder and --library.",
+        )
+        self.check(
+            "model",
+            self.model is None or self.encoder is None,
+            "either --model or --encoder",
+            "Leave one of the two out.",
+            f"{self.model} beside --encoder {self.encoder}",
+        )
+        self.check(
+            "model",
+            bool(str(self.model or "").strip() or self.encoder),
+            "the folder of a checkpoint",
+            "Give --model DIR" + (", or --encoder DIR." if self.task == "seq2seq" else "."),
+        )
+        for name, other in (("data", "targets"), ("eval_data", "eval_targets")):
+            given = getattr(self, other) is None or getattr(self, name) is not None
+            self.check(other, given, f"--{name.replace('_', '-')}, too", "Give both.")
+        aligned = self.targets is not None
+        self.check(
+            "eval_targets",
+            self.eval_data is None or (self.eval_targets is not None) == aligned,
+            "a file of targets for both --data and --eval-data, or for none",
+            "Give the evaluation's texts in the form of the training's.",
+        )
+        self.check(
+            "targets",
+            not aligned or self.text_columns is None,
+            "a table with --text-columns, or a file of targets",
+            "Leave one of the two out.",
+        )
+        if self.share:
+            self.check(
+                "share",
+                self.library == "fastplm"
+                and self.decoder is None
+                and self.target_vocab_size is None,
+                "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
+                "Leave --decoder, --target-vocab-size and --library out.",
+            )
+            self.check(
+                "warm",
+                self.warm in ("both", "none"),
+                "both or none, as --share has one set of weights",
+                "Choose one of them.",
             )

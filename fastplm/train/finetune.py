@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
@@ -25,6 +25,8 @@ import fastplm.models
 from fastplm._checks import DataError, DivergenceError
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.train import finetune_seq2seq
+from fastplm.train._checkpoint import read_config, set_dropout
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
@@ -43,25 +45,11 @@ from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
+_KINDS = {**TASKS, "seq2seq": finetune_seq2seq.Seq2Seq}
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # Settings that may differ when a run is resumed; more seeds are further runs.
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
-_DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "dropout_rate",
-    "attention_dropout",
-    "activation_dropout",
-    "summary_last_dropout",
-    "summary_first_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-)
 
 
 def finetune(
@@ -171,12 +159,23 @@ def _announcement(
         {
             "data": f"{args.data}: {len(task.train):,} examples ({len(train):,} features) to train "
             f"on, {len(task.test):,} to judge by{held_out}",
-            "model": f"{args.model}, with the classes of {args.library}",
+            "model": f"{_source(args)}, with the classes of {args.library}",
             "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
             "device": f"{processes.device}{threads}",
             "results": f"{args.out}, {args.seeds} seed{'s' if args.seeds > 1 else ''}",
         }
     )
+
+
+def _source(args: FinetuneArguments) -> str:
+    """Where the weights of a run come from."""
+    if args.encoder is None:
+        return str(args.model)
+    parts = [
+        f"{part} {path}{'' if args.warm in ('both', part) else ' (new weights)'}"
+        for part, path in (("encoder", args.encoder), ("decoder", args.decoder or args.encoder))
+    ]
+    return " and ".join(parts) + (", one set of weights" if args.share else "")
 
 
 def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
@@ -256,13 +255,14 @@ def prepare_task(args: FinetuneArguments) -> Task:
     """The examples of a run and the tokenizer."""
     tokenizer = _tokenizer(args)
     columns = (args.text_columns, args.label_column)
-    train = read_examples(args.task, args.data, *columns)
-    kind = TASKS[args.task]
+    train = read_examples(args.task, args.data, *columns, targets=args.targets)
+    kind = _KINDS[args.task]
     if args.eval_data is None:
         train, test = hold_out(train, _HELD_OUT, kind.labels(train, args.threshold))
         known = [*train, *test]
     else:
-        test, known = read_examples(args.task, args.eval_data, *columns), train
+        test = read_examples(args.task, args.eval_data, *columns, targets=args.eval_targets)
+        known = train
     if args.task == "choice":
         args.check(
             "eval_data",
@@ -274,6 +274,8 @@ def prepare_task(args: FinetuneArguments) -> Task:
         )
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
     length = _max_length(args, tokenizer)
+    if args.task == "seq2seq":
+        return finetune_seq2seq.prepare(args, train, test, tokenizer, length)
     return kind(train, test, tokenizer, length, known, threshold=args.threshold)
 
 
@@ -281,11 +283,12 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     """The model of a run, its head new: that of Transformers, or ours with the same weights."""
     from transformers import set_seed
 
+    if args.encoder is not None:
+        set_seed(seed)
+        return finetune_seq2seq.warm_started(args, task)
     expected = f"a checkpoint of a model with a head for {args.task}"
-    config = _config(args, **task.config)
-    for name in _DROPOUTS if args.dropout is not None else ():
-        if hasattr(config, name):
-            setattr(config, name, args.dropout)
+    config = read_config(args.checkpoint, **task.config)
+    set_dropout(config, args.dropout)
     if config.pad_token_id is None:
         config.pad_token_id = task.tokenizer.pad_token_id
     set_seed(seed)
@@ -321,6 +324,8 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
         DataError,
     )
+    if args.source_encoder_layers is not None:
+        return finetune_seq2seq.with_source_encoder(args, task, plain)
     if args.library == "transformers":
         return plain
     name = type(plain).__name__
@@ -339,19 +344,10 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     return ours
 
 
-def _config(args: FinetuneArguments, **settings: Any) -> Any:
-    from transformers import AutoConfig
-
-    load = functools.partial(
-        AutoConfig.from_pretrained, args.model, local_files_only=True, **settings
-    )
-    return loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
-
-
 def _tokenizer(args: FinetuneArguments) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = load_tokenizer(args.model, needs=())
+    tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
         # A byte-level tokenizer then splits a word alone as it does inside a text.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -363,7 +359,7 @@ def _tokenizer(args: FinetuneArguments) -> Any:
         tokenizer.is_fast,
         "a fast tokenizer",
         "Save it as one, with a tokenizer.json.",
-        f"{args.model}, whose tokenizer is {kind}",
+        f"{args.checkpoint}, whose tokenizer is {kind}",
         DataError,
     )
     if tokenizer.pad_token is None:
@@ -372,7 +368,7 @@ def _tokenizer(args: FinetuneArguments) -> Any:
             tokenizer.eos_token is not None,
             "a tokenizer that can pad",
             "Add one with tokenizer.add_special_tokens.",
-            f"{args.model}, whose tokenizer has no pad_token",
+            f"{args.checkpoint}, whose tokenizer has no pad_token",
             DataError,
         )
         tokenizer.pad_token = tokenizer.eos_token
@@ -381,12 +377,12 @@ def _tokenizer(args: FinetuneArguments) -> Any:
 
 
 def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
-    config = _config(args)
+    config = read_config(args.checkpoint)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and config.model_type == "roberta":
         positions -= config.pad_token_id + 1
     bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-    length = min(TASKS[args.task].max_length, bound)
+    length = min(_KINDS[args.task].max_length, bound)
     if args.max_length is not None:
         length = args.max_length
     args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
@@ -420,10 +416,18 @@ class FinetuningTrainer(RunTrainer):
 
     Samples of similar length share a batch, as with ``group_by_length``, but drawn from a generator
     of their own: what a model draws for its dropout does not change the next epoch.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        task: what is scored.
     """
 
     where = "finetune"
     _tokens = 0
+
+    def __init__(self, *args: Any, task: Task, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.task = task
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -433,11 +437,34 @@ class FinetuningTrainer(RunTrainer):
     ) -> Any:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
+        if self.model.config.is_encoder_decoder:
+            self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
         return batches, num_items
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Score the model as it is, log and print that; training goes on undisturbed."""
+        with self.outside_window():
+            scores, _ = scored(self)
+        self.model.train()
+        self.log({f"eval_{name}": value for name, value in scores.items()})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        say(f"step {self.state.global_step}/{self.state.max_steps}  {shown}")
+        return scores
 
     def window_tokens(self) -> float:
         tokens, self._tokens = self._tokens, 0
         return tokens
+
+
+class _ScoreEvery(TrainerCallback):
+    """Scores the model every so many steps; the last step's score is that of the run."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
+            control.should_log = control.should_evaluate = True
 
 
 class _LengthSampler(LengthGroupedSampler):
@@ -472,19 +499,36 @@ def make_trainer(
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
-    return FinetuningTrainer(
+    trainer = FinetuningTrainer(
         model=model,
         args=settings,
         train_dataset=features,
         data_collator=collator,
         processing_class=task.tokenizer,
+        task=task,
     )
+    if args.source_encoder_layers is not None:
+        first = args.source_encoder_steps
+        first = settings.max_steps // 2 if first is None else first
+        trainer.add_callback(finetune_seq2seq.TwoSteps(first))
+    if args.eval_every is not None:
+        trainer.add_callback(_ScoreEvery(args.eval_every))
+    return trainer
 
 
 def usual_learning_rate(config: Any) -> float:
     """A peak learning rate for a width: small models learn with larger ones."""
-    width = config.hidden_size
+    width = getattr(config, "decoder", config).hidden_size
     return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
+
+
+def scored(trainer: FinetuningTrainer) -> tuple[dict[str, float], Any]:
+    """The scores of the model on the test examples, and its predictions."""
+    task = trainer.task
+    if isinstance(task, finetune_seq2seq.Seq2Seq):
+        return task.score(task.test, [], task.generate(trainer))
+    test, notes = task.features(task.test)
+    return task.score(task.test, notes, predict(trainer, test, task.label_names))
 
 
 def predict(trainer: Trainer, features: list[Feature], label_names: Sequence[str]) -> list[Logits]:
@@ -530,9 +574,7 @@ def _run(
     model = build_model(args, task, seed)
     trainer = make_trainer(args, task, model, features, seed, out)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    test, notes = task.features(task.test)
-    logits = predict(trainer, test, task.label_names)
-    scores, predictions = task.score(task.test, notes, logits)
+    scores, predictions = scored(trainer)
     history = curve(trainer.state.log_history)
     result = {
         "seed": seed,
@@ -545,10 +587,15 @@ def _run(
         "learning_rate": trainer.args.learning_rate,
         "model": str(out / "model"),
         "history": history,
+        "scores_by_step": [
+            {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
+            for entry in trainer.state.log_history
+            if f"eval_{task.metrics[0]}" in entry
+        ],
     }
     if first:
         with writing("finetune", out):
-            save_models(out, {"model": model}, task.tokenizer)
+            save_models(out, {"model": model}, task.tokenizers)
             write_json(out / "predictions.json", {"predictions": predictions})
             write_json(out / "result.json", result)
             seal(out, ["model", "predictions.json", "result.json"])
@@ -590,7 +637,7 @@ def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
     run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
     if args.learning_rate is None:
-        run["learning_rate"] = usual_learning_rate(_config(args))
+        run["learning_rate"] = usual_learning_rate(read_config(args.checkpoint))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,10 +15,20 @@ from typing import Any, NoReturn
 import torch
 
 from fastplm._checks import DataError, check, message
+from fastplm.data._files import lines_of
 
 _WHERE = "read_examples"
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
 _TEXTS = ("text", "sentence", "review", "content")
+_SOURCES = (
+    ("source", "target"),
+    ("src", "tgt"),
+    ("input", "output"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("article", "summary"),
+    ("text", "summary"),
+)
 _PAIRS = (
     ("sentence1", "sentence2"),
     ("text1", "text2"),
@@ -52,21 +63,30 @@ def read_examples(
     path: str | Path,
     text_columns: Sequence[str] | None = None,
     label_column: str | None = None,
+    targets: str | Path | None = None,
 ) -> list[Example]:
     """The examples of a file.
 
     Args:
-        task: "classification", "pair", "tagging", "qa" or "choice".
+        task: "classification", "pair", "tagging", "qa", "choice" or "seq2seq".
         path: a UTF-8 file, with or without byte order mark. Classification and pairs: JSON lines,
             or a header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
             lines, blank lines between sentences. Questions: SQuAD 1.1. Choice: JSON lines.
-        text_columns, label_column: of a table; by default those with a usual name.
+        text_columns, label_column: of a table; by default those with a usual name. Of "seq2seq"
+            the two columns are source and target.
+        targets: of "seq2seq": the file at ``path`` has a source in each line, this one the
+            targets, line by line. Both may be compressed.
 
     Raises:
         DataError: with file and line, what is wrong.
     """
     path = Path(path)
+    if targets is not None:
+        return list(_aligned(path, Path(targets)))
     text = _read(path)
+    if task == "seq2seq":
+        source, target = _source_and_target(path, text, text_columns)
+        text_columns, label_column = (source,), target
     readers = {"tagging": _sentences, "qa": _questions, "choice": _choices}
     if task in readers:
         examples = list(readers[task](path, text))
@@ -232,6 +252,35 @@ def _columns(
         "Choose the task with that number of texts.",
     )
     return [*text_columns, label_column]
+
+
+# --- sources and targets --------------------------------------------------------------------------
+
+
+def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> tuple[str, str]:
+    """The columns of sources and targets."""
+    if columns is not None:
+        expected = "two: that of the sources and that of the targets"
+        check(len(columns) == 2, _WHERE, "text_columns", list(columns), expected, "Name two.")
+        return columns[0], columns[1]
+    _, row = next(_table(path, text), (0, {}))
+    names = {name.strip().lower(): name for name in row}
+    for source, target in _SOURCES:
+        if source in names and target in names:
+            return names[source], names[target]
+    got = f"columns {list(row)}" if row else "nothing"
+    _refuse(f"{path}:1", got, "one of sources and one of targets", "Name --text-columns.")
+
+
+def _aligned(path: Path, targets: Path) -> Iterator[Example]:
+    """Line by line, a source and its target."""
+    pairs = itertools.zip_longest(lines_of(path), lines_of(targets))
+    for line, (source, target) in enumerate(pairs, 1):
+        for file, text in ((path, source), (targets, target)):
+            if text is None or not text.strip():
+                got = "no such line" if text is None else "an empty line"
+                _refuse(f"{file}:{line}", got, f"as many lines as {path} and {targets} have texts")
+        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}")
 
 
 # --- sentences of tagged words --------------------------------------------------------------------

@@ -81,6 +81,11 @@ class Task:
         """What the model's configuration must say."""
         return {}
 
+    @property
+    def tokenizers(self) -> dict[str, Any]:
+        """What is saved beside the model, by its folder in that of the model."""
+        return {"": self.tokenizer}
+
     def features(self, examples: list[Example]) -> Featured:
         """The inputs of the model."""
         raise NotImplementedError

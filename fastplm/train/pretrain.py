@@ -321,7 +321,7 @@ def _finish(
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
-    save_models(out, models, data.tokenizer)
+    save_models(out, models, {"": data.tokenizer})
     history = curve(trainer.state.log_history)
     metrics = {
         "arguments": settings_of(args),
