@@ -82,8 +82,9 @@ class Seq2Seq(Task):
             ids = self.target_tokenizer(example.target)["input_ids"]
             ids = ids[1:] if self.starts and ids[:1] == [self.start] else ids
             ids = ids if ids[-1:] == [self.end] else [*ids, self.end]
-            cut += len(ids) > self.args.max_target_length
-            labels.append([*ids[: self.args.max_target_length - 1], self.end])
+            if len(ids) > self.args.max_target_length:
+                cut, ids = cut + 1, [*ids[: self.args.max_target_length - 1], self.end]
+            labels.append(ids)
         if cut:
             say(f"{cut:,} of {len(examples):,} targets were cut to --max-target-length.")
         for index, target in enumerate(labels):
@@ -97,6 +98,11 @@ class Seq2Seq(Task):
         tokenizer = self.target_tokenizer
         bos = tokenizer.bos_token_id
         return tokenizer.cls_token_id if bos is None else bos
+
+    @functools.cached_property
+    def test_sources(self) -> Any:
+        """Those that are scored, perhaps several times."""
+        return self.sources(self.test)
 
     def sources(self, examples: list[Example]) -> Any:
         """The sources as tokens, with the prefix; a line says how many were too long."""
@@ -115,7 +121,7 @@ class Seq2Seq(Task):
     def generate(self, trainer: Trainer) -> list[str]:
         """What the model writes for the test sources."""
         model: Any = trainer.model
-        encoded = self.sources(self.test)
+        encoded = self.test_sources
         lengths = [len(ids) for ids in encoded["input_ids"]]
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         written = [""] * len(order)
