@@ -686,6 +686,6 @@ def test_command_line_knows_every_task_and_setting():
         if isinstance(action, argparse._SubParsersAction)
     )
     options = {action.dest: action for action in commands.choices["finetune"]._actions}
-    assert set(options["task"].choices) == set(TASKS)
+    assert set(options["task"].choices) == {*TASKS, "seq2seq"}
     assert set(options["library"].choices) == set(LIBRARIES)
     assert options.keys() - {"help"} == FinetuneArguments.__dataclass_fields__.keys()
