@@ -106,8 +106,8 @@ class BartForTranslation(BartForConditionalGeneration):
             vocab_size, pad_token_id: of the source tokenizer.
             layers: of the new encoder; the paper adds 6.
         """
-        names = ("d_model", "encoder_ffn_dim", "encoder_attention_heads", "max_position_embeddings")
-        names += ("dropout", "attention_dropout", "activation_dropout", "activation_function")
+        names = ["d_model", "encoder_ffn_dim", "encoder_attention_heads", "max_position_embeddings"]
+        names += ["dropout", "attention_dropout", "activation_dropout", "activation_function"]
         config = BartConfig.from_dict(bart.config.to_dict())
         config.source_encoder = {
             **{name: getattr(bart.config, name) for name in names},

@@ -45,7 +45,7 @@ from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
-_KINDS = {**TASKS, "seq2seq": finetune_seq2seq.Seq2Seq}
+_KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": finetune_seq2seq.Seq2Seq}
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # Settings that may differ when a run is resumed; more seeds are further runs.
@@ -283,9 +283,10 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
     """The model of a run, its head new: that of Transformers, or ours with the same weights."""
     from transformers import set_seed
 
-    if args.encoder is not None:
+    if args.encoder is not None and isinstance(task, finetune_seq2seq.Seq2Seq):
         set_seed(seed)
         return finetune_seq2seq.warm_started(args, task)
+    assert args.model is not None
     expected = f"a checkpoint of a model with a head for {args.task}"
     config = read_config(args.checkpoint, **task.config)
     set_dropout(config, args.dropout)
@@ -324,7 +325,7 @@ def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedMod
         f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
         DataError,
     )
-    if args.source_encoder_layers is not None:
+    if args.source_encoder_layers is not None and isinstance(task, finetune_seq2seq.Seq2Seq):
         return finetune_seq2seq.with_source_encoder(args, task, plain)
     if args.library == "transformers":
         return plain

@@ -280,51 +280,53 @@ def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
     Source: Rothe et al. 2020 (arXiv 1907.12461), §2: RND2RND, BERT2RND, RND2BERT, BERT2BERT,
     BERTSHARE, BERT2GPT, …
     """
-    ours = args.library == "fastplm"
-    # ``fastplm.hf`` has registered the attention.
-    options = {"attn_implementation": fastplm.hf.NAME} if ours else {}
-    encoder = _part(args, "encoder", read_config(args.encoder, "encoder"), options)
-    config = read_config(args.decoder or args.encoder, "decoder")
-    target = task.target_tokenizer
+    assert args.encoder is not None
+    paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
+    configs = {part: read_config(path, part) for part, path in paths.items()}
+    target, config = task.target_tokenizer, configs["decoder"]
+    args.check(
+        "encoder" if args.decoder is None else "decoder",
+        type(config) in transformers.AutoModelForCausalLM._model_mapping,
+        "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2",
+        "Choose another --decoder.",
+        f"{paths['decoder']}, a {config.model_type}",
+        DataError,
+    )
+    config.is_decoder = config.add_cross_attention = True
     if args.target_vocab_size is not None:
         config.vocab_size = len(target)
         config.bos_token_id, config.eos_token_id = task.start, task.end
         config.pad_token_id = target.pad_token_id
-    decoder = _part(args, "decoder", config, options)
+    # ``fastplm.hf`` has registered the attention.
+    ours = args.library == "fastplm"
+    options = {"attn_implementation": fastplm.hf.NAME} if ours else {}
+    encoder, decoder = (_part(args, part, paths[part], configs[part], options) for part in paths)
+    if args.target_vocab_size is not None:  # rows of other tokens may have been loaded
+        std = getattr(config, "initializer_range", 0.02)
+        torch.nn.init.normal_(decoder.get_input_embeddings().weight, std=std)
+    ids = {
+        "decoder_start_token_id": task.start,
+        "eos_token_id": task.end,
+        "pad_token_id": target.pad_token_id,
+    }
     joint = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        encoder.config,
-        decoder.config,
-        decoder_start_token_id=task.start,
-        eos_token_id=task.end,
-        pad_token_id=target.pad_token_id,
+        encoder.config, decoder.config, **ids
     )
-    library = fastplm.models if ours else transformers
     if args.share:
         joint.tie_encoder_decoder = True
+    library: Any = fastplm.models if ours else transformers
     model = library.EncoderDecoderModel(joint, encoder, decoder)
-    for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
-        setattr(model.generation_config, name, getattr(joint, name))
+    for name, value in ids.items():
+        setattr(model.generation_config, name, value)
     return model
 
 
-def _part(args: FinetuneArguments, part: str, config: Any, options: dict) -> PreTrainedModel:
+def _part(
+    args: FinetuneArguments, part: str, path: str | Path, config: Any, options: dict[str, Any]
+) -> Any:
     """The encoder, or the decoder with new cross-attention."""
-    path = args.encoder if part == "encoder" else args.decoder or args.encoder
-    auto: Any = transformers.AutoModel
-    if part == "decoder":
-        auto, config.is_decoder, config.add_cross_attention = (
-            transformers.AutoModelForCausalLM,
-            True,
-            True,
-        )
-        args.check(
-            "decoder" if args.decoder else "encoder",
-            type(config) in transformers.AutoModelForCausalLM._model_mapping,
-            "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2",
-            "Choose another --decoder.",
-            f"{path}, a {config.model_type}",
-            DataError,
-        )
+    encodes = part == "encoder"
+    auto: Any = transformers.AutoModel if encodes else transformers.AutoModelForCausalLM
     set_dropout(config, args.dropout)
     if args.warm not in ("both", part):
         return auto.from_config(config, **options)
@@ -334,8 +336,7 @@ def _part(args: FinetuneArguments, part: str, config: Any, options: dict) -> Pre
         config=config,
         dtype=torch.float32,
         local_files_only=True,
-        # A decoder with another vocabulary gets new embeddings.
-        ignore_mismatched_sizes=part == "decoder" and args.target_vocab_size is not None,
+        ignore_mismatched_sizes=not encodes and args.target_vocab_size is not None,
         **options,
     )
     shown = logging.get_verbosity()

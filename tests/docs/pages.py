@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shlex
@@ -112,6 +113,16 @@ def write_files(folder: Path) -> None:
     t5 = configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "google-t5/t5-small")
     pieces.save_pretrained(folder / "google-t5/t5-small")
+    shutil.copytree(folder / "google-t5/t5-small", folder / "path/to/t5")
+    letters = train_tokenizer(stories, 400, folder / "cache", "bytelevel")
+    bart = configuration("bart-tiny", vocab_size=len(letters), tokenizer=letters)
+    transformers.BartForConditionalGeneration(bart).save_pretrained(folder / "path/to/bart")
+    letters.save_pretrained(folder / "path/to/bart")
+    written = [f"{sentence(i)}\t{NOUNS[i % 10]}" for i in range(20)]
+    (folder / "articles.tsv").write_text("\n".join(("document\tsummary", *written)))
+    for name in (f"{split}.{side}.gz" for split in ("train", "test") for side in ("en", "de")):
+        lines = "".join(f"{sentence(i)}\n" for i in range(20))
+        (folder / name).write_bytes(gzip.compress(lines.encode()))
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "train.tsv",
