@@ -118,6 +118,15 @@ def write_files(folder: Path) -> None:
     bart = configuration("bart-tiny", vocab_size=len(letters), tokenizer=letters)
     transformers.BartForConditionalGeneration(bart).save_pretrained(folder / "path/to/bart")
     letters.save_pretrained(folder / "path/to/bart")
+    part = {"is_decoder": True, "add_cross_attention": True}
+    decoder = transformers.BertConfig(**{**config.to_dict(), "vocab_size": len(letters), **part})
+    both = transformers.EncoderDecoderModel(
+        encoder=transformers.BertModel(config), decoder=transformers.BertLMHeadModel(decoder)
+    )
+    both.generation_config.decoder_start_token_id = letters.bos_token_id
+    both.save_pretrained(folder / "path/to/bert2bert")
+    tokenizer.save_pretrained(folder / "path/to/bert2bert")
+    letters.save_pretrained(folder / "path/to/bert2bert/target_tokenizer")
     written = [f"{sentence(i)}\t{NOUNS[i % 10]}" for i in range(20)]
     (folder / "articles.tsv").write_text("\n".join(("document\tsummary", *written)))
     for name in (f"{split}.{side}.gz" for split in ("train", "test") for side in ("en", "de")):
