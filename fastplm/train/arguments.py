@@ -33,11 +33,18 @@ MINUTES = 3.0
 PRECISIONS = ("auto", "fp32", "bf16")
 UNITS = ("token", "word", "ngram")
 #: The tasks of fine-tuning, with the usual size of their batches.
-BATCH_SIZES = {"classification": 32, "pair": 32, "tagging": 32, "qa": 16, "choice": 16}
+BATCH_SIZES = {
+    "classification": 32,
+    "pair": 32,
+    "regression": 32,
+    "tagging": 32,
+    "qa": 16,
+    "choice": 16,
+}
 LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
-_TABLES = ("classification", "pair")
+_TABLES = ("classification", "pair", "regression")
 
 
 @dataclass(frozen=True)
@@ -407,8 +414,9 @@ class FinetuneArguments(Settings):
     where = "finetune"
 
     task: str = setting(
-        "a label for a text (classification) or for two (pair), a tag for each word, the place of "
-        "an answer in a text (qa), or the right one of several answers (choice)",
+        "a label for a text (classification) or for two (pair), a score for one text or two "
+        "(regression), a tag for each word (tagging), the place of an answer in a text (qa), or "
+        "the right one of several answers (choice)",
         choices=tuple(BATCH_SIZES),
     )
     model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
@@ -420,7 +428,8 @@ class FinetuneArguments(Settings):
         metavar="FILE",
     )
     text_columns: Sequence[str] | None = setting(
-        "columns of the texts in a table; two for pair (default: the usual names)",
+        "columns of the texts in a table; two for pair, one or two for regression (default: the "
+        "usual names)",
         None,
         metavar="NAME",
     )
@@ -428,8 +437,8 @@ class FinetuneArguments(Settings):
         "column of the labels in a table (default: the usual names)", None, metavar="NAME"
     )
     threshold: float | None = setting(
-        "labels are scores, and scores above it are the positive class (default: 0 if labels are "
-        "numbers with fractions)",
+        "make two classes of labels that are scores: those above it are positive, all others "
+        "negative",
         None,
         number=_ANY,
     )
@@ -489,11 +498,17 @@ class FinetuneArguments(Settings):
             "Lower it.",
             f"{self.seed}, and {self.seeds} seeds from it on",
         )
-        for name in ("text_columns", "label_column", "threshold"):
+        self._needs_task(_TABLES, "text_columns", "label_column")
+        self._needs_task(_TABLES[:2], "threshold")
+
+    def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
+        """Check that settings that only some tasks have were given for these alone."""
+        for each in fields(self):
+            given = getattr(self, each.name)
             self.check(
-                name,
-                self.task in _TABLES or getattr(self, name) is None,
-                " or ".join(_TABLES),
-                "Leave the option out.",
-                f"{getattr(self, name)} with the task {self.task}",
+                each.name,
+                each.name not in names or self.task in tasks or given == each.default,
+                f"--task {' or '.join(tasks)}",
+                "Leave one of the two options out.",
+                f"{given} with --task {self.task}",
             )

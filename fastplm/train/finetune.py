@@ -37,9 +37,9 @@ from fastplm.train._run_folder import (
     write_hashed,
     writing,
 )
-from fastplm.train.arguments import LIBRARIES, FinetuneArguments  # noqa: F401 (of others, too)
+from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import hold_out, read_examples, subset
-from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
+from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
@@ -65,7 +65,7 @@ _DROPOUTS = (
 
 
 def finetune(
-    args: FinetuneArguments, tell: Callable[[str], object] = lambda line: None
+    args: FinetuneArguments, print_fn: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
     """Fine-tune once for each seed; write models, predictions, scores and ``metrics.json``.
 
@@ -75,7 +75,7 @@ def finetune(
 
     Args:
         args: the settings.
-        tell: is called with a line for each seed.
+        print_fn: is called with a line for each seed.
 
     Returns:
         The content of ``metrics.json``.
@@ -87,7 +87,7 @@ def finetune(
 
     processes = PartialState(cpu=not torch.cuda.is_available())
     with started(args) as before:
-        return _finetune(args, Path(args.out), before, processes, tell)
+        return _finetune(args, Path(args.out), before, processes, print_fn)
 
 
 def _finetune(
@@ -95,7 +95,7 @@ def _finetune(
     out: Path,
     before: dict[str, Any] | None,
     processes: Any,
-    tell: Callable[[str], object],
+    print_fn: Callable[[str], object],
 ) -> dict[str, Any]:
     task = prepare_task(args)
     run = _record(args, task)
@@ -137,7 +137,9 @@ def _finetune(
             processes.wait_for_everyone()
         results.append(result)
         scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
-        tell(f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s")
+        print_fn(
+            f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
+        )
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
@@ -259,7 +261,7 @@ def prepare_task(args: FinetuneArguments) -> Task:
     train = read_examples(args.task, args.data, *columns)
     kind = TASKS[args.task]
     if args.eval_data is None:
-        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args.threshold))
+        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args))
         known = [*train, *test]
     else:
         test, known = read_examples(args.task, args.eval_data, *columns), train
@@ -274,7 +276,7 @@ def prepare_task(args: FinetuneArguments) -> Task:
         )
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
     length = _max_length(args, tokenizer)
-    return kind(train, test, tokenizer, length, known, threshold=args.threshold)
+    return kind(args, train, test, tokenizer, length, known)
 
 
 def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
@@ -398,18 +400,13 @@ class FeatureDataset(Dataset):
 
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
-        self.lengths = [_length(feature) for feature in features]
+        self.lengths = [feature_length(feature) for feature in features]
 
     def __len__(self) -> int:
         return len(self.features)
 
     def __getitem__(self, index: int) -> Feature:
         return dict(self.features[index])
-
-
-def _length(feature: Feature) -> int:
-    ids = feature["input_ids"]
-    return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
 
 
 # --- one seed -------------------------------------------------------------------------------------
@@ -424,6 +421,12 @@ class FinetuningTrainer(RunTrainer):
 
     where = "finetune"
     _tokens = 0
+    task: Task
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(
+            functools.partial(self.task.outputs, model), inputs, *args, **kwargs
+        )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -472,42 +475,21 @@ def make_trainer(
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
-    return FinetuningTrainer(
+    trainer = FinetuningTrainer(
         model=model,
         args=settings,
         train_dataset=features,
         data_collator=collator,
         processing_class=task.tokenizer,
     )
+    trainer.task = task
+    return trainer
 
 
 def usual_learning_rate(config: Any) -> float:
     """A peak learning rate for a width: small models learn with larger ones."""
     width = config.hidden_size
     return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
-
-
-def predict(trainer: Trainer, features: list[Feature], label_names: Sequence[str]) -> list[Logits]:
-    """The outputs of the trained model for each feature, on the CPU."""
-    model: Any = trainer.model
-    order = sorted(range(len(features)), key=lambda index: _length(features[index]))
-    found: dict[int, Logits] = {}
-    model.eval()
-    size = trainer.args.eval_batch_size
-    for start in range(0, len(order), size):
-        chosen = order[start : start + size]
-        batch = trainer.data_collator([dict(features[index]) for index in chosen])
-        inputs = {
-            name: value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            if name not in label_names
-        }
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            outputs = model(**inputs)
-        names = ("logits",) if "logits" in outputs else ("start_logits", "end_logits")
-        logits = [outputs[name].float().cpu() for name in names]
-        found.update(zip(chosen, zip(*logits, strict=True), strict=True))
-    return [found[index] for index in range(len(features))]
 
 
 class _ExcludingPadding:
@@ -530,9 +512,7 @@ def _run(
     model = build_model(args, task, seed)
     trainer = make_trainer(args, task, model, features, seed, out)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    test, notes = task.features(task.test)
-    logits = predict(trainer, test, task.label_names)
-    scores, predictions = task.score(task.test, notes, logits)
+    scores, predictions = task.evaluate(trainer)
     history = curve(trainer.state.log_history)
     result = {
         "seed": seed,

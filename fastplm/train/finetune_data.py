@@ -27,6 +27,7 @@ _PAIRS = (
     ("question", "sentence"),
     ("#1 string", "#2 string"),
 )
+_USUAL: dict[int, Sequence[tuple[str, ...]]] = {1: [(name,) for name in _TEXTS], 2: _PAIRS}
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ def read_examples(
     """The examples of a file.
 
     Args:
-        task: "classification", "pair", "tagging", "qa" or "choice".
-        path: a UTF-8 file, with or without byte order mark. Classification and pairs: JSON lines,
-            or a header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
+        task: "classification", "pair", "regression", "tagging", "qa" or "choice".
+        path: a UTF-8 file, with or without byte order mark. The first three: JSON lines, or a
+            header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
             lines, blank lines between sentences. Questions: SQuAD 1.1. Choice: JSON lines.
         text_columns, label_column: of a table; by default those with a usual name.
 
@@ -71,8 +72,8 @@ def read_examples(
     if task in readers:
         examples = list(readers[task](path, text))
     else:
-        count = 2 if task == "pair" else 1
-        examples = list(_rows(path, text, count, text_columns, label_column))
+        counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
+        examples = list(_rows(path, text, counts, text_columns, label_column))
     if not examples:
         _refuse(str(path), "nothing", "one example at least")
     return examples
@@ -147,14 +148,14 @@ def subset(examples: list[Example], count: int | None) -> list[Example]:
 def _rows(
     path: Path,
     text: str,
-    count: int,
+    counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
 ) -> Iterator[Example]:
     columns: list[str] = []
     for group, (line, row) in enumerate(_table(path, text)):
         if not columns:
-            columns = _columns(path, list(row), count, text_columns, label_column)
+            columns = _columns(path, list(row), counts, text_columns, label_column)
         values = []
         for column in columns:
             value = row.get(column)
@@ -203,17 +204,18 @@ def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
 def _columns(
     path: Path,
     names: list[str],
-    count: int,
+    counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
 ) -> list[str]:
     """The columns of the texts, and last that of the label."""
     lower = {name.strip().lower(): name for name in names}
     if text_columns is None:
-        usual = _PAIRS if count == 2 else [(name,) for name in _TEXTS]
+        usual = [group for count in counts for group in _USUAL[count]]
         found = next((group for group in usual if all(name in lower for name in group)), None)
         if found is None:
-            _refuse(f"{path}:1", f"columns {names}", f"{count} of texts", "Name --text-columns.")
+            expected = f"{_either(counts)} of texts"
+            _refuse(f"{path}:1", f"columns {names}", expected, "Name --text-columns.")
         text_columns = [lower[name] for name in found]
     if label_column is None:
         found_label = next((name for name in _LABELS if name in lower), None)
@@ -224,14 +226,18 @@ def _columns(
         if name not in names:
             _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
     check(
-        len(text_columns) == count,
+        len(text_columns) in counts,
         _WHERE,
         "text_columns",
         list(text_columns),
-        f"{count} of them",
+        f"{_either(counts)} of them",
         "Choose the task with that number of texts.",
     )
     return [*text_columns, label_column]
+
+
+def _either(counts: Sequence[int]) -> str:
+    return " or ".join(map(str, counts))
 
 
 # --- sentences of tagged words --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import statistics
 import string
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from fastplm._checks import ArgumentValueError, DataError, message
+from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
 
 Feature = dict[str, Any]
@@ -33,14 +35,17 @@ _IGNORED = -100
 
 
 class Task:
-    """One kind of labelled example.
+    """One kind of labelled example: how a model reads it, what it learns and how it is scored.
+
+    A task whose model generates text overrides ``evaluate``; one whose loss is not the model's,
+    ``outputs``.
 
     Args:
+        args: the settings of the run.
         train, test: the examples.
         tokenizer: a fast one.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
-        threshold: of labels that are scores; see ``Classification``.
     """
 
     #: The classes of Transformers that pick the model's, and that pad a batch.
@@ -50,29 +55,31 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)
     #: The tokens of a feature at most, where no length is given.
     max_length = 128
-    #: The labels of a feature.
+    #: The labels of a feature, and the outputs of the model that ``score`` reads.
     label_names: tuple[str, ...] = ("labels",)
+    output_names: tuple[str, ...] = ("logits",)
 
     def __init__(
         self,
+        args: FinetuneArguments,
         train: list[Example],
         test: list[Example],
         tokenizer: Any,
         max_length: int,
         known: list[Example] | None = None,
-        threshold: float | None = None,
     ) -> None:
+        self.args = args
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
         self.limit = max_length
-        self.prepare(threshold)
+        self.prepare()
 
-    def prepare(self, threshold: float | None) -> None:
+    def prepare(self) -> None:
         """Find the classes in the examples, and check them."""
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
         """What ``hold_out`` needs, so that each label is seen in training."""
         return lambda example: ()
 
@@ -89,13 +96,49 @@ class Task:
         """Makes a padded batch of features."""
         return getattr(transformers, self.collator_class)(self.tokenizer)
 
+    def outputs(self, model: Any, **batch: Any) -> Any:
+        """Run a model: ``loss``, if the batch has labels, and what ``output_names`` lists."""
+        return model(**batch)
+
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         """Compare the outputs of the model with the targets."""
         raise NotImplementedError
 
+    def evaluate(self, trainer: Any) -> Scored:
+        """Score the trained model on the examples to judge by."""
+        features, notes = self.features(self.test)
+        return self.score(self.test, notes, predict(trainer, self, features))
+
     def chance(self) -> float:
         """The first metric's value for a model that has learned nothing."""
         return 0.0
+
+
+def predict(trainer: Any, task: Task, features: list[Feature]) -> list[Logits]:
+    """The outputs of the trained model for each feature, on the CPU."""
+    order = sorted(range(len(features)), key=lambda index: feature_length(features[index]))
+    found: dict[int, Logits] = {}
+    trainer.model.eval()
+    size = trainer.args.eval_batch_size
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        batch = trainer.data_collator([dict(features[index]) for index in chosen])
+        inputs = {
+            name: value.to(trainer.args.device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+            if name not in task.label_names
+        }
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            outputs = task.outputs(trainer.model, **inputs)
+        logits = [outputs[name].float().cpu() for name in task.output_names]
+        found.update(zip(chosen, zip(*logits, strict=True), strict=True))
+    return [found[index] for index in range(len(features))]
+
+
+def feature_length(feature: Feature) -> int:
+    """The tokens of a feature, or of the longest of several texts."""
+    ids = feature["input_ids"]
+    return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
 
 
 class Labelled(Task):
@@ -132,23 +175,42 @@ class Labelled(Task):
             raise _data_error(example.where, f"the {kind} {label!r}", expected, "eval_data")
 
 
-class Classification(Labelled):
-    """One label for a text or a pair of texts. Labels that are scores become two classes."""
+class SequenceTask(Task):
+    """A task with one target for a text or a pair of texts."""
 
     auto = "AutoModelForSequenceClassification"
 
-    def prepare(self, threshold: float | None) -> None:
-        self.threshold = _threshold(self.known, threshold)
+    def answers(self, examples: list[Example]) -> list[Any]:
+        """The targets of the examples."""
+        raise NotImplementedError
+
+    def features(self, examples: list[Example]) -> Featured:
+        columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
+        encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
+        features = _unzipped(encoded)
+        for feature, target in zip(features, self.answers(examples), strict=True):
+            feature["labels"] = target
+        return features, [None] * len(features)
+
+
+class Classification(SequenceTask, Labelled):
+    """One label for a text. With ``threshold``, labels are scores, which become two classes."""
+
+    metrics: tuple[str, ...] = ("accuracy", "matthews")
+
+    def prepare(self) -> None:
+        self.threshold = self.args.threshold
         if self.threshold is None:
+            _check_names(self.args, self.known)
             self.names = sorted({example.target for example in self.known}, key=_label_order)
         else:
             self.names = ["negative", "positive"]
         self.targets = {
             id(example): self._target(example) for example in (*self.train, *self.test, *self.known)
         }
-        self._check_classes(threshold)
+        self._check_classes()
 
-    def _check_classes(self, threshold: float | None) -> None:
+    def _check_classes(self) -> None:
         """Check that there are two classes to train on, and name the argument that is wrong."""
         if len({self.targets[id(example)] for example in self.train}) > 1:
             return
@@ -156,9 +218,9 @@ class Classification(Labelled):
         if len({self.targets[id(example)] for example in self.known}) > 1:
             got = f"{len(self.train)}, and these examples have one label alone"
             error = message(_WHERE, "max_samples", got, expected, "Raise it.")
-        elif threshold is not None:
-            scores = [score for e in self.known if (score := _number(e.target)) is not None]
-            got = f"{threshold:g}, and all labels are on one side of it"
+        elif self.threshold is not None:
+            scores = [score for e in self.known if (score := number(e.target)) is not None]
+            got = f"{self.threshold:g}, and all labels are on one side of it"
             expected += f"; the labels are {min(scores):g} to {max(scores):g}"
             error = message(_WHERE, "threshold", got, expected, "Choose one in between.")
         else:
@@ -166,37 +228,30 @@ class Classification(Labelled):
         raise ArgumentValueError(error)
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
-        threshold = _threshold(examples, threshold)
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
+        threshold = args.threshold
         if threshold is None:
+            _check_names(args, examples)
             return lambda example: (example.target,)
         # A label that is not a number is refused by ``_target``.
-        return lambda example: (str((_number(example.target) or 0.0) > threshold),)
+        return lambda example: (str((number(example.target) or 0.0) > threshold),)
 
     def _target(self, example: Example) -> int:
         if self.threshold is not None:
-            score = _number(example.target)
-            if score is None:
-                raise _data_error(example.where, f"the label {example.target!r}", "a number")
-            return int(score > self.threshold)
+            return int(_score(example) > self.threshold)
         self.check_label(example.target, example, "label")
         return self.ids[example.target]
-
-    def features(self, examples: list[Example]) -> Featured:
-        columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
-        encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
-        features = _unzipped(encoded)
-        for feature, example in zip(features, examples, strict=True):
-            feature["labels"] = self.targets[id(example)]
-        return features, [None] * len(features)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         chosen = [int(scores.argmax()) for (scores,) in logits]
         right = self.answers(examples)
-        scores = {"accuracy": accuracy(chosen, right)}
-        if "f1" in self.metrics:
-            scores["f1"] = f1(chosen, right, len(self.names))
-        return scores, [self.names[index] for index in chosen]
+        scores = {
+            "accuracy": accuracy(chosen, right),
+            "f1": f1(chosen, right, len(self.names)),
+            "matthews": matthews(chosen, right),
+        }
+        predictions = [self.names[index] for index in chosen]
+        return {name: scores[name] for name in self.metrics}, predictions
 
     def answers(self, examples: list[Example]) -> list[int]:
         return [self.targets[id(example)] for example in examples]
@@ -205,7 +260,35 @@ class Classification(Labelled):
 class Pair(Classification):
     """One label for two texts. F1 is that of the second of two classes, else the classes' mean."""
 
-    metrics = ("accuracy", "f1")
+    metrics = ("accuracy", "f1", "matthews")
+
+
+class Regression(SequenceTask):
+    """A score for a text or a pair of texts; the loss is the mean squared error."""
+
+    metrics = ("pearson", "spearman", "mse")
+
+    def prepare(self) -> None:
+        if len(set(self.answers(self.train))) == 1:
+            raise _data_error(self.train[0].where, "one score alone", "two different ones at least")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def answers(self, examples: list[Example]) -> list[float]:
+        return [_score(example) for example in examples]
+
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
+        found = [float(score) for (score,) in logits]
+        right = self.answers(examples)
+        errors = ((a - b) ** 2 for a, b in zip(found, right, strict=True))
+        scores = {
+            "pearson": pearson(found, right),
+            "spearman": pearson(ranks(found), ranks(right)),
+            "mse": statistics.fmean(errors),
+        }
+        return scores, found
 
 
 class Tagging(Labelled):
@@ -217,14 +300,14 @@ class Tagging(Labelled):
     auto = "AutoModelForTokenClassification"
     collator_class = "DataCollatorForTokenClassification"
 
-    def prepare(self, threshold: float | None) -> None:
+    def prepare(self) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
         for example in self.test:
             for tag in example.target:
                 self.check_label(tag, example, "tag")
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
         return lambda example: set(example.target)
 
     def features(self, examples: list[Example]) -> Featured:
@@ -272,6 +355,7 @@ class QuestionAnswering(Task):
     metrics = ("f1", "exact_match")
     max_length = 384
     label_names = ("start_positions", "end_positions")
+    output_names = ("start_logits", "end_logits")
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
 
@@ -353,6 +437,7 @@ class Choice(Task):
 TASKS: Mapping[str, type[Task]] = {
     "classification": Classification,
     "pair": Pair,
+    "regression": Regression,
     "tagging": Tagging,
     "qa": QuestionAnswering,
     "choice": Choice,
@@ -375,6 +460,41 @@ def f1(found: Sequence[int], right: Sequence[int], classes: int) -> float:
         said = sum(a == label for a in found) + sum(b == label for b in right)
         values.append(2 * hits / said if said else 0.0)
     return sum(values) / len(values)
+
+
+def matthews(found: Sequence[int], right: Sequence[int]) -> float:
+    """Matthews' correlation of classes, of two or more; 0 if all answers are one class.
+
+    ``(c s - sum_k p_k t_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))`` with s examples, c
+    right answers, and p_k answers and t_k targets of class k.
+
+    Source: Gorodkin 2004, "Comparing two K-category assignments by a K-category correlation
+    coefficient"; for two classes Matthews 1975.
+    """
+    count, said, true = len(right), Counter(found), Counter(right)
+    hits = sum(map(lambda a, b: a == b, found, right))
+    above = hits * count - sum(said[label] * true[label] for label in true)
+    below = math.prod(count**2 - sum(n**2 for n in each.values()) for each in (said, true))
+    return above / math.sqrt(below) if below else 0.0
+
+
+def pearson(found: Sequence[float], right: Sequence[float]) -> float:
+    """Pearson's correlation; 0 if one of the two is constant, where it is not defined."""
+    try:
+        return statistics.correlation(found, right)
+    except statistics.StatisticsError:
+        return 0.0
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value, from 1; equal values have the mean of their ranks.
+
+    Pearson's correlation of the ranks is Spearman's.
+    """
+    places: dict[float, list[int]] = {}
+    for rank, value in enumerate(sorted(values), 1):
+        places.setdefault(value, []).append(rank)
+    return [statistics.fmean(places[value]) for value in values]
 
 
 def normalized(answer: str) -> str:
@@ -448,7 +568,8 @@ def _unzipped(encoded: Any) -> list[Feature]:
     ]
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
+    """The finite number that a text is, if it is one."""
     try:
         value = float(text)
     except ValueError:
@@ -456,18 +577,32 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _score(example: Example) -> float:
+    """A label that is a score."""
+    score = number(example.target)
+    if score is None:
+        raise _data_error(example.where, f"the label {example.target!r}", "a number")
+    return score
+
+
+def _check_names(args: FinetuneArguments, examples: list[Example]) -> None:
+    """Check that no label is a score, of which every value would be a class of its own."""
+    for example in examples:
+        args.check(
+            "task",
+            (number(example.target) or 0.0) % 1 == 0,
+            "names or whole numbers as labels",
+            "For scores give --task regression, or make two classes of them with --threshold, such "
+            "as --threshold 0.",
+            f"{args.task}, and labels with fractions, such as {example.target} ({example.where})",
+            DataError,
+        )
+
+
 def _label_order(name: str) -> tuple[float, str]:
     """Numbers by size, before words."""
-    number = _number(name)
-    return (float("inf") if number is None else number, name)
-
-
-def _threshold(examples: list[Example], given: float | None) -> float | None:
-    """Above which a label that is a score is the second class; None for labels that are names."""
-    scores = (_number(example.target) for example in examples)
-    if given is None and any(score % 1 for score in scores if score is not None):
-        return 0.0
-    return given
+    value = number(name)
+    return (float("inf") if value is None else value, name)
 
 
 def _data_error(where: str, got: str, expected: str, argument: str = "data") -> DataError:

@@ -21,8 +21,8 @@ from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import finetune as module
+from fastplm.train.arguments import LIBRARIES
 from fastplm.train.finetune import (
-    LIBRARIES,
     FeatureDataset,
     FinetuneArguments,
     build_model,
@@ -37,10 +37,15 @@ from fastplm.train.finetune_data import hold_out, read_examples
 from fastplm.train.finetune_tasks import (
     TASKS,
     QuestionAnswering,
+    Regression,
+    Tagging,
     answer_tokens,
     best_spans,
     exact_match,
     f1,
+    matthews,
+    pearson,
+    ranks,
     words_f1,
 )
 
@@ -57,10 +62,18 @@ def sentence(i: int) -> str:
 
 def _classification() -> str:
     rows = (
-        f"{'-1.5' if 'opens' in sentence(i) else '0.5'}\t{sentence(i)}{' again' * (i % 5)}"
+        f"{-1 if 'opens' in sentence(i) else 1}\t{sentence(i)}{' again' * (i % 5)}"
         for i in range(COUNT)
     )
-    return "\n".join(("score\ttext", *rows)) + "\n"
+    return "\n".join(("label\ttext", *rows)) + "\n"
+
+
+def _regression() -> str:
+    rows = (
+        f"{sentence(i)}\t{sentence(i + i % 3)}{' again' * (i % 5)}\t{(4.75, 0.5, 2.625)[i % 3]}"
+        for i in range(COUNT)
+    )
+    return "\n".join(("sentence1\tsentence2\tscore", *rows)) + "\n"
 
 
 def _pair() -> str:
@@ -104,6 +117,7 @@ def _choice() -> str:
 FILES = {
     "classification": _classification,
     "pair": _pair,
+    "regression": _regression,
     "tagging": _tagging,
     "qa": _qa,
     "choice": _choice,
@@ -193,7 +207,7 @@ def test_learns(task, arguments, files):
 @pytest.mark.parametrize(
     "task",
     [
-        task if task in ("pair", "qa") else pytest.param(task, marks=pytest.mark.slow)
+        task if task in ("regression", "qa") else pytest.param(task, marks=pytest.mark.slow)
         for task in FILES
     ],
 )
@@ -305,7 +319,7 @@ def test_resume_within_a_seed(arguments, monkeypatch):
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     """Killed when all steps were done, in the middle of an epoch: none is added."""
     whole = finetune(arguments("tagging", "whole"))
-    predict, step, steps = module.predict, module.FinetuningTrainer.training_step, []
+    evaluate, step, steps = Tagging.evaluate, module.FinetuningTrainer.training_step, []
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -315,10 +329,10 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(module.FinetuningTrainer, "training_step", counted)
-    monkeypatch.setattr(module, "predict", killed)
+    monkeypatch.setattr(Tagging, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         finetune(arguments("tagging", "parts"))
-    monkeypatch.setattr(module, "predict", predict)
+    monkeypatch.setattr(Tagging, "evaluate", evaluate)
     (parts,) = finetune(arguments("tagging", "parts", resume=True))["seeds"]
     assert steps == [0, 1, 2] and parts["steps"] == 3
     assert [parts[name] for name in ("loss", "scores")] == [
@@ -362,7 +376,9 @@ def perfect(feature, task):
     for name in task.label_names:
         labels = torch.tensor(feature[name])
         scores = torch.zeros(*labels.shape, len(feature["input_ids"]) + 10)
-        if isinstance(task, QuestionAnswering) and labels == 0:
+        if isinstance(task, Regression):
+            logits.append(labels[None])
+        elif isinstance(task, QuestionAnswering) and labels == 0:
             logits.append(scores)
         else:
             logits.append(scores.scatter(-1, labels.clamp(min=0)[..., None], 1.0))
@@ -379,7 +395,8 @@ def test_right_answers_score_one(task, length, arguments):
         assert max(FeatureDataset(features).lengths) <= length
         logits = [perfect(feature, task) for feature in features]
         scores, _ = task.score(examples, notes, logits)
-        assert scores == dict.fromkeys(task.metrics, 1.0)
+        best = dict.fromkeys(task.metrics, 1.0)
+        assert scores == pytest.approx(best | ({"mse": 0.0} if "mse" in best else {}))
         first = task.label_names[0]
         others = [dict(feature, **{first: _other(feature[first])}) for feature in features]
         logits = [perfect(feature, task) for feature in others]
@@ -387,6 +404,8 @@ def test_right_answers_score_one(task, length, arguments):
 
 
 def _other(label):
+    if isinstance(label, float):
+        return -label
     return [_other(each) for each in label] if isinstance(label, list) else 1 if label != 1 else 0
 
 
@@ -476,6 +495,54 @@ def test_f1_by_hand():
     assert f1([0, 1, 2], [0, 1, 1], 3) == (1 + 2 / 3 + 0) / 3
 
 
+def test_matthews_by_hand():
+    # Two classes: 2 true, 1 false and 1 missed of class 1, 1 true of class 0:
+    # (2*1 - 1*1) / sqrt(3 * 3 * 2 * 2).
+    assert matthews([1, 1, 1, 0, 0], [1, 1, 0, 1, 0]) == pytest.approx(1 / 6)
+    assert matthews([1, 0, 0], [0, 1, 1]) == -1 and matthews([2, 0, 1], [2, 0, 1]) == 1
+    assert matthews([1, 1, 1], [1, 1, 0]) == 0
+    # Three classes, s = 4, c = 3, p = (1, 2, 1), t = (1, 1, 2): (12 - 5) / (16 - 6).
+    assert matthews([0, 1, 2, 1], [0, 1, 2, 2]) == 0.7
+
+
+def test_correlations_by_hand():
+    # Deviations (-2, 0, 2) and (-1, -1, 2): (2 + 4) / sqrt(8 * 6).
+    assert pearson([1.0, 3.0, 5.0], [2.0, 2.0, 5.0]) == pytest.approx(6 / 48**0.5)
+    assert pearson([1.0, 1.0], [2.0, 5.0]) == 0
+    assert ranks([0.5, 2.0, -1.0, 2.0]) == [2.0, 3.5, 1.0, 3.5]
+
+
+def test_correlations_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    values = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    found, right = values.tolist()
+    assert pearson(found, right) == pytest.approx(stats.pearsonr(found, right)[0])
+    spearman = pearson(ranks(found), ranks(right))
+    assert spearman == pytest.approx(stats.spearmanr(found, right)[0])
+
+
+def test_scores_are_not_classes(arguments, tmp_path):
+    """Labels with fractions are refused unless the settings say what they are."""
+    path = tmp_path / "scores.tsv"
+    texts = [f"{score}\t{sentence(i)}" for i, score in enumerate((4.8, 0.5, 1.2, 2.6, 0, 5))]
+    path.write_text("\n".join(("score\ttext", *texts)))
+    for options in ({}, {"eval_data": path}):
+        expected = r"`task` got classification, and labels with fractions, such as 4.8 .*tsv:2"
+        with pytest.raises(DataError, match=expected + ".*--task regression.*--threshold"):
+            prepare_task(arguments("classification", data=path, **options))
+    task = prepare_task(arguments("classification", data=path, eval_data=path, threshold=1))
+    assert [f["labels"] for f in task.features(task.train)[0]] == [1, 0, 1, 1, 0, 1]
+    task = prepare_task(arguments("regression", data=path, eval_data=path))
+    assert [f["labels"] for f in task.features(task.train)[0]] == [4.8, 0.5, 1.2, 2.6, 0, 5]
+    found = [(torch.tensor([score]),) for score in (5.0, 1.0, 1.0, 2.0, 0.0, 5.0)]
+    scores, predictions = task.score(task.test, [], found)
+    assert predictions == [5, 1, 1, 2, 0, 5]
+    squares = 0.2**2 + 0.5**2 + 0.2**2 + 0.6**2
+    assert scores["mse"] == pytest.approx(squares / 6) and 0.9 < scores["pearson"] < 1
+    # The ranks are 5.5 2.5 2.5 4 1 5.5 and 5 2 3 4 1 6.
+    assert scores["spearman"] == pytest.approx(16.5 / (16.5 * 17.5) ** 0.5)
+
+
 def test_interval_by_hand():
     """The quantiles are those of the tables."""
     assert interval([0.25]) == {"mean": 0.25, "half_width": None}
@@ -505,7 +572,9 @@ MALFORMED = {
     "no object": ("classification", '{"text": "a", "label": 1}\n3\n', r":2: a int"),
     "nothing": ("classification", "text\tlabel\n\n", "nothing; expected one example"),
     "one label": ("classification", "text\tlabel\na\tx\nb\tx\nc\tx\n", "one label alone"),
-    "no number": ("classification", "text\tlabel\na\t.5\nb\t2\nc\t?\n", "a number"),
+    "no number": ("regression", "text\tlabel\na\t.5\nb\t2\nc\t?\n", r":4: .*a number"),
+    "one score": ("regression", "text\tlabel\na\t.5\nb\t.5\n", "one score alone"),
+    "no texts": ("regression", "a\tlabel\na\t.5\n", "2 or 1 of texts"),
     "a word": ("tagging", "a\tX\n\nb\tY\nword\n", r":4: 'word'"),
     "three": ("tagging", "a\tX\n\nb\tY\nc\tX\tY\n", r":4: "),
     "not JSON": ("qa", '{"data": [\n{]}', r":2: no JSON"),
@@ -625,7 +694,7 @@ def test_benchmark(checkpoint, files, tmp_path, monkeypatch, capsys):
     (page,) = tmp_path.rglob("finetuning.md")
     (rows,) = tmp_path.rglob("finetuning.csv")
     assert page.read_text().splitlines()[-1] in shown
-    assert len(rows.read_text().splitlines()) == 1 + 2 * 2  # two scores, two libraries
+    assert len(rows.read_text().splitlines()) == 1 + 3 * 2  # three scores, two libraries
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -636,7 +705,7 @@ def test_wrong_settings(arguments):
     for name, value in wrong.items():
         with pytest.raises(ArgumentValueError, match=f"`{name}`"):
             arguments("pair", **{name: value})
-    with pytest.raises(ArgumentValueError, match="`threshold` got 0 with the task qa"):
+    with pytest.raises(ArgumentValueError, match="`threshold` got 0 with --task qa"):
         arguments("qa", threshold=0)
     with pytest.raises(ArgumentValueError, match="`max_length` got 129; expected 128"):
         prepare_task(arguments("pair", max_length=129))
