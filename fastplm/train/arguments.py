@@ -442,6 +442,20 @@ class FinetuneArguments(Settings):
         None,
         number=_ANY,
     )
+    both_orders: bool = setting(
+        "GPT and GPT-2: read the two texts in both orders, and classify the sum of the two states; "
+        "for tasks such as similarity, where the order means nothing",
+        False,
+    )
+    lm_weight: float = setting(
+        "GPT and GPT-2: weight of a language model's loss on the same texts, beside the task's "
+        "(GPT's paper: 0.5)",
+        0.0,
+        number=NOT_NEGATIVE,
+    )
+    from_scratch: bool = setting(
+        "new weights: only the configuration and the tokenizer of --model are used", False
+    )
     epochs: float = setting(
         "passes over the examples",
         3.0,
@@ -500,6 +514,8 @@ class FinetuneArguments(Settings):
         )
         self._needs_task(_TABLES, "text_columns", "label_column")
         self._needs_task(_TABLES[:2], "threshold")
+        self._needs_task(("pair", "regression"), "both_orders")
+        self._needs_task((*_TABLES, "choice"), "lm_weight")
 
     def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
         """Check that settings that only some tasks have were given for these alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -15,22 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.utils import logging
 
-import fastplm.models
 from fastplm._checks import DataError, DivergenceError
-from fastplm.data import load_tokenizer
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
     checkpoints,
     last_checkpoint,
-    loaded,
     move_aside,
     read_hashed,
     save_models,
@@ -39,6 +33,13 @@ from fastplm.train._run_folder import (
 )
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import hold_out, read_examples, subset
+from fastplm.train.finetune_models import (
+    build_model,
+    longest,
+    read_config,
+    read_tokenizer,
+    usual_learning_rate,
+)
 from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
@@ -47,21 +48,6 @@ _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # Settings that may differ when a run is resumed; more seeds are further runs.
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
-_DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "dropout_rate",
-    "attention_dropout",
-    "activation_dropout",
-    "summary_last_dropout",
-    "summary_first_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-)
 
 
 def finetune(
@@ -251,12 +237,12 @@ def _within(t: float, degrees: int) -> float:
     return math.sin(angle) * total
 
 
-# --- data and model -------------------------------------------------------------------------------
+# --- data ----------------------------------------------------------------------------------------
 
 
 def prepare_task(args: FinetuneArguments) -> Task:
     """The examples of a run and the tokenizer."""
-    tokenizer = _tokenizer(args)
+    config, tokenizer = read_config(args), read_tokenizer(args)
     columns = (args.text_columns, args.label_column)
     train = read_examples(args.task, args.data, *columns)
     kind = TASKS[args.task]
@@ -265,134 +251,18 @@ def prepare_task(args: FinetuneArguments) -> Task:
         known = [*train, *test]
     else:
         test, known = read_examples(args.task, args.eval_data, *columns), train
-    if args.task == "choice":
+    if args.task in ("choice", "regression"):
         args.check(
             "eval_data",
             len(train[0].texts) == len(test[0].texts),
-            f"{len(train[0].texts) - 1}, as in the training data",
+            f"{len(train[0].texts)}, as in the training data",
             "Give data of one kind.",
-            f"{len(test[0].texts) - 1} choices",
+            f"{len(test[0].texts)} texts an example, the choices among them",
             DataError,
         )
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
-    length = _max_length(args, tokenizer)
-    return kind(args, train, test, tokenizer, length, known)
-
-
-def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
-    """The model of a run, its head new: that of Transformers, or ours with the same weights."""
-    from transformers import set_seed
-
-    expected = f"a checkpoint of a model with a head for {args.task}"
-    config = _config(args, **task.config)
-    for name in _DROPOUTS if args.dropout is not None else ():
-        if hasattr(config, name):
-            setattr(config, name, args.dropout)
-    if config.pad_token_id is None:
-        config.pad_token_id = task.tokenizer.pad_token_id
-    set_seed(seed)
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # a new head is expected
-    load = functools.partial(
-        getattr(transformers, task.auto).from_pretrained,
-        args.model,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    try:
-        plain, loading = loaded("finetune", "model", args.model, expected, load)
-    finally:
-        logging.set_verbosity(shown)
-    backbone = f"{plain.base_model_prefix}."
-    lost = [
-        name
-        for name in sorted(loading["missing_keys"])
-        if name.startswith(backbone) and ".pooler." not in name
-    ]
-    got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
-    args.check("model", not lost, expected, "Check the path.", got, DataError)
-    vocabulary = plain.get_input_embeddings().num_embeddings
-    args.check(
-        "model",
-        len(task.tokenizer) <= vocabulary,
-        "a tokenizer and a model that belong together",
-        "Check the path.",
-        f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
-        DataError,
-    )
-    if args.library == "transformers":
-        return plain
-    name = type(plain).__name__
-    args.check(
-        "model",
-        name in fastplm.models.__all__,
-        "a class of fastplm.models",
-        "Use --library transformers.",
-        f"{args.model}, a {name}",
-        DataError,
-    )
-    ours = getattr(fastplm.models, name)._from_config(
-        copy.deepcopy(plain.config), attn_implementation="fastplm"
-    )
-    ours.load_state_dict(plain.state_dict())
-    return ours
-
-
-def _config(args: FinetuneArguments, **settings: Any) -> Any:
-    from transformers import AutoConfig
-
-    load = functools.partial(
-        AutoConfig.from_pretrained, args.model, local_files_only=True, **settings
-    )
-    return loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
-
-
-def _tokenizer(args: FinetuneArguments) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = load_tokenizer(args.model, needs=())
-    if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
-        # A byte-level tokenizer then splits a word alone as it does inside a text.
-        tokenizer = AutoTokenizer.from_pretrained(
-            args.model, add_prefix_space=True, local_files_only=True
-        )
-    kind = type(tokenizer).__name__
-    args.check(
-        "model",
-        tokenizer.is_fast,
-        "a fast tokenizer",
-        "Save it as one, with a tokenizer.json.",
-        f"{args.model}, whose tokenizer is {kind}",
-        DataError,
-    )
-    if tokenizer.pad_token is None:
-        args.check(
-            "model",
-            tokenizer.eos_token is not None,
-            "a tokenizer that can pad",
-            "Add one with tokenizer.add_special_tokens.",
-            f"{args.model}, whose tokenizer has no pad_token",
-            DataError,
-        )
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
-    config = _config(args)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type == "roberta":
-        positions -= config.pad_token_id + 1
-    bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-    length = min(TASKS[args.task].max_length, bound)
-    if args.max_length is not None:
-        length = args.max_length
-    args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
-    return length
+    length = longest(args, kind.max_length, config, tokenizer)
+    return kind(args, config, train, test, tokenizer, length, known)
 
 
 class FeatureDataset(Dataset):
@@ -486,12 +356,6 @@ def make_trainer(
     return trainer
 
 
-def usual_learning_rate(config: Any) -> float:
-    """A peak learning rate for a width: small models learn with larger ones."""
-    width = config.hidden_size
-    return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
-
-
 class _ExcludingPadding:
     """Batches of questions that tell our models to leave padding out of the softmax, too."""
 
@@ -570,7 +434,7 @@ def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
     run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
     if args.learning_rate is None:
-        run["learning_rate"] = usual_learning_rate(_config(args))
+        run["learning_rate"] = usual_learning_rate(read_config(args))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())

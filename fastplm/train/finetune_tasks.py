@@ -14,8 +14,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+from fastplm import ops
 from fastplm._checks import ArgumentValueError, DataError, message
+from fastplm.models._heads import shifted
+from fastplm.nn._rows import batch_share
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
 
@@ -42,6 +46,7 @@ class Task:
 
     Args:
         args: the settings of the run.
+        config: the model's configuration, as the checkpoint has it.
         train, test: the examples.
         tokenizer: a fast one.
         max_length: tokens of a feature at most.
@@ -62,6 +67,7 @@ class Task:
     def __init__(
         self,
         args: FinetuneArguments,
+        config: Any,
         train: list[Example],
         test: list[Example],
         tokenizer: Any,
@@ -69,6 +75,7 @@ class Task:
         known: list[Example] | None = None,
     ) -> None:
         self.args = args
+        self.family = config.model_type
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
@@ -98,6 +105,12 @@ class Task:
 
     def outputs(self, model: Any, **batch: Any) -> Any:
         """Run a model: ``loss``, if the batch has labels, and what ``output_names`` lists."""
+        if self.args.lm_weight:
+            return with_language_model(model, batch, self.args.lm_weight, self._outputs)
+        return self._outputs(model, **batch)
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        """The same, without the loss of a language model beside it."""
         return model(**batch)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
@@ -185,12 +198,26 @@ class SequenceTask(Task):
         raise NotImplementedError
 
     def features(self, examples: list[Example]) -> Featured:
-        columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
-        encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
-        features = _unzipped(encoded)
+        columns = [list(column) for column in zip(*(e.texts for e in examples), strict=True)]
+        features = _unzipped(self._encoded(columns))
+        if self.args.both_orders:
+            others = _unzipped(self._encoded(columns[::-1]))
+            features = [
+                {name: [first[name], second[name]] for name in first}
+                for first, second in zip(features, others, strict=True)
+            ]
         for feature, target in zip(features, self.answers(examples), strict=True):
             feature["labels"] = target
         return features, [None] * len(features)
+
+    def _encoded(self, columns: list[list[str]]) -> Any:
+        return self.tokenizer(*columns, truncation=True, max_length=self.limit)
+
+    def collator(self) -> Any:
+        return _BothOrders(self.tokenizer) if self.args.both_orders else super().collator()
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        return in_both_orders(model, **batch) if self.args.both_orders else model(**batch)
 
 
 class Classification(SequenceTask, Labelled):
@@ -269,6 +296,13 @@ class Regression(SequenceTask):
     metrics = ("pearson", "spearman", "mse")
 
     def prepare(self) -> None:
+        self.args.check(
+            "both_orders",
+            not self.args.both_orders or len(self.train[0].texts) == 2,
+            "two texts an example",
+            "Leave the option out, or name --text-columns.",
+            f"True with one text ({self.train[0].where})",
+        )
         if len(set(self.answers(self.train))) == 1:
             raise _data_error(self.train[0].where, "one score alone", "two different ones at least")
 
@@ -414,6 +448,25 @@ class Choice(Task):
     collator_class = "DataCollatorForMultipleChoice"
     max_length = 64
 
+    def prepare(self) -> None:
+        self.with_lm_head = self.family in _DOUBLE_HEADS
+        if self.with_lm_head:
+            self.auto, self.output_names = _DOUBLE_HEADS[self.family], ("mc_logits",)
+
+    def collator(self) -> Any:
+        collator = super().collator()
+        return _ForDoubleHeads(collator) if self.with_lm_head else collator
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        if not self.with_lm_head:
+            return model(**batch)
+        if self.args.library == "transformers":
+            # Its GPT takes no mask of choices; padding follows the text, which does not see it.
+            batch.pop("attention_mask")
+        outputs = model(**batch)
+        outputs["loss"] = outputs.get("mc_loss")
+        return outputs
+
     def features(self, examples: list[Example]) -> Featured:
         pairs = [(e.texts[0], choice) for e in examples for choice in e.texts[1:]]
         first, second = (list(column) for column in zip(*pairs, strict=True))
@@ -434,6 +487,24 @@ class Choice(Task):
         return 1 / (len(self.test[0].texts) - 1)
 
 
+#: The classes of the families that are not known to ``AutoModelForMultipleChoice``.
+_DOUBLE_HEADS = {"gpt2": "GPT2DoubleHeadsModel", "openai-gpt": "OpenAIGPTDoubleHeadsModel"}
+
+
+class _ForDoubleHeads:
+    """Batches of choices whose last token, the extract token, is classified."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, features: list[Feature]) -> Any:
+        batch = self.collator(features)
+        # With labels our model computes no logits of its language model.
+        batch["mc_labels"] = batch.pop("labels")
+        batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
+        return batch
+
+
 TASKS: Mapping[str, type[Task]] = {
     "classification": Classification,
     "pair": Pair,
@@ -442,6 +513,74 @@ TASKS: Mapping[str, type[Task]] = {
     "qa": QuestionAnswering,
     "choice": Choice,
 }
+
+
+# --- what a GPT does ------------------------------------------------------------------------------
+
+
+class _BothOrders:
+    """Batches [B, 2, T] of pairs in both orders. Scores stay what they are."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.collator = transformers.DataCollatorForMultipleChoice(tokenizer)
+
+    def __call__(self, features: list[Feature]) -> Any:
+        labels = torch.tensor([feature["labels"] for feature in features])
+        return {**self.collator(features), "labels": labels}
+
+
+def in_both_orders(
+    model: Any,
+    *,
+    labels: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    output_hidden_states: bool = False,
+    **batch: Tensor,
+) -> dict[str, Any]:
+    """Classify pairs [B, 2, T], given in both orders, by the sum of the states of both.
+
+    The sum of the logits is the logit of the sum, as the classifier of a GPT is linear and has no
+    bias.
+
+    Source: Radford et al. 2018, §3.3, Similarity.
+    """
+    outputs = model(
+        **{name: value.flatten(0, 1) for name, value in batch.items()},
+        output_hidden_states=output_hidden_states,
+    )
+    logits = outputs["logits"].unflatten(0, (-1, 2)).sum(1)  # [B, labels]
+    loss = None
+    if labels is not None:
+        config = getattr(model, "module", model).config
+        loss = ForSequenceClassificationLoss(labels, logits, config)
+        loss = loss * batch_share(labels, num_items_in_batch)
+    return {"loss": loss, "logits": logits, "hidden_states": outputs.get("hidden_states")}
+
+
+def with_language_model(
+    model: Any, batch: dict[str, Any], weight: float, run: Callable[..., Any]
+) -> Any:
+    """The outputs of ``run``, with ``weight`` times a language model's loss added to theirs.
+
+    Every token is predicted from those before it. The model needs no head for it: the table of a
+    GPT's tokens is its last layer, too.
+
+    Source: Radford et al. 2018, §3.2, equation 5.
+    """
+    labels = batch.get("labels", batch.get("mc_labels"))
+    if labels is None:
+        return run(model, **batch)
+    outputs = run(model, **batch, output_hidden_states=True)
+    ids, kept = batch["input_ids"], batch["attention_mask"].bool()
+    targets = shifted(ids.masked_fill(~kept, _IGNORED).flatten(0, -2))
+    assert targets is not None
+    table = getattr(model, "module", model).get_input_embeddings().weight
+    loss = ops.linear_cross_entropy(
+        outputs["hidden_states"][-1].flatten(0, -2), table, targets.flatten()
+    )
+    share = batch_share(labels, batch.get("num_items_in_batch"))
+    outputs["loss"] = outputs["loss"] + weight * share * loss
+    return outputs
 
 
 # --- scores ---------------------------------------------------------------------------------------
