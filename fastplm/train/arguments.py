@@ -442,6 +442,12 @@ class FinetuneArguments(Settings):
         None,
         number=_ANY,
     )
+    null_threshold: float | None = setting(
+        "questions that may have no answer get none if its score is more than this above the best "
+        "span's (default: the value with the highest F1 on the examples that are scored)",
+        None,
+        number=_ANY,
+    )
     both_orders: bool = setting(
         "GPT and GPT-2: read the two texts in both orders, and classify the sum of the two states; "
         "for tasks such as similarity, where the order means nothing",
@@ -514,6 +520,7 @@ class FinetuneArguments(Settings):
         )
         self._needs_task(_TABLES, "text_columns", "label_column")
         self._needs_task(_TABLES[:2], "threshold")
+        self._needs_task(("qa",), "null_threshold")
         self._needs_task(("pair", "regression"), "both_orders")
         self._needs_task((*_TABLES, "choice"), "lm_weight")
 

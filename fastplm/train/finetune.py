@@ -242,7 +242,7 @@ def _within(t: float, degrees: int) -> float:
 
 def prepare_task(args: FinetuneArguments) -> Task:
     """The examples of a run and the tokenizer."""
-    config, tokenizer = read_config(args), read_tokenizer(args)
+    tokenizer, config = read_tokenizer(args), read_config(args)
     columns = (args.text_columns, args.label_column)
     train = read_examples(args.task, args.data, *columns)
     kind = TASKS[args.task]

@@ -36,8 +36,8 @@ class Example:
 
     Args:
         texts: (text,), (first, second), the words, (question, context) or (question, *choices).
-        target: the label, one tag a word, ((start, text), ...) of the answers, or the number of the
-            right choice.
+        target: the label, one tag a word, ((start, text), ...) of the answers (none for a question
+            without one), or the number of the right choice.
         group: what stays together when some examples are held out.
         where: file and line, or the question's id.
     """
@@ -60,7 +60,7 @@ def read_examples(
         task: "classification", "pair", "regression", "tagging", "qa" or "choice".
         path: a UTF-8 file, with or without byte order mark. The first three: JSON lines, or a
             header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
-            lines, blank lines between sentences. Questions: SQuAD 1.1. Choice: JSON lines.
+            lines, blank lines between sentences. Questions: SQuAD 1.1 or 2.0. Choice: JSON lines.
         text_columns, label_column: of a table; by default those with a usual name.
 
     Raises:
@@ -275,8 +275,11 @@ def _questions(path: Path, text: str) -> Iterator[Example]:
             for question in _listed(where, paragraph, "qas"):
                 name = f"{path}, question {_named(where, question, 'id', str)}"
                 answers = tuple(_answers(name, context, question))
-                if not answers:
-                    _refuse(name, "no answer", "one at least, as in SQuAD 1.1")
+                if bool(answers) == (question.get("is_impossible") is True):
+                    got = f"{len(answers)} answers and " + (
+                        "'is_impossible'" if answers else "no 'is_impossible' that is true"
+                    )
+                    _refuse(name, got, "one of the two, as in SQuAD 2.0")
                 texts = (_named(name, question, "question", str).strip(), context)
                 yield Example(texts, answers, group, name)
             group += 1

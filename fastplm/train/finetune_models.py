@@ -17,13 +17,11 @@ from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_tasks import Task
+from fastplm.train.finetune_tasks import CAUSAL, Task
 
 #: What a GPT reads around its texts.
 START, DELIMITER, EXTRACT = "<|start|>", "<|delimiter|>", "<|extract|>"
 _PADDING = "<|padding|>"
-#: The families with a causal backbone, whose classifiers read the last token.
-_CAUSAL = ("gpt2", "openai-gpt")
 _DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -49,7 +47,7 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         AutoConfig.from_pretrained, args.model, local_files_only=True, **settings
     )
     config = loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
-    causal = config.model_type in _CAUSAL
+    causal = config.model_type in CAUSAL
     for name, fix in (
         ("both_orders", "An encoder reads both texts at once, in one order."),
         ("lm_weight", "Leave the option out."),

@@ -34,6 +34,8 @@ Scored = tuple[dict[str, float], Any]
 Labels = Callable[[Example], Collection[str]]
 
 _WHERE = "finetune"
+#: The families with a causal backbone, whose classifiers read the last token.
+CAUSAL = ("gpt2", "openai-gpt")
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
 _IGNORED = -100
 
@@ -383,7 +385,7 @@ class Tagging(Labelled):
 
 
 class QuestionAnswering(Task):
-    """The place of the answer in a text (SQuAD 1.1), see docs/finetuning.md."""
+    """The place of the answer in a text (SQuAD 1.1 and 2.0), see docs/finetuning.md."""
 
     auto = "AutoModelForQuestionAnswering"
     metrics = ("f1", "exact_match")
@@ -392,6 +394,35 @@ class QuestionAnswering(Task):
     output_names = ("start_logits", "end_logits")
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
+
+    def prepare(self) -> None:
+        self.may_be_null = any(not example.target for example in (*self.known, *self.test))
+        given = self.args.null_threshold
+        self.args.check(
+            "null_threshold",
+            self.may_be_null or given is None,
+            "questions without an answer, as in SQuAD 2.0",
+            "Leave the option out.",
+            f"{given}, and every question has an answer",
+        )
+        self.args.check(
+            "data",
+            not (self.may_be_null and self.family in CAUSAL),
+            "an encoder, as the state at the first token says that there is none",
+            "Choose another --model.",
+            f"{self.args.data}, with questions without an answer, and a {self.family}",
+            DataError,
+        )
+        if self.may_be_null:
+            kinds = {bool(example.target) for example in self.test}
+            names = {True: "has_answer_f1", False: "no_answer_f1"}
+            self.metrics += tuple(names[kind] for kind in sorted(kinds, reverse=True))
+
+    @classmethod
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
+        if all(example.target for example in examples):
+            return lambda example: ()
+        return lambda example: ("an answer" if example.target else "no answer",)
 
     def features(self, examples: list[Example]) -> Featured:
         overlap = self.limit // 3
@@ -412,8 +443,9 @@ class QuestionAnswering(Task):
                 tuple(offset) if within else None
                 for offset, within in zip(offsets[index], inside, strict=True)
             ]
-            start, words = examples[samples[index]].target[0]
-            first, last = answer_tokens(places, start, start + len(words))
+            first = last = 0
+            for start, words in examples[samples[index]].target[:1]:
+                first, last = answer_tokens(places, start, start + len(words))
             feature["start_positions"], feature["end_positions"] = first, last
             notes.append((samples[index], places))
         return features, notes
@@ -426,19 +458,46 @@ class QuestionAnswering(Task):
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         spans: list[list[tuple[float, int, int]]] = [[] for _ in examples]
+        nulls = [math.inf] * len(examples)
         for (sample, places), (start, end) in zip(notes, logits, strict=True):
             spans[sample] += best_spans(start, end, places, self.best, self.span_tokens)
-        exact = overlap = 0.0
-        predictions = {}
+            nulls[sample] = min(nulls[sample], float(start[0].double() + end[0].double()))
+        texts = []
         for example, found in zip(examples, spans, strict=True):
-            context = example.texts[1]
             found.sort(key=lambda span: -span[0])
-            texts = list(dict.fromkeys(context[first:last] for _, first, last in found))
-            answer = texts[0] if texts else ""
-            exact += max(exact_match(answer, words) for _, words in example.target)
-            overlap += max(words_f1(answer, words) for _, words in example.target)
-            predictions[example.where.rpartition(", question ")[2]] = texts[: self.best]
-        return {"f1": overlap / len(examples), "exact_match": exact / len(examples)}, predictions
+            words = [example.texts[1][first:last] for _, first, last in found]
+            texts.append(list(dict.fromkeys(words))[: self.best] or [""])
+        given: dict[str, float] = {}
+        if self.may_be_null:
+            # A window has a span unless all of it is the question.
+            differences = [
+                null - (found[0][0] if found else -math.inf)
+                for null, found in zip(nulls, spans, strict=True)
+            ]
+            threshold = self.args.null_threshold
+            if threshold is None:
+                gains = [
+                    _best(words_f1, answers[0], example) - _best(words_f1, "", example)
+                    for answers, example in zip(texts, examples, strict=True)
+                ]
+                threshold = null_threshold(differences, gains)
+            for answers, difference in zip(texts, differences, strict=True):
+                answers.insert(0 if difference > threshold else 1, "")
+            given["null_threshold"] = threshold
+        overlaps = [_best(words_f1, t[0], e) for t, e in zip(texts, examples, strict=True)]
+        exact = [_best(exact_match, t[0], e) for t, e in zip(texts, examples, strict=True)]
+        parts = {"f1": overlaps, "exact_match": exact}
+        for name, kind in (("has_answer_f1", True), ("no_answer_f1", False)):
+            pairs = zip(overlaps, examples, strict=True)
+            parts[name] = [overlap for overlap, e in pairs if bool(e.target) == kind]
+        scores = {name: statistics.fmean(parts[name]) for name in self.metrics}
+        names = [example.where.rpartition(", question ")[2] for example in examples]
+        return scores | given, dict(zip(names, texts, strict=True))
+
+
+def _best(metric: Callable[[str, str], float], answer: str, example: Example) -> float:
+    """The best score of an answer with one of the right ones; where there is none, that is ''."""
+    return max(metric(answer, words) for words in [w for _, w in example.target] or [""])
 
 
 class Choice(Task):
@@ -651,8 +710,10 @@ def exact_match(answer: str, right: str) -> float:
 
 
 def words_f1(answer: str, right: str) -> float:
-    """F1 of the words that two answers have in common."""
+    """F1 of the words that two answers have in common; 1 if both have no word."""
     found, wanted = normalized(answer).split(), normalized(right).split()
+    if not found or not wanted:
+        return float(found == wanted)
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
@@ -697,6 +758,33 @@ def best_spans(
         assert first is not None and last is not None
         spans.append((value, first[0], last[1]))
     return spans
+
+
+def null_threshold(differences: Sequence[float], gains: Sequence[float]) -> float:
+    """The threshold on the null score difference that gives the highest sum of scores.
+
+    A question is answered if its difference, the score of no answer less that of the best span, is
+    not above the threshold.
+
+    Args:
+        differences: of each question.
+        gains: what each question's score gains if it is answered.
+
+    Returns:
+        The lowest of the best: the difference of a question, or 1 below all of them.
+
+    Source: Devlin et al. 2019, §4.3; the evaluation script of SQuAD 2.0.
+    """
+    gain_at: dict[float, float] = {}
+    for difference, gain in zip(differences, gains, strict=True):
+        gain_at[difference] = gain_at.get(difference, 0.0) + gain
+    total = most = 0.0
+    threshold = min(differences) - 1
+    for difference in sorted(gain_at):
+        total += gain_at[difference]
+        if total > most:
+            most, threshold = total, difference
+    return threshold
 
 
 def _unzipped(encoded: Any) -> list[Feature]:

@@ -44,6 +44,7 @@ from fastplm.train.finetune_tasks import (
     exact_match,
     f1,
     matthews,
+    null_threshold,
     pearson,
     ranks,
     words_f1,
@@ -99,6 +100,18 @@ def _qa() -> str:
             questions.append({"id": f"{i} {j}", "question": f"what {verb}?", "answers": answers})
         paragraphs.append({"context": context, "qas": questions})
     return json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}, indent=1)
+
+
+def _qa_with_null() -> str:
+    """Every third question has no answer; the place that is plausible is not read."""
+    content = json.loads(_qa())
+    questions = [q for p in content["data"][0]["paragraphs"] for q in p["qas"]]
+    for question in questions:
+        question["is_impossible"] = False
+    for question in questions[::3]:
+        question["plausible_answers"], question["answers"] = question["answers"], []
+        question["is_impossible"] = True
+    return json.dumps(content)
 
 
 def _choice() -> str:
@@ -467,6 +480,7 @@ def test_squad_scores():
     assert words_f1("the big, black cat", "Black cat sat down") == 4 / 7
     assert words_f1("dog dog", "dog") == 2 / 3
     assert words_f1("dog", "cat") == words_f1("", "cat") == 0
+    assert words_f1("the", "") == 1  # no word, as in the evaluation script
     assert exact_match("theory", "ory") == 0
 
 
@@ -485,6 +499,74 @@ def test_several_answers_and_windows_count_once(arguments):
     assert predictions == {"0 0": ["the", both, "then"]}
     logits[1] = (torch.tensor([0.0, 1]),) * 2
     assert task.score([more], [(0, places)] * 2, logits)[0] == {"f1": 1.0, "exact_match": 1.0}
+
+
+def test_null_threshold_by_hand():
+    """Of five questions two have no answer: answering those loses what leaving them would win."""
+    differences = [-3.0, -1.0, 0.5, 2.0, 2.0]
+    # Answered up to 0.5: 1 - 1 + 0.8; the two at 2.0 come together, and lose 0.4 - 1.
+    assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, -1.0]) == -3.0
+    assert null_threshold(differences, [1.0, -0.5, 0.8, 0.4, -1.0]) == 0.5
+    assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, 1.0]) == 2.0
+    assert null_threshold(differences, [-1.0, -1.0, 0.8, 0.4, -1.0]) == -4.0
+
+
+def test_questions_without_an_answer(arguments, tmp_path):
+    """Four questions by hand: (logits of no answer, of the best span) and the right answer."""
+    path = tmp_path / "squad2.json"
+    path.write_text(_qa_with_null())
+    task = prepare_task(arguments("qa", data=path, eval_data=path))
+    assert task.metrics == ("f1", "exact_match", "has_answer_f1", "no_answer_f1")
+    features, notes = task.features(task.test)
+    for feature, (sample, _) in zip(features, notes, strict=True):
+        null = not task.test[sample].target
+        assert null == (sample % 3 == 0)
+        assert null == (feature["start_positions"] == feature["end_positions"] == 0)
+    examples = [task.test[index] for index in (1, 0, 2, 3)]
+    assert [len(example.target) for example in examples] == [1, 0, 1, 0]
+    notes, logits = [], []
+    for index, example in enumerate(examples):
+        noun = example.texts[1].split()[1]
+        ((start, words),) = example.target or ((len("the "), noun),)
+        for null in (9.0, 0.0):  # of two windows the lower one counts
+            notes.append((index, [None, (start, start + len(words))]))
+            # Differences of -4, -2, 3 and 4.
+            best = (2.0, 1.0, -1.5, -2.0)[index]
+            logits.append((torch.tensor([null, best]),) * 2)
+    scores, predictions = task.score(examples, notes, logits)
+    # The first alone is answered: right, as are the two without an answer.
+    assert scores == {
+        "f1": 0.75,
+        "exact_match": 0.75,
+        "has_answer_f1": 0.5,
+        "no_answer_f1": 1.0,
+        "null_threshold": -4.0,
+    }
+    words = [example.texts[1].split()[1] for example in examples]
+    assert examples[0].target[0][1] in predictions[_id(examples[0])][0]
+    assert [predictions[_id(example)][0] for example in examples[1:]] == [""] * 3
+    assert predictions[_id(examples[1])] == ["", words[1]]
+    task.args.null_threshold = 3.0
+    scores, _ = task.score(examples, notes, logits)
+    assert scores["has_answer_f1"] == 1 and scores["null_threshold"] == 3
+    assert scores["no_answer_f1"] == 0.5
+
+
+def _id(example):
+    return example.where.rpartition(", question ")[2]
+
+
+def test_a_run_with_questions_without_an_answer(arguments, tmp_path):
+    path = tmp_path / "squad2.json"
+    path.write_text(_qa_with_null())
+    metrics = finetune(arguments("qa", data=path, steps=2))
+    (result,) = metrics["seeds"]
+    assert metrics["scores"].keys() == {"f1", "exact_match", "has_answer_f1", "no_answer_f1"}
+    assert result["scores"].keys() - metrics["scores"].keys() == {"null_threshold"}
+    predictions = json.loads((tmp_path / "out" / "seed-0" / "predictions.json").read_text())
+    assert all(texts.count("") == 1 for texts in predictions["predictions"].values())
+    with pytest.raises(ArgumentValueError, match="`null_threshold` got 1, and every question"):
+        prepare_task(arguments("qa", null_threshold=1))
 
 
 def test_f1_by_hand():
@@ -580,7 +662,16 @@ MALFORMED = {
     "not JSON": ("qa", '{"data": [\n{]}', r":2: no JSON"),
     "no data": ("qa", "{}", "an object without 'data'"),
     "wrong kind": ("qa", '{"data": [3]}', "a int where an object with 'paragraphs'"),
-    "no answer": ("qa", re.sub(r'"answers": \[[^]]*\]', '"answers": []', _qa()), "no answer"),
+    "no answer": (
+        "qa",
+        re.sub(r'"answers": \[[^]]*\]', '"answers": []', _qa()),
+        "0 answers and no",
+    ),
+    "an answer and none": (
+        "qa",
+        _qa().replace('"question":', '"is_impossible": true, "question":'),
+        "1 answers and 'is_impossible'",
+    ),
     "elsewhere": ("qa", _qa().replace('"answer_start": 4', '"answer_start": 5'), "character 5"),
     "answer": (
         "choice",
