@@ -10,12 +10,12 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fastplm.errors import ArgumentValueError, FastplmError, check_choice, message
-from fastplm.models import _electra_options
+from fastplm.models import _electra_options, _features_options
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
@@ -41,6 +41,8 @@ BATCH_SIZES = {
     "qa": 16,
     "choice": 16,
 }
+#: Settings of fine-tuning that only an encoder has.
+ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
@@ -70,6 +72,25 @@ class Number:
         return self.low <= value <= self.high
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """A number, or several ones with commas between them, as a list."""
+
+    each: Number
+
+    @property
+    def expected(self) -> str:
+        return f"{self.each.expected}, or several with commas between them"
+
+    def __call__(self, text: str) -> Any:
+        values = [self.each(part) for part in text.split(",")]
+        return values if len(values) > 1 else values[0]
+
+    def holds(self, value: Any) -> bool:
+        """Whether every number is in the range."""
+        return all(map(self.each.holds, value if isinstance(value, list | tuple) else [value]))
+
+
 def whole(low: int = 1, high: int = 10**9) -> Number:
     """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
@@ -88,7 +109,7 @@ def setting(
     help: str,
     default: Any = MISSING,
     *,
-    number: Number | None = None,
+    number: Number | Numbers | None = None,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     excludes: str | None = None,
@@ -462,6 +483,28 @@ class FinetuneArguments(Settings):
     from_scratch: bool = setting(
         "new weights: only the configuration and the tokenizer of --model are used", False
     )
+    freeze: bool = setting(
+        "train the head alone: the encoder has no dropout and no gradients, and computes each "
+        "example once",
+        False,
+    )
+    features: str = setting(
+        "states that the head reads: those of the last layer, a learned weighted sum of all "
+        "layers' (mix), or the last four layers' one behind the other",
+        "last",
+        choices=_features_options.FEATURES,
+    )
+    head: str = setting(
+        "linear, or a bidirectional LSTM of two layers before it",
+        "linear",
+        choices=_features_options.HEADS,
+    )
+    pooling: str | None = setting(
+        "the state of a text: its first token's (cls), or the mean or maximum over tokens "
+        "(default: that of the model's class; mean with --features or --head)",
+        None,
+        choices=_features_options.POOLINGS,
+    )
     epochs: float = setting(
         "passes over the examples",
         3.0,
@@ -476,7 +519,7 @@ class FinetuneArguments(Settings):
     )
     learning_rate: float | None = setting(
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
-        "on)",
+        "on; 1e-3 with --freeze)",
         None,
         number=_POSITIVE,
     )
@@ -490,7 +533,13 @@ class FinetuneArguments(Settings):
     dropout: float | None = setting(
         "every dropout of the model (default: those of the checkpoint)", None, number=_SHARE
     )
-    max_samples: int | None = setting("train on N examples", None, number=_COUNT, metavar="N")
+    max_samples: int | list[int] | None = setting(
+        "train on the first N of the examples in a random order, the same in every run; several "
+        "growing numbers, such as 100,300,1000, give scores for each",
+        None,
+        number=Numbers(_COUNT),
+        metavar="N",
+    )
     max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
     seeds: int = setting(
         "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
@@ -521,8 +570,35 @@ class FinetuneArguments(Settings):
         self._needs_task(_TABLES, "text_columns", "label_column")
         self._needs_task(_TABLES[:2], "threshold")
         self._needs_task(("qa",), "null_threshold")
+        self._needs_task(_TABLES, "pooling")
+        self._needs_task((*_TABLES, "tagging"), "features", "head")
+        self.check(
+            "from_scratch",
+            not (self.from_scratch and self.freeze),
+            "one of --from-scratch and --freeze, as a frozen encoder has to be trained already",
+            "Leave one of the two options out.",
+            "True with --freeze",
+        )
         self._needs_task(("pair", "regression"), "both_orders")
         self._needs_task((*_TABLES, "choice"), "lm_weight")
+
+        if isinstance(self.max_samples, list | tuple):
+            sizes = self.max_samples = list(self.max_samples)
+            growing = sizes == sorted({*sizes}) and len(sizes) > 1
+            self.check("max_samples", growing, "two growing numbers or more", "Sort them.")
+
+    def curve(self) -> list[tuple[str, FinetuneArguments]]:
+        """(folder inside ``out``, settings) for each number of examples to train on."""
+        if not isinstance(self.max_samples, list):
+            return [("", self)]
+        sizes = self.max_samples
+        return [(f"samples-{size}", replace(self, max_samples=size)) for size in sizes]
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether the head is one that Transformers' classes do not have."""
+        others = self.features != "last" or self.head != "linear"
+        return others or self.pooling in ("mean", "max")
 
     def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
         """Check that settings that only some tasks have were given for these alone."""

@@ -40,7 +40,8 @@ from fastplm.train.finetune_models import (
     read_tokenizer,
     usual_learning_rate,
 )
-from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length
+from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
+from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
@@ -56,8 +57,9 @@ def finetune(
     """Fine-tune once for each seed; write models, predictions, scores and ``metrics.json``.
 
     ``out/seed-0/`` … hold ``model/``, which loads in Transformers, ``predictions.json`` and
-    ``result.json``. Order of the samples, initial head and steps depend on the seed alone, so that
-    both libraries are given the same. Under torchrun every process calls it; the first one writes.
+    ``result.json``; with several ``max_samples`` they are in ``out/samples-100/`` …. Order of the
+    samples, initial head and steps depend on the seed alone, so that both libraries are given the
+    same. Under torchrun every process calls it; the first one writes.
 
     Args:
         args: the settings.
@@ -83,7 +85,8 @@ def _finetune(
     processes: Any,
     print_fn: Callable[[str], object],
 ) -> dict[str, Any]:
-    task = prepare_task(args)
+    parts = [(out / name, each, prepare_task(each)) for name, each in args.curve()]
+    task = parts[-1][2]
     run = _record(args, task)
     if before is not None:
         for name in ("steps", "epochs"):
@@ -104,43 +107,30 @@ def _finetune(
             f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
             f"have changed since ({len(task.train)} and {len(task.test)} now)",
         )
-    train = FeatureDataset(task.features(task.train)[0])
-    # Now, as its errors would otherwise come after the first model was built.
-    _training_arguments(args, len(train), args.seed, out)
+    trains = [FeatureDataset(task.features(task.train)[0]) for _, _, task in parts]
+    for (folder, each, _), train in zip(parts, trains, strict=True):
+        # Now, as its errors would otherwise come after the first model was built.
+        _training_arguments(each, len(train), args.seed, folder)
     processes.wait_for_everyone()
     if processes.is_main_process:
-        begin(args, run, _announcement(args, task, train, processes), processes.device)
-    results = []
-    trained = False
-    for seed in range(args.seed, args.seed + args.seeds):
-        result = _finished(out / f"seed-{seed}", processes)
-        if result is None:
-            trained = True
-            try:
-                result = _run(args, task, train, seed, processes.is_main_process)
-            except DivergenceError as error:
-                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
-            processes.wait_for_everyone()
-        results.append(result)
-        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
-        print_fn(
-            f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
-        )
+        begin(args, run, _announcement(args, task, trains[-1], processes), processes.device)
+    trained: list[int] = []
+    points = [
+        _train_seeds(each, task, train, folder, processes, print_fn, trained)
+        for (folder, each, task), train in zip(parts, trains, strict=True)
+    ]
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
         "device": str(processes.device),
-        "train_examples": len(task.train),
-        "train_features": len(train),
         "eval_examples": len(task.test),
         "chance": task.chance(),
-        "seeds": results,
-        "scores": {
-            name: interval([result["scores"][name] for result in results]) for name in task.metrics
-        },
+        **points[-1],
     }
+    if len(points) > 1:
+        metrics["curve"] = points
     before_this = read_hashed(out / "metrics.json")
-    if not trained and before_this is not None and before_this["seeds"] == results:
+    if not trained and before_this is not None and before_this["seeds"] == metrics["seeds"]:
         say(f"The run in {out} is finished, all its seeds: nothing was changed.")
         return before_this
     processes.wait_for_everyone()
@@ -148,6 +138,42 @@ def _finetune(
         with writing("finetune", out):
             write_hashed(out / "metrics.json", metrics)
     return metrics
+
+
+def _train_seeds(
+    args: FinetuneArguments,
+    task: Task,
+    train: FeatureDataset,
+    out: Path,
+    processes: Any,
+    print_fn: Callable[[str], object],
+    trained: list[int],
+) -> dict[str, Any]:
+    """Train all seeds on one set of examples, or read their results; adds those to ``trained``."""
+    results = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        result = _finished(out / f"seed-{seed}", processes)
+        if result is None:
+            trained.append(seed)
+            try:
+                folder = out / f"seed-{seed}"
+                result = _run(args, task, train, seed, folder, processes.is_main_process)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
+            processes.wait_for_everyone()
+        results.append(result)
+        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
+        scores += f"  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
+        what = "" if out == Path(args.out) else f"{len(task.train)} examples, "
+        print_fn(f"{what}seed {seed}: {scores}")
+    return {
+        "train_examples": len(task.train),
+        "train_features": len(train),
+        "seeds": results,
+        "scores": {
+            name: interval([result["scores"][name] for result in results]) for name in task.metrics
+        },
+    }
 
 
 def _announcement(
@@ -183,14 +209,21 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
 
 
 def summary(metrics: dict[str, Any]) -> str:
-    """The last line of a run: each score's mean and half the width of its interval."""
+    """The last line of a run: each score's mean and half the width of its interval.
+
+    Of a run with several numbers of examples, a line for each of them.
+    """
     count = len(metrics["seeds"])
-    parts = []
-    for name, score in metrics["scores"].items():
-        width = "" if score["half_width"] is None else f" ± {score['half_width']:.4f}"
-        parts.append(f"{name} {score['mean']:.4f}{width}")
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
-    return f"{'  '.join(parts)}  ({what})"
+    lines = []
+    for point in metrics.get("curve", [metrics]):
+        start = f"{point['train_examples']} examples: " if "curve" in metrics else ""
+        parts = []
+        for name, score in point["scores"].items():
+            width = "" if score["half_width"] is None else f" ± {score['half_width']:.4f}"
+            parts.append(f"{name} {score['mean']:.4f}{width}")
+        lines.append(f"{start}{'  '.join(parts)}  ({what})")
+    return "\n".join(lines)
 
 
 # --- the interval ---------------------------------------------------------------------------------
@@ -266,11 +299,12 @@ def prepare_task(args: FinetuneArguments) -> Task:
 
 
 class FeatureDataset(Dataset):
-    """Features, and how long each one is."""
+    """Features, how long each one is, and what a frozen backbone knows of them."""
 
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
         self.lengths = [feature_length(feature) for feature in features]
+        self.kept: dict[Any, Kept] = {}
 
     def __len__(self) -> int:
         return len(self.features)
@@ -341,7 +375,7 @@ def make_trainer(
     """What trains a model of ``build_model`` on ``features``."""
     settings = _training_arguments(args, len(features), seed, out)
     if args.learning_rate is None:
-        settings.learning_rate = usual_learning_rate(model.config)
+        settings.learning_rate = usual_learning_rate(args, model.config)
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
@@ -367,14 +401,20 @@ class _ExcludingPadding:
 
 
 def _run(
-    args: FinetuneArguments, task: Task, features: FeatureDataset, seed: int, first: bool
+    args: FinetuneArguments,
+    task: Task,
+    features: FeatureDataset,
+    seed: int,
+    out: Path,
+    first: bool,
 ) -> dict[str, Any]:
-    out = Path(args.out) / f"seed-{seed}"
     checkpoint = last_checkpoint(out, say)
     if checkpoint is None and checkpoints(out):
         say(f"No checkpoint of seed {seed} is whole: it is trained from its beginning.")
-    model = build_model(args, task, seed)
+    model = build_model(args, task, seed, features.kept)
     trainer = make_trainer(args, task, model, features, seed, out)
+    if args.freeze:
+        _compute_once(trainer, model.frozen, features)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     scores, predictions = task.evaluate(trainer)
     history = curve(trainer.state.log_history)
@@ -399,6 +439,18 @@ def _run(
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
+
+
+def _compute_once(trainer: FinetuningTrainer, frozen: Frozen, features: FeatureDataset) -> None:
+    """Let a frozen backbone compute all examples, if the run reads them all.
+
+    At once and in one order: what a run that is resumed reads does not depend on where it stopped.
+    """
+    if trainer.args.max_steps * trainer.args.train_batch_size < len(features) or features.kept:
+        return
+    frozen.keeps = True
+    predict(trainer, trainer.task, features.features)
+    frozen.keeps = False
 
 
 def _training_arguments(
@@ -434,7 +486,7 @@ def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
     run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
     if args.learning_rate is None:
-        run["learning_rate"] = usual_learning_rate(read_config(args))
+        run["learning_rate"] = usual_learning_rate(args, read_config(args))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())

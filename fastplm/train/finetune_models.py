@@ -16,8 +16,9 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.train._run_folder import loaded
-from fastplm.train.arguments import FinetuneArguments
+from fastplm.train.arguments import ENCODERS, FinetuneArguments
 from fastplm.train.finetune_tasks import CAUSAL, Task
+from fastplm.train.frozen import Frozen, Kept
 
 #: What a GPT reads around its texts.
 START, DELIMITER, EXTRACT = "<|start|>", "<|delimiter|>", "<|extract|>"
@@ -48,13 +49,16 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
     )
     config = loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
     causal = config.model_type in CAUSAL
-    for name, fix in (
-        ("both_orders", "An encoder reads both texts at once, in one order."),
-        ("lm_weight", "Leave the option out."),
+    encodes = not causal and not config.is_encoder_decoder
+    for name, able, expected in (
+        ("both_orders", causal, "a GPT or GPT-2; an encoder reads two texts at once, in one order"),
+        ("lm_weight", causal, "a GPT or GPT-2, which are language models"),
+        *((name, encodes, "an encoder, such as BERT") for name in ENCODERS),
     ):
         value = getattr(args, name)
+        default = args.__dataclass_fields__[name].default
         got = f"{value} with --model {args.model}, a {config.model_type}"
-        args.check(name, causal or not value, "a GPT or GPT-2", fix, got)
+        args.check(name, able or value == default, expected, "Leave the option out.", got)
     return config
 
 
@@ -140,39 +144,56 @@ def longest(args: FinetuneArguments, usual: int, config: Any, tokenizer: Any) ->
 # --- the model ------------------------------------------------------------------------------------
 
 
-def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
-    """The model of a run, its head new: that of Transformers, or ours with the same weights."""
+def build_model(
+    args: FinetuneArguments, task: Task, seed: int, kept: dict[Any, Kept] | None = None
+) -> PreTrainedModel:
+    """The model of a run, its head new: that of Transformers, or ours with the same weights.
+
+    Args:
+        args: the settings of the run.
+        task: what the model learns.
+        seed: of the new weights.
+        kept: what a frozen backbone knows of the examples.
+    """
     from transformers import set_seed
 
-    config = read_config(args, **task.config)
+    own = args.needs_features
+    config = read_config(args, **({} if own else task.config))
     for name in _DROPOUTS if args.dropout is not None else ():
         if hasattr(config, name):
             setattr(config, name, args.dropout)
     if config.pad_token_id is None:
         config.pad_token_id = task.tokenizer.pad_token_id
     set_seed(seed)
-    plain = (
-        _initialised(args, task, config) if args.from_scratch else _pretrained(args, task, config)
-    )
+    plain, new = _plain(args, "AutoModel" if own else task.auto, config)
     _make_room(args, task, plain)
-    return plain if args.library == "transformers" else _ours(args, plain)
+    if own:
+        model = _with_features(args, task, plain, seed)
+    else:
+        model = plain if args.library == "transformers" else _ours(args, plain)
+    if args.freeze:
+        layers = 4 if args.features == "last-four" else 0
+        frozen = Frozen(
+            model, {} if kept is None else kept, new_pooler="pooler" in new, layers=layers
+        )
+        # Kept for ``FinetuningTrainer``.
+        model.frozen = frozen
+    return model
 
 
-def _initialised(args: FinetuneArguments, task: Task, config: Any) -> Any:
-    """A model of Transformers with new weights alone."""
-    kind = getattr(transformers, task.auto)
-    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-    expected = f"the configuration of a model with a head for {args.task}"
-    return loaded("finetune", "model", args.model, expected, lambda: make(config)).float()
-
-
-def _pretrained(args: FinetuneArguments, task: Task, config: Any) -> Any:
-    """A model of Transformers with the weights of the checkpoint and a new head."""
+def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[str]]:
+    """A model of Transformers, and the parts of its backbone that are new."""
+    kind: Any = getattr(transformers, auto)
     expected = f"a checkpoint of a model with a head for {args.task}"
+    if args.from_scratch:
+        make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+        expected = f"the configuration of a model with a head for {args.task}"
+        load = functools.partial(make, config)
+        return loaded("finetune", "model", args.model, expected, load).float(), set()
     shown = logging.get_verbosity()
     logging.set_verbosity_error()  # a new head is expected
     load = functools.partial(
-        getattr(transformers, task.auto).from_pretrained,
+        kind.from_pretrained,
         args.model,
         config=config,
         dtype=torch.float32,
@@ -184,15 +205,46 @@ def _pretrained(args: FinetuneArguments, task: Task, config: Any) -> Any:
         plain, loading = loaded("finetune", "model", args.model, expected, load)
     finally:
         logging.set_verbosity(shown)
-    backbone = f"{plain.base_model_prefix}."
-    lost = [
-        name
-        for name in sorted(loading["missing_keys"])
-        if name.startswith(backbone) and ".pooler." not in name
-    ]
+    # A model without a head is the backbone itself.
+    backbone = "" if auto == "AutoModel" else f"{plain.base_model_prefix}."
+    missing = [name for name in sorted(loading["missing_keys"]) if name.startswith(backbone)]
+    lost = [name for name in missing if "pooler." not in name]
     got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
     args.check("model", not lost, expected, "Check the path.", got, DataError)
-    return plain
+    return plain, {"pooler"} if missing else set()
+
+
+def _with_features(args: FinetuneArguments, task: Task, plain: Any, seed: int) -> Any:
+    """An encoder with one of the heads that Transformers does not have."""
+    from transformers import set_seed
+
+    from fastplm.models.features import (
+        FeaturesConfig,
+        FeaturesForSequenceClassification,
+        FeaturesForTokenClassification,
+    )
+
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    config = FeaturesConfig(
+        encoder=plain.config.to_dict(),
+        features=args.features,
+        head=args.head,
+        pooling=args.pooling or "mean",
+        **task.config,
+        **({} if args.dropout is None else {"dropout": args.dropout}),
+    )
+    tokens = args.task == "tagging"
+    kind = FeaturesForTokenClassification if tokens else FeaturesForSequenceClassification
+    encoder = None if args.library == "transformers" else _ours(args, plain)
+    set_seed(seed)  # what was drawn until here depends on the library
+    model = kind(config, plain)
+    # The head reads no pooler; and to initialise the head changes what is in the encoder.
+    model.encoder.load_state_dict({n: w for n, w in weights.items() if "pooler." not in n})
+    if encoder is None:
+        return model
+    ours = kind(config, encoder)
+    ours.load_state_dict(model.state_dict())
+    return ours
 
 
 def _make_room(args: FinetuneArguments, task: Task, model: Any) -> None:
@@ -235,7 +287,9 @@ def _ours(args: FinetuneArguments, plain: Any) -> Any:
     return ours
 
 
-def usual_learning_rate(config: Any) -> float:
-    """A peak learning rate for a width: small models learn with larger ones."""
+def usual_learning_rate(args: FinetuneArguments, config: Any) -> float:
+    """A peak learning rate for a width: small models learn with larger ones, heads with more."""
+    if args.freeze:
+        return 1e-3
     width = config.hidden_size
     return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4

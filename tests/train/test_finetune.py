@@ -353,6 +353,48 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     ]
 
 
+def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
+    """Killed at the second of three numbers and resumed; each set of examples holds the last."""
+    whole = finetune(arguments("pair", "whole", max_samples=20))
+    out = tmp_path / "out"
+    args = arguments("pair", max_samples=[10, 20, 30], seeds=2)
+    run, sizes = module._run, []
+
+    def counted(args, task, *rest):
+        sizes.append({example.where for example in task.train})
+        if len(sizes) == 4:
+            raise KeyboardInterrupt
+        return run(args, task, *rest)
+
+    monkeypatch.setattr(module, "_run", counted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(args)
+    assert {path.name for path in out.glob("*/seed-*")} == {"seed-0", "seed-1"}
+    with pytest.raises(DataError, match="continue that run with --resume"):
+        finetune(args)
+    words = (
+        f"finetune --task pair --model {args.model} --data {files['pair']} --out {out} --seeds 2"
+    )
+    words += " --steps 3 --batch-size 4 --learning-rate 1e-3 --log-every 1 --resume"
+    capsys.readouterr()
+    assert cli.main([*words.split(), "--max-samples", "10,20,30"]) == 0
+    assert [len(examples) for examples in sizes] == [10, 10, 20, 20, 20, 30, 30]
+    assert sizes[0] < sizes[2] < sizes[-1]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert [point["train_examples"] for point in metrics["curve"]] == [10, 20, 30]
+    assert metrics["scores"] == metrics["curve"][2]["scores"]
+    assert metrics["curve"][1]["seeds"][0]["scores"] == whole["seeds"][0]["scores"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == [line for line in shown if line.startswith("10 examples, seed ")]
+    assert [line.split(" acc")[0] for line in shown[-3:]] == [
+        f"{n} examples: " for n in (10, 20, 30)
+    ]
+    for wrong in ([20, 10], [10, 10], [10, 0]):
+        with pytest.raises(ArgumentValueError, match="`max_samples` got"):
+            arguments("pair", max_samples=wrong)
+    assert cli._parser().parse_args([*words.split(), "--max-samples", "7"]).max_samples == 7
+
+
 def test_bf16(arguments):
     seen = set()
 
