@@ -87,10 +87,10 @@ class _Features(ScaledLoss, PreTrainedModel):
     base_model_prefix = "encoder"
     _supports_sdpa = True
 
-    def __init__(self, config: FeaturesConfig, encoder: nn.Module | None = None) -> None:
+    def __init__(self, config: FeaturesConfig, encoder: Any = None) -> None:
         PreTrainedModel.__init__(self, config)
         if encoder is None:
-            encoder = AutoModel.from_config(AutoConfig.for_model(**config.encoder))
+            encoder = AutoModel.from_config(AutoConfig.for_model(**(config.encoder or {})))
         self.encoder: Any = encoder
         if getattr(encoder, "pooler", None) is not None:
             self.encoder.pooler = None

@@ -293,6 +293,7 @@ def prepare_task(args: FinetuneArguments) -> Task:
             f"{len(test[0].texts)} texts an example, the choices among them",
             DataError,
         )
+    assert not isinstance(args.max_samples, list), "see FinetuneArguments.curve"
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
     length = longest(args, kind.max_length, config, tokenizer)
     return kind(args, config, train, test, tokenizer, length, known)

@@ -388,7 +388,7 @@ class QuestionAnswering(Task):
     """The place of the answer in a text (SQuAD 1.1 and 2.0), see docs/finetuning.md."""
 
     auto = "AutoModelForQuestionAnswering"
-    metrics = ("f1", "exact_match")
+    metrics: tuple[str, ...] = ("f1", "exact_match")
     max_length = 384
     label_names = ("start_positions", "end_positions")
     output_names = ("start_logits", "end_logits")

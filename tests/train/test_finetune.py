@@ -387,7 +387,7 @@ def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatc
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == [line for line in shown if line.startswith("10 examples, seed ")]
     assert [line.split(" acc")[0] for line in shown[-3:]] == [
-        f"{n} examples: " for n in (10, 20, 30)
+        f"{n} examples:" for n in (10, 20, 30)
     ]
     for wrong in ([20, 10], [10, 10], [10, 0]):
         with pytest.raises(ArgumentValueError, match="`max_samples` got"):
