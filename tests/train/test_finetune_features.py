@@ -175,7 +175,11 @@ def test_an_lstm_sees_no_padding(checkpoints):
     [
         ("classification", {"pooling": "mean"}),
         ("classification", {"features": "mix", "head": "bilstm", "freeze": True}),
-        ("tagging", {"features": "last-four", "head": "bilstm", "freeze": True}),
+        pytest.param(
+            "tagging",
+            {"features": "last-four", "head": "bilstm", "freeze": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("regression", {"pooling": "max"}, marks=pytest.mark.slow),
         pytest.param("tagging", {"features": "mix"}, marks=pytest.mark.slow),
     ],
@@ -249,7 +253,9 @@ def test_each_example_is_computed_once(task, options, arguments, monkeypatch):
     [
         ("regression", {}),
         ("tagging", {"features": "last-four"}),
-        ("classification", {"pooling": "cls", "model": "albert"}),
+        pytest.param(
+            "classification", {"pooling": "cls", "model": "albert"}, marks=pytest.mark.slow
+        ),
         pytest.param("tagging", {}, marks=pytest.mark.slow),
         pytest.param("classification", {"head": "bilstm"}, marks=pytest.mark.slow),
         pytest.param("classification", {"model": "electra"}, marks=pytest.mark.slow),
