@@ -173,7 +173,8 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
 
 def can_resume(out: Path) -> bool:
     """Whether a run has something to continue from: a checkpoint, or a seed of a fine-tuning."""
-    return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
+    seeds = (*out.glob("seed-*"), *out.glob("samples-*/seed-*"))
+    return bool(checkpoints(out)) or bool(seeds) or (out / MANIFEST).is_file()
 
 
 def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None) -> Path | None:

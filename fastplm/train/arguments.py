@@ -10,12 +10,12 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fastplm.errors import ArgumentValueError, FastplmError, check_choice, message
-from fastplm.models import _electra_options
+from fastplm.models import _electra_options, _features_options
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
@@ -36,15 +36,18 @@ UNITS = ("token", "word", "ngram")
 BATCH_SIZES = {
     "classification": 32,
     "pair": 32,
+    "regression": 32,
     "tagging": 32,
     "qa": 16,
     "choice": 16,
     "seq2seq": 32,
 }
+#: Settings of fine-tuning that only an encoder has.
+ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
-_TABLES = ("classification", "pair")
+_TABLES = ("classification", "pair", "regression")
 _WARM_START = ("decoder", "warm", "share", "target_vocab_size")
 _SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
 _SEQ2SEQ = (
@@ -83,6 +86,25 @@ class Number:
         return self.low <= value <= self.high
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """A number, or several ones with commas between them, as a list."""
+
+    each: Number
+
+    @property
+    def expected(self) -> str:
+        return f"{self.each.expected}, or several with commas between them"
+
+    def __call__(self, text: str) -> Any:
+        values = [self.each(part) for part in text.split(",")]
+        return values if len(values) > 1 else values[0]
+
+    def holds(self, value: Any) -> bool:
+        """Whether every number is in the range."""
+        return all(map(self.each.holds, value if isinstance(value, list | tuple) else [value]))
+
+
 def whole(low: int = 1, high: int = 10**9) -> Number:
     """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
@@ -101,7 +123,7 @@ def setting(
     help: str,
     default: Any = MISSING,
     *,
-    number: Number | None = None,
+    number: Number | Numbers | None = None,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     excludes: str | None = None,
@@ -427,9 +449,9 @@ class FinetuneArguments(Settings):
     where = "finetune"
 
     task: str = setting(
-        "a label for a text (classification) or for two (pair), a tag for each word, the place of "
-        "an answer in a text (qa), the right one of several answers (choice), or a text for a text "
-        "(seq2seq)",
+        "a label for a text (classification) or for two (pair), a score for one text or two "
+        "(regression), a tag for each word (tagging), the place of an answer in a text (qa), the "
+        "right one of several answers (choice), or a text for a text (seq2seq)",
         choices=tuple(BATCH_SIZES),
     )
     data: str | Path = setting("file of examples to train on", metavar="FILE")
@@ -443,7 +465,8 @@ class FinetuneArguments(Settings):
         metavar="FILE",
     )
     text_columns: Sequence[str] | None = setting(
-        "columns of the texts in a table; two for pair (default: the usual names)",
+        "columns of the texts in a table; two for pair, one or two for regression (default: the "
+        "usual names)",
         None,
         metavar="NAME",
     )
@@ -451,10 +474,52 @@ class FinetuneArguments(Settings):
         "column of the labels in a table (default: the usual names)", None, metavar="NAME"
     )
     threshold: float | None = setting(
-        "labels are scores, and scores above it are the positive class (default: 0 if labels are "
-        "numbers with fractions)",
+        "make two classes of labels that are scores: those above it are positive, all others "
+        "negative",
         None,
         number=_ANY,
+    )
+    null_threshold: float | None = setting(
+        "questions that may have no answer get none if its score is more than this above the best "
+        "span's (default: the value with the highest F1 on the examples that are scored)",
+        None,
+        number=_ANY,
+    )
+    both_orders: bool = setting(
+        "GPT and GPT-2: read the two texts in both orders, and classify the sum of the two states; "
+        "for tasks such as similarity, where the order means nothing",
+        False,
+    )
+    lm_weight: float = setting(
+        "GPT and GPT-2: weight of a language model's loss on the same texts, beside the task's "
+        "(GPT's paper: 0.5)",
+        0.0,
+        number=NOT_NEGATIVE,
+    )
+    from_scratch: bool = setting(
+        "new weights: only the configuration and the tokenizer of --model are used", False
+    )
+    freeze: bool = setting(
+        "train the head alone: the encoder has no dropout and no gradients, and computes each "
+        "example once",
+        False,
+    )
+    features: str = setting(
+        "states that the head reads: those of the last layer, a learned weighted sum of all "
+        "layers' (mix), or the last four layers' one behind the other",
+        "last",
+        choices=_features_options.FEATURES,
+    )
+    head: str = setting(
+        "linear, or a bidirectional LSTM of two layers before it",
+        "linear",
+        choices=_features_options.HEADS,
+    )
+    pooling: str | None = setting(
+        "the state of a text: its first token's (cls), or the mean or maximum over tokens "
+        "(default: that of the model's class; mean with --features or --head)",
+        None,
+        choices=_features_options.POOLINGS,
     )
     targets: str | Path | None = setting(
         "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
@@ -536,7 +601,7 @@ class FinetuneArguments(Settings):
     )
     learning_rate: float | None = setting(
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
-        "on)",
+        "on; 1e-3 with --freeze)",
         None,
         number=_POSITIVE,
     )
@@ -550,7 +615,13 @@ class FinetuneArguments(Settings):
     dropout: float | None = setting(
         "every dropout of the model (default: those of the checkpoint)", None, number=_SHARE
     )
-    max_samples: int | None = setting("train on N examples", None, number=_COUNT, metavar="N")
+    max_samples: int | list[int] | None = setting(
+        "train on the first N of the examples in a random order, the same in every run; several "
+        "growing numbers, such as 100,300,1000, give scores for each",
+        None,
+        number=Numbers(_COUNT),
+        metavar="N",
+    )
     max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
     seeds: int = setting(
         "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
@@ -578,15 +649,52 @@ class FinetuneArguments(Settings):
             "Lower it.",
             f"{self.seed}, and {self.seeds} seeds from it on",
         )
+        self._needs_task(("seq2seq",), *_SEQ2SEQ)
         self._check_seq2seq()
-        for name in ("text_columns", "label_column", "threshold"):
-            tables = (*_TABLES, "seq2seq") if name == "text_columns" else _TABLES
+        self._needs_task((*_TABLES, "seq2seq"), "text_columns")
+        self._needs_task(_TABLES, "label_column")
+        self._needs_task(_TABLES[:2], "threshold")
+        self._needs_task(("qa",), "null_threshold")
+        self._needs_task(_TABLES, "pooling")
+        self._needs_task((*_TABLES, "tagging"), "features", "head")
+        self.check(
+            "from_scratch",
+            not (self.from_scratch and self.freeze),
+            "one of --from-scratch and --freeze, as a frozen encoder has to be trained already",
+            "Leave one of the two options out.",
+            "True with --freeze",
+        )
+        self._needs_task(("pair", "regression"), "both_orders")
+        self._needs_task((*_TABLES, "choice"), "lm_weight")
+
+        if isinstance(self.max_samples, list | tuple):
+            sizes = self.max_samples = list(self.max_samples)
+            growing = sizes == sorted({*sizes}) and len(sizes) > 1
+            self.check("max_samples", growing, "two growing numbers or more", "Sort them.")
+
+    def curve(self) -> list[tuple[str, FinetuneArguments]]:
+        """(folder inside ``out``, settings) for each number of examples to train on."""
+        if not isinstance(self.max_samples, list):
+            return [("", self)]
+        sizes = self.max_samples
+        return [(f"samples-{size}", replace(self, max_samples=size)) for size in sizes]
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether the head is one that Transformers' classes do not have."""
+        others = self.features != "last" or self.head != "linear"
+        return others or self.pooling in ("mean", "max")
+
+    def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
+        """Check that settings that only some tasks have were given for these alone."""
+        for each in fields(self):
+            given = getattr(self, each.name)
             self.check(
-                name,
-                self.task in tables or getattr(self, name) is None,
-                " or ".join(tables),
-                "Leave the option out.",
-                f"{getattr(self, name)} with the task {self.task}",
+                each.name,
+                each.name not in names or self.task in tasks or given == each.default,
+                f"--task {' or '.join(tasks)}",
+                "Leave one of the two options out.",
+                f"{given} with --task {self.task}",
             )
 
     @property
@@ -598,14 +706,6 @@ class FinetuneArguments(Settings):
         """Check the settings of texts to be written, which no other task has."""
         for each in fields(self):
             usual = getattr(self, each.name) == each.default
-            if each.name in _SEQ2SEQ:
-                self.check(
-                    each.name,
-                    self.task == "seq2seq" or usual,
-                    "seq2seq",
-                    "Leave the option out.",
-                    f"{getattr(self, each.name)} with the task {self.task}",
-                )
             if each.name in _WARM_START:
                 self.check(
                     each.name,

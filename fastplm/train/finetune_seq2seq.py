@@ -22,10 +22,10 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
-from fastplm.train._checkpoint import read_config, set_dropout
 from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
+from fastplm.train.finetune_models import config_at, set_dropout
 from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
@@ -35,31 +35,45 @@ _SOURCE_VOCABULARY = 8000
 
 
 class Seq2Seq(Task):
-    """A text for a text.
-
-    Args:
-        train, test, tokenizer, max_length: as of ``Task``; of the sources.
-        target_tokenizer: that of the targets.
-        args: of the run.
-        starts: whether the model's decoder starts with a token that the target tokenizer puts
-            before each text, as BERT's ``[CLS]``; the labels then begin after it.
-    """
+    """A text for a text. See ``Task``, whose ``tokenizer`` is that of the sources."""
 
     auto = "AutoModelForSeq2SeqLM"
     metrics = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum")
 
-    def __init__(
-        self,
-        train: list[Example],
-        test: list[Example],
-        tokenizer: Any,
-        max_length: int,
-        target_tokenizer: Any,
-        args: FinetuneArguments,
-        starts: bool,
-    ) -> None:
-        self.target_tokenizer, self.args, self.starts = target_tokenizer, args, starts
-        super().__init__(train, test, tokenizer, max_length)
+    def prepare(self) -> None:
+        """Find the tokenizers, some of which are trained on the texts."""
+        args = self.args
+        for library in ("sacrebleu", "rouge_score"):  # now, and not after the training
+            args.check(
+                "task",
+                importlib.util.find_spec(library) is not None,
+                f"the library {library}, which scores the texts",
+                "pip install sacrebleu rouge-score",
+                f"seq2seq, without {library}",
+                DataError,
+            )
+        self.target_tokenizer = self._target_tokenizer()
+        if args.source_encoder_layers is not None:
+            got = f"{args.model}, a {self.family}"
+            args.check("model", self.family == "bart", "a BART", "Choose another.", got)
+            sources = [example.texts[0] for example in self.train]
+            self.tokenizer = _trained(sources, args.source_vocab_size or _SOURCE_VOCABULARY)
+        # Whether the decoder starts with a token that the tokenizer puts before each text, as
+        # BERT's [CLS]: the labels then begin after it.
+        self.starts = args.encoder is not None or self.family == "encoder-decoder"
+
+    def _target_tokenizer(self) -> Any:
+        """That of the targets: trained on them, the decoder's, or that of the sources."""
+        args = self.args
+        if args.target_vocab_size is not None:
+            return _trained([example.target for example in self.train], args.target_vocab_size)
+        inside = Path(args.checkpoint) / TARGET_TOKENIZER
+        if args.decoder is None and not inside.is_dir():
+            return self.tokenizer
+        found: Any = load_tokenizer(inside if args.decoder is None else args.decoder, needs=())
+        if found.pad_token is None:
+            found.pad_token = found.eos_token
+        return found
 
     @property
     def tokenizers(self) -> dict[str, Any]:
@@ -144,8 +158,19 @@ class Seq2Seq(Task):
                 written[index] = text.strip()
         return written
 
-    def score(self, examples: list[Example], notes: list[Any], written: list[Any]) -> Scored:
-        return text_scores(written, [example.target for example in examples]), written
+    def evaluate(self, trainer: Any) -> Scored:
+        written = self.generate(trainer)
+        return text_scores(written, [example.target for example in self.test]), written
+
+    def new_model(self) -> Any:
+        return None if self.args.encoder is None else warm_started(self.args, self)
+
+    def adapted(self, model: Any) -> Any:
+        layers = self.args.source_encoder_layers
+        if layers is None:
+            return model
+        size, padding = len(self.tokenizer), self.tokenizer.pad_token_id
+        return fastplm.models.BartForTranslation.from_bart(model, size, layers, padding)
 
 
 class _Collator:
@@ -194,50 +219,6 @@ def text_scores(written: list[str], references: list[str]) -> dict[str, float]:
     }
 
 
-# --- tokenizers -----------------------------------------------------------------------------------
-
-
-def prepare(
-    args: FinetuneArguments,
-    train: list[Example],
-    test: list[Example],
-    tokenizer: Any,
-    max_length: int,
-) -> Seq2Seq:
-    """The task of a run, whose tokenizers may be trained on its texts."""
-    for library in ("sacrebleu", "rouge_score"):  # now, and not after the training
-        args.check(
-            "task",
-            importlib.util.find_spec(library) is not None,
-            f"the library {library}, which scores the texts",
-            "pip install sacrebleu rouge-score",
-            f"seq2seq, without {library}",
-            DataError,
-        )
-    target = target_tokenizer(args, train, tokenizer)
-    kind = read_config(args.checkpoint).model_type
-    if args.source_encoder_layers is not None:
-        args.check("model", kind == "bart", "a BART", "Choose another.", f"{args.model}, a {kind}")
-        size = args.source_vocab_size or _SOURCE_VOCABULARY
-        tokenizer = _trained([example.texts[0] for example in train], size)
-    starts = args.encoder is not None or kind == "encoder-decoder"
-    return Seq2Seq(train, test, tokenizer, max_length, target, args, starts)
-
-
-def target_tokenizer(args: FinetuneArguments, train: list[Example], tokenizer: Any) -> Any:
-    """The tokenizer of the targets: trained on them, the decoder's, or that of the sources."""
-    if args.target_vocab_size is not None:
-        targets = [example.target for example in train]
-        return _trained(targets, args.target_vocab_size)
-    inside = Path(args.checkpoint) / TARGET_TOKENIZER
-    if args.decoder is None and not inside.is_dir():
-        return tokenizer
-    found: Any = load_tokenizer(inside if args.decoder is None else args.decoder, needs=())
-    if found.pad_token is None:
-        found.pad_token = found.eos_token
-    return found
-
-
 def _trained(texts: list[str], size: int) -> Any:
     """A byte-level tokenizer, which keeps case, accents and spaces, trained on texts."""
     tokenizer: Any = train_tokenizer(texts, size, default_cache(), "bytelevel")
@@ -245,14 +226,6 @@ def _trained(texts: list[str], size: int) -> Any:
 
 
 # --- a new source encoder -------------------------------------------------------------------------
-
-
-def with_source_encoder(args: FinetuneArguments, task: Seq2Seq, bart: Any) -> PreTrainedModel:
-    """A pre-trained BART that reads its sources through a new encoder."""
-    assert args.source_encoder_layers is not None
-    return fastplm.models.BartForTranslation.from_bart(
-        bart, len(task.tokenizer), args.source_encoder_layers, task.tokenizer.pad_token_id
-    )
 
 
 class TwoSteps(TrainerCallback):
@@ -282,7 +255,7 @@ def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
     """
     assert args.encoder is not None
     paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
-    configs = {part: read_config(path, part) for part, path in paths.items()}
+    configs = {part: config_at(path, part) for part, path in paths.items()}
     target, config = task.target_tokenizer, configs["decoder"]
     args.check(
         "encoder" if args.decoder is None else "decoder",

@@ -74,6 +74,8 @@ def write_files(folder: Path) -> None:
     labelled = [f"{'good' if i % 2 else 'bad'}\t{sentence(i)}" for i in range(20)]
     for name in ("reviews.tsv", "train.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(("label\ttext", *labelled)))
+    scored = [f"{i % 2 - 0.5}\t{sentence(i)}" for i in range(20)]
+    (folder / "scores.tsv").write_text("\n".join(("score\ttext", *scored)))
     pairs = [f"{i % 2}\t1\t2\t{sentence(i)}\t{sentence(i + 6 * (i % 2))}" for i in range(20)]
     head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
     (folder / "mrpc.txt").write_text("\n".join((head, *pairs)))
@@ -134,8 +136,8 @@ def write_files(folder: Path) -> None:
         (folder / name).write_bytes(gzip.compress(lines.encode()))
     # Those of benchmarks/finetuning.py.
     for name, source in {
-        "sentiment/movie.train.tsv": "train.tsv",
-        "sentiment/movie.test.tsv": "test.tsv",
+        "sentiment/movie.train.tsv": "scores.tsv",
+        "sentiment/movie.test.tsv": "scores.tsv",
         "pairs/mrpc.train.txt": "mrpc.txt",
         "pairs/mrpc.test.txt": "mrpc.txt",
         "tagging/ewt-pos.dev.tsv": "pos.tsv",

@@ -374,7 +374,7 @@ def test_malformed_files(content, options, expected, tmp_path):
 @pytest.mark.parametrize(
     "start, changes, expected",
     [
-        ("bart", {"task": "pair", "beams": 8}, "with the task pair; expected seq2seq"),
+        ("bart", {"task": "pair", "beams": 8}, "with --task pair; expected --task seq2seq"),
         ("bart", {"warm": "none"}, "`warm` got none"),
         ("bart", {"encoder": "x"}, "either --model or --encoder"),
         ("bart", {"model": None}, "--model DIR, or --encoder DIR"),
