@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from fastplm.train.finetune import LIBRARIES, FinetuneArguments, finetune, interval
+from fastplm.train.arguments import LIBRARIES, FinetuneArguments
+from fastplm.train.finetune import finetune, interval
 from harness import machine_folder, machine_line
 
 
@@ -39,11 +40,12 @@ class Setting:
     max_length: int
     learning_rate: float
     max_eval_samples: int
+    threshold: float | None = None
 
 
 SETTINGS = {
     "classification": Setting(
-        "sentiment/movie.train.tsv", "sentiment/movie.test.tsv", 60, 16, 64, 2e-4, 500
+        "sentiment/movie.train.tsv", "sentiment/movie.test.tsv", 60, 16, 64, 2e-4, 500, threshold=0
     ),
     "pair": Setting("pairs/mrpc.train.txt", "pairs/mrpc.test.txt", 160, 16, 64, 1e-4, 500),
     "tagging": Setting(
@@ -88,6 +90,7 @@ def one_run(options: argparse.Namespace, task: str, library: str, seed: int, **c
                 batch_size=setting.batch_size,
                 max_length=setting.max_length,
                 learning_rate=setting.learning_rate,
+                threshold=setting.threshold,
                 library=library,
                 seed=seed,
                 save_every=1 << 30,

@@ -2,10 +2,10 @@
 
     python examples/finetune_classification.py CHECKPOINT train.tsv test.tsv
 
-The files have a header with the columns "text" and "score" or "label". The same from the command
-line, with several seeds:
+The files have a header with the columns "text" and "score" or "label"; a score above 0 is good. The
+same from the command line, with several seeds:
 
-    fastplm finetune --task classification --model CHECKPOINT --data train.tsv \\
+    fastplm finetune --task classification --threshold 0 --model CHECKPOINT --data train.tsv \\
         --eval-data test.tsv --seeds 5 --out runs/sentiment
 """
 

@@ -63,9 +63,9 @@ def load_tokenizer(
         fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
         raise DataError(message(where, "directory", f"{path} ({reason})", expected, fix)) from error
     # Without such a file Transformers makes a tokenizer that knows no word.
-    files = sorted(tokenizer.vocab_files_names.values())
+    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"
-    found = not files or any((path / file).is_file() for file in files)
+    found = not tokenizer.vocab_files_names or any((path / file).is_file() for file in files)
     check(found, where, "directory", got, expected, "Save the tokenizer again.", DataError)
     vocabulary = tokenizer.get_vocab()
     for need in needs:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         BartForSequenceClassification,
         BartModel,
     )
+    from fastplm.models.bart_translation import BartForTranslation
     from fastplm.models.bert import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -118,6 +119,7 @@ __all__ = [
     "BartForConditionalGeneration",
     "BartForQuestionAnswering",
     "BartForSequenceClassification",
+    "BartForTranslation",
     "BartModel",
     "BertForMaskedLM",
     "BertForMultipleChoice",
@@ -172,6 +174,7 @@ _FAMILIES = {
     "Albert": "albert",
     "Auto": "auto",
     "Bart": "bart",
+    "BartForTranslation": "bart_translation",
     "Bert": "bert",
     "Electra": "electra",
     "ElectraForJoint": "electra_joint",

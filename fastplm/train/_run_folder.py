@@ -173,7 +173,8 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
 
 def can_resume(out: Path) -> bool:
     """Whether a run has something to continue from: a checkpoint, or a seed of a fine-tuning."""
-    return bool(checkpoints(out)) or any(out.glob("seed-*")) or (out / MANIFEST).is_file()
+    seeds = (*out.glob("seed-*"), *out.glob("samples-*/seed-*"))
+    return bool(checkpoints(out)) or bool(seeds) or (out / MANIFEST).is_file()
 
 
 def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None) -> Path | None:
@@ -226,13 +227,18 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save_models(out: Path, models: Mapping[str, Any], tokenizer: Any) -> None:
-    """Save models, each with the tokenizer, in folders that are there whole or not at all."""
+def save_models(out: Path, models: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> None:
+    """Save models, each with the tokenizers, in folders that are there whole or not at all.
+
+    Args:
+        tokenizers: by the folder inside that of a model; "" is that of the model itself.
+    """
     for name, model in models.items():
         scratch = out / f".{name}"
         shutil.rmtree(scratch, ignore_errors=True)
         model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        for inside, tokenizer in tokenizers.items():
+            tokenizer.save_pretrained(scratch / inside)
         shutil.rmtree(out / name, ignore_errors=True)
         os.rename(scratch, out / name)
 

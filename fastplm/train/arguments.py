@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastplm.errors import ArgumentValueError, FastplmError, check_choice, message
-from fastplm.models import _electra_options
+from fastplm.models import _electra_options, _features_options
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
@@ -35,11 +35,34 @@ MINUTES = 3.0
 PRECISIONS = ("auto", "fp32", "bf16")
 UNITS = ("token", "word", "ngram")
 #: The tasks of fine-tuning, with the usual size of their batches.
-BATCH_SIZES = {"classification": 32, "pair": 32, "tagging": 32, "qa": 16, "choice": 16}
+BATCH_SIZES = {
+    "classification": 32,
+    "pair": 32,
+    "regression": 32,
+    "tagging": 32,
+    "qa": 16,
+    "choice": 16,
+    "seq2seq": 32,
+}
+#: Settings of fine-tuning that only an encoder has.
+ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
-_TABLES = ("classification", "pair")
+_TABLES = ("classification", "pair", "regression")
+_WARM_START = ("decoder", "warm", "share", "target_vocab_size")
+_SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
+_SEQ2SEQ = (
+    "targets",
+    "eval_targets",
+    "prefix",
+    "max_target_length",
+    "beams",
+    "length_penalty",
+    "encoder",
+    *_WARM_START,
+    *_SOURCE_ENCODER,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,25 @@ class Number:
         return self.low <= value <= self.high
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """A number, or several ones with commas between them, as a list."""
+
+    each: Number
+
+    @property
+    def expected(self) -> str:
+        return f"{self.each.expected}, or several with commas between them"
+
+    def __call__(self, text: str) -> Any:
+        values = [self.each(part) for part in text.split(",")]
+        return values if len(values) > 1 else values[0]
+
+    def holds(self, value: Any) -> bool:
+        """Whether every number is in the range."""
+        return all(map(self.each.holds, value if isinstance(value, list | tuple) else [value]))
+
+
 def whole(low: int = 1, high: int = 10**9) -> Number:
     """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
@@ -83,7 +125,7 @@ def setting(
     help: str,
     default: Any = MISSING,
     *,
-    number: Number | None = None,
+    number: Number | Numbers | None = None,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     excludes: str | None = None,
@@ -636,20 +678,24 @@ class FinetuneArguments(Settings):
     where = "finetune"
 
     task: str = setting(
-        "a label for a text (classification) or for two (pair), a tag for each word, the place of "
-        "an answer in a text (qa), or the right one of several answers (choice)",
+        "a label for a text (classification) or for two (pair), a score for one text or two "
+        "(regression), a tag for each word (tagging), the place of an answer in a text (qa), the "
+        "right one of several answers (choice), or a text for a text (seq2seq)",
         choices=tuple(BATCH_SIZES),
     )
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
     data: str | Path = setting("file of examples to train on", metavar="FILE")
     out: str | Path = setting("folder of all results", metavar="DIR")
+    model: str | Path | None = setting(
+        "folder of the checkpoint and its tokenizer", None, metavar="DIR"
+    )
     eval_data: str | Path | None = setting(
         "file of examples to score (default: a tenth of --data is held out)",
         None,
         metavar="FILE",
     )
     text_columns: Sequence[str] | None = setting(
-        "columns of the texts in a table; two for pair (default: the usual names)",
+        "columns of the texts in a table; two for pair, one or two for regression (default: the "
+        "usual names)",
         None,
         metavar="NAME",
     )
@@ -657,10 +703,118 @@ class FinetuneArguments(Settings):
         "column of the labels in a table (default: the usual names)", None, metavar="NAME"
     )
     threshold: float | None = setting(
-        "labels are scores, and scores above it are the positive class (default: 0 if labels are "
-        "numbers with fractions)",
+        "make two classes of labels that are scores: those above it are positive, all others "
+        "negative",
         None,
         number=_ANY,
+    )
+    null_threshold: float | None = setting(
+        "questions that may have no answer get none if its score is more than this above the best "
+        "span's (default: the value with the highest F1 on the examples that are scored)",
+        None,
+        number=_ANY,
+    )
+    both_orders: bool = setting(
+        "GPT and GPT-2: read the two texts in both orders, and classify the sum of the two states; "
+        "for tasks such as similarity, where the order means nothing",
+        False,
+    )
+    lm_weight: float = setting(
+        "GPT and GPT-2: weight of a language model's loss on the same texts, beside the task's "
+        "(GPT's paper: 0.5)",
+        0.0,
+        number=NOT_NEGATIVE,
+    )
+    from_scratch: bool = setting(
+        "new weights: only the configuration and the tokenizer of --model are used", False
+    )
+    freeze: bool = setting(
+        "train the head alone: the encoder has no dropout and no gradients, and computes each "
+        "example once",
+        False,
+    )
+    features: str = setting(
+        "states that the head reads: those of the last layer, a learned weighted sum of all "
+        "layers' (mix), or the last four layers' one behind the other",
+        "last",
+        choices=_features_options.FEATURES,
+    )
+    head: str = setting(
+        "linear, or a bidirectional LSTM of two layers before it",
+        "linear",
+        choices=_features_options.HEADS,
+    )
+    pooling: str | None = setting(
+        "the state of a text: its first token's (cls), or the mean or maximum over tokens "
+        "(default: that of the model's class; mean with --features or --head)",
+        None,
+        choices=_features_options.POOLINGS,
+    )
+    targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
+        None,
+        metavar="FILE",
+    )
+    eval_targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --eval-data", None, metavar="FILE"
+    )
+    prefix: str = setting(
+        "seq2seq: text before each source, such as 'translate English to German: '", ""
+    )
+    max_target_length: int = setting(
+        "seq2seq: most tokens of a target", 128, number=whole(2), metavar="N"
+    )
+    beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=whole())
+    length_penalty: float = setting(
+        "seq2seq: the power of the length by which a beam's log-probability is divided",
+        1.0,
+        number=_ANY,
+    )
+    encoder: str | Path | None = setting(
+        "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
+        "encoder-decoder",
+        None,
+        metavar="DIR",
+    )
+    decoder: str | Path | None = setting(
+        "folder of the checkpoint that starts the decoder (default: that of --encoder)",
+        None,
+        metavar="DIR",
+    )
+    warm: str = setting(
+        "which parts take their weights from the checkpoints; the others are new",
+        "both",
+        choices=("both", "encoder", "decoder", "none"),
+    )
+    share: bool = setting("encoder and decoder share all weights but cross-attention", False)
+    target_vocab_size: int | None = setting(
+        "train a byte-level vocabulary of N tokens on the targets; the decoder's embeddings are "
+        "then new",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_layers: int | None = setting(
+        "translate with a pre-trained BART from a language it has not seen: a new encoder of N "
+        "layers, with a vocabulary of its own, in place of its word embeddings",
+        None,
+        number=whole(1, 1000),
+        metavar="N",
+    )
+    source_vocab_size: int | None = setting(
+        "tokens of that vocabulary, which is trained on the sources (default: 8000)",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_steps: int | None = setting(
+        "first steps, in which most of BART is frozen (default: half of all)",
+        None,
+        number=whole(0, 2**40),
+        metavar="N",
+    )
+    eval_every: int | None = setting(
+        "also score every N steps, for a curve", None, number=_COUNT, metavar="N"
     )
     epochs: float = setting(
         "passes over the examples",
@@ -676,7 +830,7 @@ class FinetuneArguments(Settings):
     )
     learning_rate: float | None = setting(
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
-        "on)",
+        "on; 1e-3 with --freeze)",
         None,
         number=_POSITIVE,
     )
@@ -690,7 +844,13 @@ class FinetuneArguments(Settings):
     dropout: float | None = setting(
         "every dropout of the model (default: those of the checkpoint)", None, number=_SHARE
     )
-    max_samples: int | None = setting("train on N examples", None, number=_COUNT, metavar="N")
+    max_samples: int | list[int] | None = setting(
+        "train on the first N of the examples in a random order, the same in every run; several "
+        "growing numbers, such as 100,300,1000, give scores for each",
+        None,
+        number=Numbers(_COUNT),
+        metavar="N",
+    )
     max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
     seeds: int = setting(
         "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
@@ -718,11 +878,125 @@ class FinetuneArguments(Settings):
             "Lower it.",
             f"{self.seed}, and {self.seeds} seeds from it on",
         )
-        for name in ("text_columns", "label_column", "threshold"):
+        self._needs_task(("seq2seq",), *_SEQ2SEQ)
+        self._check_seq2seq()
+        self._needs_task((*_TABLES, "seq2seq"), "text_columns")
+        self._needs_task(_TABLES, "label_column")
+        self._needs_task(_TABLES[:2], "threshold")
+        self._needs_task(("qa",), "null_threshold")
+        self._needs_task(_TABLES, "pooling")
+        self._needs_task((*_TABLES, "tagging"), "features", "head")
+        self.check(
+            "from_scratch",
+            not (self.from_scratch and self.freeze),
+            "one of --from-scratch and --freeze, as a frozen encoder has to be trained already",
+            "Leave one of the two options out.",
+            "True with --freeze",
+        )
+        self._needs_task(("pair", "regression"), "both_orders")
+        self._needs_task((*_TABLES, "choice"), "lm_weight")
+
+        if isinstance(self.max_samples, list | tuple):
+            sizes = self.max_samples = list(self.max_samples)
+            growing = sizes == sorted({*sizes}) and len(sizes) > 1
+            self.check("max_samples", growing, "two growing numbers or more", "Sort them.")
+
+    def curve(self) -> list[tuple[str, FinetuneArguments]]:
+        """(folder inside ``out``, settings) for each number of examples to train on."""
+        if not isinstance(self.max_samples, list):
+            return [("", self)]
+        sizes = self.max_samples
+        return [(f"samples-{size}", replace(self, max_samples=size)) for size in sizes]
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether the head is one that Transformers' classes do not have."""
+        others = self.features != "last" or self.head != "linear"
+        return others or self.pooling in ("mean", "max")
+
+    def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
+        """Check that settings that only some tasks have were given for these alone."""
+        for each in fields(self):
+            given = getattr(self, each.name)
             self.check(
-                name,
-                self.task in _TABLES or getattr(self, name) is None,
-                " or ".join(_TABLES),
-                "Leave the option out.",
-                f"{getattr(self, name)} with the task {self.task}",
+                each.name,
+                each.name not in names or self.task in tasks or given == each.default,
+                f"--task {' or '.join(tasks)}",
+                "Leave one of the two options out.",
+                f"{given} with --task {self.task}",
+            )
+
+    @property
+    def checkpoint(self) -> str | Path:
+        """The folder of the model, or of the encoder of a new encoder-decoder."""
+        return self.model or self.encoder or ""
+
+    def _check_seq2seq(self) -> None:
+        """Check the settings of texts to be written, which no other task has."""
+        for each in fields(self):
+            usual = getattr(self, each.name) == each.default
+            if each.name in _WARM_START:
+                self.check(
+                    each.name,
+                    self.encoder is not None or usual,
+                    "an encoder-decoder that is started from --encoder",
+                    "Leave the option out, or give --encoder in place of --model.",
+                )
+            if each.name in _SOURCE_ENCODER[1:]:
+                self.check(
+                    each.name,
+                    self.source_encoder_layers is not None or usual,
+                    "a BART with --source-encoder-layers",
+                    "Leave the option out, or give the layers.",
+                )
+        self.check(
+            "source_encoder_layers",
+            self.source_encoder_layers is None
+            or (self.encoder is None and self.library == "fastplm"),
+            "a BART in --model, and --library fastplm",
+            "Leave the option out, or --encoder and --library.",
+        )
+        self.check(
+            "model",
+            self.model is None or self.encoder is None,
+            "either --model or --encoder",
+            "Leave one of the two out.",
+            f"{self.model} beside --encoder {self.encoder}",
+        )
+        self.check(
+            "model",
+            bool(str(self.model or "").strip() or self.encoder),
+            "the folder of a checkpoint",
+            "Give --model DIR" + (", or --encoder DIR." if self.task == "seq2seq" else "."),
+        )
+        for name, other in (("data", "targets"), ("eval_data", "eval_targets")):
+            given = getattr(self, other) is None or getattr(self, name) is not None
+            self.check(other, given, f"--{name.replace('_', '-')}, too", "Give both.")
+        aligned = self.targets is not None
+        self.check(
+            "eval_targets",
+            self.eval_data is None or (self.eval_targets is not None) == aligned,
+            "a file of targets for both --data and --eval-data, or for none",
+            "Give the evaluation's texts in the form of the training's.",
+        )
+        self.check(
+            "targets",
+            not aligned or self.text_columns is None,
+            "a table with --text-columns, or a file of targets",
+            "Leave one of the two out.",
+        )
+        if self.share:
+            self.check(
+                "share",
+                self.library == "fastplm"
+                and self.decoder is None
+                and self.target_vocab_size is None,
+                "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
+                "Leave --decoder, --target-vocab-size and --library out.",
+            )
+            self.check(
+                "warm",
+                self.warm in ("both", "none"),
+                "both or none, as --share has one set of weights",
+                "Choose one of them.",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -15,67 +14,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.utils import logging
 
-import fastplm.models
 from fastplm._checks import DataError, DivergenceError
-from fastplm.data import load_tokenizer
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
     checkpoints,
     last_checkpoint,
-    loaded,
     move_aside,
     read_hashed,
     save_models,
     write_hashed,
     writing,
 )
-from fastplm.train.arguments import LIBRARIES, FinetuneArguments  # noqa: F401 (of others, too)
+from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import hold_out, read_examples, subset
-from fastplm.train.finetune_tasks import TASKS, Feature, Logits, Task
+from fastplm.train.finetune_models import (
+    build_model,
+    longest,
+    read_config,
+    read_tokenizer,
+    usual_learning_rate,
+)
+from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
+from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
+from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
+_KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": Seq2Seq}
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # Settings that may differ when a run is resumed; more seeds are further runs.
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
-_DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "dropout_rate",
-    "attention_dropout",
-    "activation_dropout",
-    "summary_last_dropout",
-    "summary_first_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-)
 
 
 def finetune(
-    args: FinetuneArguments, tell: Callable[[str], object] = lambda line: None
+    args: FinetuneArguments, print_fn: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
     """Fine-tune once for each seed; write models, predictions, scores and ``metrics.json``.
 
     ``out/seed-0/`` … hold ``model/``, which loads in Transformers, ``predictions.json`` and
-    ``result.json``. Order of the samples, initial head and steps depend on the seed alone, so that
-    both libraries are given the same. Under torchrun every process calls it; the first one writes.
+    ``result.json``; with several ``max_samples`` they are in ``out/samples-100/`` …. Order of the
+    samples, initial head and steps depend on the seed alone, so that both libraries are given the
+    same. Under torchrun every process calls it; the first one writes.
 
     Args:
         args: the settings.
-        tell: is called with a line for each seed.
+        print_fn: is called with a line for each seed.
 
     Returns:
         The content of ``metrics.json``.
@@ -87,7 +77,7 @@ def finetune(
 
     processes = PartialState(cpu=not torch.cuda.is_available())
     with started(args) as before:
-        return _finetune(args, Path(args.out), before, processes, tell)
+        return _finetune(args, Path(args.out), before, processes, print_fn)
 
 
 def _finetune(
@@ -95,9 +85,10 @@ def _finetune(
     out: Path,
     before: dict[str, Any] | None,
     processes: Any,
-    tell: Callable[[str], object],
+    print_fn: Callable[[str], object],
 ) -> dict[str, Any]:
-    task = prepare_task(args)
+    parts = [(out / name, each, prepare_task(each)) for name, each in args.curve()]
+    task = parts[-1][2]
     run = _record(args, task)
     if before is not None:
         for name in ("steps", "epochs"):
@@ -118,41 +109,30 @@ def _finetune(
             f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
             f"have changed since ({len(task.train)} and {len(task.test)} now)",
         )
-    train = FeatureDataset(task.features(task.train)[0])
-    # Now, as its errors would otherwise come after the first model was built.
-    _training_arguments(args, len(train), args.seed, out)
+    trains = [FeatureDataset(task.features(task.train)[0]) for _, _, task in parts]
+    for (folder, each, _), train in zip(parts, trains, strict=True):
+        # Now, as its errors would otherwise come after the first model was built.
+        _training_arguments(each, len(train), args.seed, folder)
     processes.wait_for_everyone()
     if processes.is_main_process:
-        begin(args, run, _announcement(args, task, train, processes), processes.device)
-    results = []
-    trained = False
-    for seed in range(args.seed, args.seed + args.seeds):
-        result = _finished(out / f"seed-{seed}", processes)
-        if result is None:
-            trained = True
-            try:
-                result = _run(args, task, train, seed, processes.is_main_process)
-            except DivergenceError as error:
-                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
-            processes.wait_for_everyone()
-        results.append(result)
-        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
-        tell(f"seed {seed}: {scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s")
+        begin(args, run, _announcement(args, task, trains[-1], processes), processes.device)
+    trained: list[int] = []
+    points = [
+        _train_seeds(each, task, train, folder, processes, print_fn, trained)
+        for (folder, each, task), train in zip(parts, trains, strict=True)
+    ]
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
         "device": str(processes.device),
-        "train_examples": len(task.train),
-        "train_features": len(train),
         "eval_examples": len(task.test),
         "chance": task.chance(),
-        "seeds": results,
-        "scores": {
-            name: interval([result["scores"][name] for result in results]) for name in task.metrics
-        },
+        **points[-1],
     }
+    if len(points) > 1:
+        metrics["curve"] = points
     before_this = read_hashed(out / "metrics.json")
-    if not trained and before_this is not None and before_this["seeds"] == results:
+    if not trained and before_this is not None and before_this["seeds"] == metrics["seeds"]:
         say(f"The run in {out} is finished, all its seeds: nothing was changed.")
         return before_this
     processes.wait_for_everyone()
@@ -160,6 +140,42 @@ def _finetune(
         with writing("finetune", out):
             write_hashed(out / "metrics.json", metrics)
     return metrics
+
+
+def _train_seeds(
+    args: FinetuneArguments,
+    task: Task,
+    train: FeatureDataset,
+    out: Path,
+    processes: Any,
+    print_fn: Callable[[str], object],
+    trained: list[int],
+) -> dict[str, Any]:
+    """Train all seeds on one set of examples, or read their results; adds those to ``trained``."""
+    results = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        result = _finished(out / f"seed-{seed}", processes)
+        if result is None:
+            trained.append(seed)
+            try:
+                folder = out / f"seed-{seed}"
+                result = _run(args, task, train, seed, folder, processes.is_main_process)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
+            processes.wait_for_everyone()
+        results.append(result)
+        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
+        scores += f"  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
+        what = "" if out == Path(args.out) else f"{len(task.train)} examples, "
+        print_fn(f"{what}seed {seed}: {scores}")
+    return {
+        "train_examples": len(task.train),
+        "train_features": len(train),
+        "seeds": results,
+        "scores": {
+            name: interval([result["scores"][name] for result in results]) for name in task.metrics
+        },
+    }
 
 
 def _announcement(
@@ -171,12 +187,23 @@ def _announcement(
         {
             "data": f"{args.data}: {len(task.train):,} examples ({len(train):,} features) to train "
             f"on, {len(task.test):,} to judge by{held_out}",
-            "model": f"{args.model}, with the classes of {args.library}",
+            "model": f"{_source(args)}, with the classes of {args.library}",
             "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
             "device": f"{processes.device}{threads}",
             "results": f"{args.out}, {args.seeds} seed{'s' if args.seeds > 1 else ''}",
         }
     )
+
+
+def _source(args: FinetuneArguments) -> str:
+    """Where the weights of a run come from."""
+    if args.encoder is None:
+        return str(args.model)
+    parts = [
+        f"{part} {path}{'' if args.warm in ('both', part) else ' (new weights)'}"
+        for part, path in (("encoder", args.encoder), ("decoder", args.decoder or args.encoder))
+    ]
+    return " and ".join(parts) + (", one set of weights" if args.share else "")
 
 
 def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
@@ -195,14 +222,21 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
 
 
 def summary(metrics: dict[str, Any]) -> str:
-    """The last line of a run: each score's mean and half the width of its interval."""
+    """The last line of a run: each score's mean and half the width of its interval.
+
+    Of a run with several numbers of examples, a line for each of them.
+    """
     count = len(metrics["seeds"])
-    parts = []
-    for name, score in metrics["scores"].items():
-        width = "" if score["half_width"] is None else f" ± {score['half_width']:.4f}"
-        parts.append(f"{name} {score['mean']:.4f}{width}")
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
-    return f"{'  '.join(parts)}  ({what})"
+    lines = []
+    for point in metrics.get("curve", [metrics]):
+        start = f"{point['train_examples']} examples: " if "curve" in metrics else ""
+        parts = []
+        for name, score in point["scores"].items():
+            width = "" if score["half_width"] is None else f" ± {score['half_width']:.4f}"
+            parts.append(f"{name} {score['mean']:.4f}{width}")
+        lines.append(f"{start}{'  '.join(parts)}  ({what})")
+    return "\n".join(lines)
 
 
 # --- the interval ---------------------------------------------------------------------------------
@@ -249,167 +283,49 @@ def _within(t: float, degrees: int) -> float:
     return math.sin(angle) * total
 
 
-# --- data and model -------------------------------------------------------------------------------
+# --- data ----------------------------------------------------------------------------------------
 
 
 def prepare_task(args: FinetuneArguments) -> Task:
     """The examples of a run and the tokenizer."""
-    tokenizer = _tokenizer(args)
+    tokenizer, config = read_tokenizer(args), read_config(args)
     columns = (args.text_columns, args.label_column)
-    train = read_examples(args.task, args.data, *columns)
-    kind = TASKS[args.task]
+    train = read_examples(args.task, args.data, *columns, targets=args.targets)
+    kind = _KINDS[args.task]
     if args.eval_data is None:
-        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args.threshold))
+        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args))
         known = [*train, *test]
     else:
-        test, known = read_examples(args.task, args.eval_data, *columns), train
-    if args.task == "choice":
+        test = read_examples(args.task, args.eval_data, *columns, targets=args.eval_targets)
+        known = train
+    if args.task in ("choice", "regression"):
         args.check(
             "eval_data",
             len(train[0].texts) == len(test[0].texts),
-            f"{len(train[0].texts) - 1}, as in the training data",
+            f"{len(train[0].texts)}, as in the training data",
             "Give data of one kind.",
-            f"{len(test[0].texts) - 1} choices",
+            f"{len(test[0].texts)} texts an example, the choices among them",
             DataError,
         )
+    assert not isinstance(args.max_samples, list), "see FinetuneArguments.curve"
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
-    length = _max_length(args, tokenizer)
-    return kind(train, test, tokenizer, length, known, threshold=args.threshold)
-
-
-def build_model(args: FinetuneArguments, task: Task, seed: int) -> PreTrainedModel:
-    """The model of a run, its head new: that of Transformers, or ours with the same weights."""
-    from transformers import set_seed
-
-    expected = f"a checkpoint of a model with a head for {args.task}"
-    config = _config(args, **task.config)
-    for name in _DROPOUTS if args.dropout is not None else ():
-        if hasattr(config, name):
-            setattr(config, name, args.dropout)
-    if config.pad_token_id is None:
-        config.pad_token_id = task.tokenizer.pad_token_id
-    set_seed(seed)
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # a new head is expected
-    load = functools.partial(
-        getattr(transformers, task.auto).from_pretrained,
-        args.model,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    try:
-        plain, loading = loaded("finetune", "model", args.model, expected, load)
-    finally:
-        logging.set_verbosity(shown)
-    backbone = f"{plain.base_model_prefix}."
-    lost = [
-        name
-        for name in sorted(loading["missing_keys"])
-        if name.startswith(backbone) and ".pooler." not in name
-    ]
-    got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
-    args.check("model", not lost, expected, "Check the path.", got, DataError)
-    vocabulary = plain.get_input_embeddings().num_embeddings
-    args.check(
-        "model",
-        len(task.tokenizer) <= vocabulary,
-        "a tokenizer and a model that belong together",
-        "Check the path.",
-        f"a tokenizer of {len(task.tokenizer)} tokens and an embedding of {vocabulary}",
-        DataError,
-    )
-    if args.library == "transformers":
-        return plain
-    name = type(plain).__name__
-    args.check(
-        "model",
-        name in fastplm.models.__all__,
-        "a class of fastplm.models",
-        "Use --library transformers.",
-        f"{args.model}, a {name}",
-        DataError,
-    )
-    ours = getattr(fastplm.models, name)._from_config(
-        copy.deepcopy(plain.config), attn_implementation="fastplm"
-    )
-    ours.load_state_dict(plain.state_dict())
-    return ours
-
-
-def _config(args: FinetuneArguments, **settings: Any) -> Any:
-    from transformers import AutoConfig
-
-    load = functools.partial(
-        AutoConfig.from_pretrained, args.model, local_files_only=True, **settings
-    )
-    return loaded("finetune", "model", args.model, "a checkpoint with its config.json", load)
-
-
-def _tokenizer(args: FinetuneArguments) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = load_tokenizer(args.model, needs=())
-    if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
-        # A byte-level tokenizer then splits a word alone as it does inside a text.
-        tokenizer = AutoTokenizer.from_pretrained(
-            args.model, add_prefix_space=True, local_files_only=True
-        )
-    kind = type(tokenizer).__name__
-    args.check(
-        "model",
-        tokenizer.is_fast,
-        "a fast tokenizer",
-        "Save it as one, with a tokenizer.json.",
-        f"{args.model}, whose tokenizer is {kind}",
-        DataError,
-    )
-    if tokenizer.pad_token is None:
-        args.check(
-            "model",
-            tokenizer.eos_token is not None,
-            "a tokenizer that can pad",
-            "Add one with tokenizer.add_special_tokens.",
-            f"{args.model}, whose tokenizer has no pad_token",
-            DataError,
-        )
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def _max_length(args: FinetuneArguments, tokenizer: Any) -> int:
-    config = _config(args)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type == "roberta":
-        positions -= config.pad_token_id + 1
-    bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-    length = min(TASKS[args.task].max_length, bound)
-    if args.max_length is not None:
-        length = args.max_length
-    args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
-    return length
+    length = longest(args, kind.max_length, config, tokenizer)
+    return kind(args, config, train, test, tokenizer, length, known)
 
 
 class FeatureDataset(Dataset):
-    """Features, and how long each one is."""
+    """Features, how long each one is, and what a frozen backbone knows of them."""
 
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
-        self.lengths = [_length(feature) for feature in features]
+        self.lengths = [feature_length(feature) for feature in features]
+        self.kept: dict[Any, Kept] = {}
 
     def __len__(self) -> int:
         return len(self.features)
 
     def __getitem__(self, index: int) -> Feature:
         return dict(self.features[index])
-
-
-def _length(feature: Feature) -> int:
-    ids = feature["input_ids"]
-    return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
 
 
 # --- one seed -------------------------------------------------------------------------------------
@@ -424,6 +340,12 @@ class FinetuningTrainer(RunTrainer):
 
     where = "finetune"
     _tokens = 0
+    task: Task
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(
+            functools.partial(self.task.outputs, model), inputs, *args, **kwargs
+        )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
@@ -433,11 +355,34 @@ class FinetuningTrainer(RunTrainer):
     ) -> Any:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
+        if self.task.args.task == "seq2seq":
+            self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
         return batches, num_items
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Score the model as it is, log and print that; training goes on undisturbed."""
+        with self.outside_window():
+            scores, _ = self.task.evaluate(self)
+        self.model.train()
+        self.log({f"eval_{name}": value for name, value in scores.items()})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        say(f"step {self.state.global_step}/{self.state.max_steps}  {shown}")
+        return scores
 
     def window_tokens(self) -> float:
         tokens, self._tokens = self._tokens, 0
         return tokens
+
+
+class _ScoreEvery(TrainerCallback):
+    """Scores the model every so many steps; the last step's score is that of the run."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
+            control.should_log = control.should_evaluate = True
 
 
 class _LengthSampler(LengthGroupedSampler):
@@ -468,46 +413,24 @@ def make_trainer(
     """What trains a model of ``build_model`` on ``features``."""
     settings = _training_arguments(args, len(features), seed, out)
     if args.learning_rate is None:
-        settings.learning_rate = usual_learning_rate(model.config)
+        settings.learning_rate = usual_learning_rate(args, model.config)
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
-    return FinetuningTrainer(
+    trainer = FinetuningTrainer(
         model=model,
         args=settings,
         train_dataset=features,
         data_collator=collator,
         processing_class=task.tokenizer,
     )
-
-
-def usual_learning_rate(config: Any) -> float:
-    """A peak learning rate for a width: small models learn with larger ones."""
-    width = config.hidden_size
-    return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4
-
-
-def predict(trainer: Trainer, features: list[Feature], label_names: Sequence[str]) -> list[Logits]:
-    """The outputs of the trained model for each feature, on the CPU."""
-    model: Any = trainer.model
-    order = sorted(range(len(features)), key=lambda index: _length(features[index]))
-    found: dict[int, Logits] = {}
-    model.eval()
-    size = trainer.args.eval_batch_size
-    for start in range(0, len(order), size):
-        chosen = order[start : start + size]
-        batch = trainer.data_collator([dict(features[index]) for index in chosen])
-        inputs = {
-            name: value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            if name not in label_names
-        }
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            outputs = model(**inputs)
-        names = ("logits",) if "logits" in outputs else ("start_logits", "end_logits")
-        logits = [outputs[name].float().cpu() for name in names]
-        found.update(zip(chosen, zip(*logits, strict=True), strict=True))
-    return [found[index] for index in range(len(features))]
+    trainer.task = task
+    if args.source_encoder_layers is not None:
+        first = args.source_encoder_steps
+        trainer.add_callback(TwoSteps(settings.max_steps // 2 if first is None else first))
+    if args.eval_every is not None:
+        trainer.add_callback(_ScoreEvery(args.eval_every))
+    return trainer
 
 
 class _ExcludingPadding:
@@ -521,18 +444,22 @@ class _ExcludingPadding:
 
 
 def _run(
-    args: FinetuneArguments, task: Task, features: FeatureDataset, seed: int, first: bool
+    args: FinetuneArguments,
+    task: Task,
+    features: FeatureDataset,
+    seed: int,
+    out: Path,
+    first: bool,
 ) -> dict[str, Any]:
-    out = Path(args.out) / f"seed-{seed}"
     checkpoint = last_checkpoint(out, say)
     if checkpoint is None and checkpoints(out):
         say(f"No checkpoint of seed {seed} is whole: it is trained from its beginning.")
-    model = build_model(args, task, seed)
+    model = build_model(args, task, seed, features.kept)
     trainer = make_trainer(args, task, model, features, seed, out)
+    if args.freeze:
+        _compute_once(trainer, model.frozen, features)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    test, notes = task.features(task.test)
-    logits = predict(trainer, test, task.label_names)
-    scores, predictions = task.score(task.test, notes, logits)
+    scores, predictions = task.evaluate(trainer)
     history = curve(trainer.state.log_history)
     result = {
         "seed": seed,
@@ -545,16 +472,33 @@ def _run(
         "learning_rate": trainer.args.learning_rate,
         "model": str(out / "model"),
         "history": history,
+        "scores_by_step": [
+            {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
+            for entry in trainer.state.log_history
+            if f"eval_{task.metrics[0]}" in entry
+        ],
     }
     if first:
         with writing("finetune", out):
-            save_models(out, {"model": model}, task.tokenizer)
+            save_models(out, {"model": model}, task.tokenizers)
             write_json(out / "predictions.json", {"predictions": predictions})
             write_json(out / "result.json", result)
             seal(out, ["model", "predictions.json", "result.json"])
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
+
+
+def _compute_once(trainer: FinetuningTrainer, frozen: Frozen, features: FeatureDataset) -> None:
+    """Let a frozen backbone compute all examples, if the run reads them all.
+
+    At once and in one order: what a run that is resumed reads does not depend on where it stopped.
+    """
+    if trainer.args.max_steps * trainer.args.train_batch_size < len(features) or features.kept:
+        return
+    frozen.keeps = True
+    predict(trainer, trainer.task, features.features)
+    frozen.keeps = False
 
 
 def _training_arguments(
@@ -590,7 +534,7 @@ def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
     """What the scores depend on."""
     run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
     if args.learning_rate is None:
-        run["learning_rate"] = usual_learning_rate(_config(args))
+        run["learning_rate"] = usual_learning_rate(args, read_config(args))
     digest = hashlib.sha256()
     for example in (*task.train, *task.test):
         digest.update(repr((example.texts, example.target)).encode())

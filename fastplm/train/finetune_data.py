@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,10 +15,20 @@ from typing import Any, NoReturn
 import torch
 
 from fastplm._checks import DataError, check, message
+from fastplm.data._files import lines_of
 
 _WHERE = "read_examples"
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
 _TEXTS = ("text", "sentence", "review", "content")
+_SOURCES = (
+    ("source", "target"),
+    ("src", "tgt"),
+    ("input", "output"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("article", "summary"),
+    ("text", "summary"),
+)
 _PAIRS = (
     ("sentence1", "sentence2"),
     ("text1", "text2"),
@@ -27,6 +38,7 @@ _PAIRS = (
     ("question", "sentence"),
     ("#1 string", "#2 string"),
 )
+_USUAL: dict[int, Sequence[tuple[str, ...]]] = {1: [(name,) for name in _TEXTS], 2: _PAIRS}
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,8 @@ class Example:
 
     Args:
         texts: (text,), (first, second), the words, (question, context) or (question, *choices).
-        target: the label, one tag a word, ((start, text), ...) of the answers, or the number of the
-            right choice.
+        target: the label, one tag a word, ((start, text), ...) of the answers (none for a question
+            without one), or the number of the right choice.
         group: what stays together when some examples are held out.
         where: file and line, or the question's id.
     """
@@ -52,27 +64,37 @@ def read_examples(
     path: str | Path,
     text_columns: Sequence[str] | None = None,
     label_column: str | None = None,
+    targets: str | Path | None = None,
 ) -> list[Example]:
     """The examples of a file.
 
     Args:
-        task: "classification", "pair", "tagging", "qa" or "choice".
-        path: a UTF-8 file, with or without byte order mark. Classification and pairs: JSON lines,
-            or a header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
-            lines, blank lines between sentences. Questions: SQuAD 1.1. Choice: JSON lines.
-        text_columns, label_column: of a table; by default those with a usual name.
+        task: "classification", "pair", "regression", "tagging", "qa", "choice" or "seq2seq".
+        path: a UTF-8 file, with or without byte order mark. The first three
+            and "seq2seq": JSON lines, or a
+            header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
+            lines, blank lines between sentences. Questions: SQuAD 1.1 or 2.0. Choice: JSON lines.
+        text_columns, label_column: of a table; by default those with a usual name. Of "seq2seq"
+            the two columns are source and target.
+        targets: of "seq2seq": the file at ``path`` has a source in each line, this one the
+            targets, line by line. Both may be compressed.
 
     Raises:
         DataError: with file and line, what is wrong.
     """
     path = Path(path)
+    if targets is not None:
+        return list(_aligned(path, Path(targets)))
     text = _read(path)
+    if task == "seq2seq":
+        source, target = _source_and_target(path, text, text_columns)
+        text_columns, label_column = (source,), target
     readers = {"tagging": _sentences, "qa": _questions, "choice": _choices}
     if task in readers:
         examples = list(readers[task](path, text))
     else:
-        count = 2 if task == "pair" else 1
-        examples = list(_rows(path, text, count, text_columns, label_column))
+        counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
+        examples = list(_rows(path, text, counts, text_columns, label_column))
     if not examples:
         _refuse(str(path), "nothing", "one example at least")
     return examples
@@ -147,14 +169,14 @@ def subset(examples: list[Example], count: int | None) -> list[Example]:
 def _rows(
     path: Path,
     text: str,
-    count: int,
+    counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
 ) -> Iterator[Example]:
     columns: list[str] = []
     for group, (line, row) in enumerate(_table(path, text)):
         if not columns:
-            columns = _columns(path, list(row), count, text_columns, label_column)
+            columns = _columns(path, list(row), counts, text_columns, label_column)
         values = []
         for column in columns:
             value = row.get(column)
@@ -203,17 +225,18 @@ def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
 def _columns(
     path: Path,
     names: list[str],
-    count: int,
+    counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
 ) -> list[str]:
     """The columns of the texts, and last that of the label."""
     lower = {name.strip().lower(): name for name in names}
     if text_columns is None:
-        usual = _PAIRS if count == 2 else [(name,) for name in _TEXTS]
+        usual = [group for count in counts for group in _USUAL[count]]
         found = next((group for group in usual if all(name in lower for name in group)), None)
         if found is None:
-            _refuse(f"{path}:1", f"columns {names}", f"{count} of texts", "Name --text-columns.")
+            expected = f"{_either(counts)} of texts"
+            _refuse(f"{path}:1", f"columns {names}", expected, "Name --text-columns.")
         text_columns = [lower[name] for name in found]
     if label_column is None:
         found_label = next((name for name in _LABELS if name in lower), None)
@@ -224,14 +247,47 @@ def _columns(
         if name not in names:
             _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
     check(
-        len(text_columns) == count,
+        len(text_columns) in counts,
         _WHERE,
         "text_columns",
         list(text_columns),
-        f"{count} of them",
+        f"{_either(counts)} of them",
         "Choose the task with that number of texts.",
     )
     return [*text_columns, label_column]
+
+
+def _either(counts: Sequence[int]) -> str:
+    return " or ".join(map(str, counts))
+
+
+# --- sources and targets --------------------------------------------------------------------------
+
+
+def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> tuple[str, str]:
+    """The columns of sources and targets."""
+    if columns is not None:
+        expected = "two: that of the sources and that of the targets"
+        check(len(columns) == 2, _WHERE, "text_columns", list(columns), expected, "Name two.")
+        return columns[0], columns[1]
+    _, row = next(_table(path, text), (0, {}))
+    names = {name.strip().lower(): name for name in row}
+    for source, target in _SOURCES:
+        if source in names and target in names:
+            return names[source], names[target]
+    got = f"columns {list(row)}" if row else "nothing"
+    _refuse(f"{path}:1", got, "one of sources and one of targets", "Name --text-columns.")
+
+
+def _aligned(path: Path, targets: Path) -> Iterator[Example]:
+    """Line by line, a source and its target."""
+    pairs = itertools.zip_longest(lines_of(path), lines_of(targets))
+    for line, (source, target) in enumerate(pairs, 1):
+        for file, text in ((path, source), (targets, target)):
+            if text is None or not text.strip():
+                got = "no such line" if text is None else "an empty line"
+                _refuse(f"{file}:{line}", got, f"as many lines as {path} and {targets} have texts")
+        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}")
 
 
 # --- sentences of tagged words --------------------------------------------------------------------
@@ -269,8 +325,11 @@ def _questions(path: Path, text: str) -> Iterator[Example]:
             for question in _listed(where, paragraph, "qas"):
                 name = f"{path}, question {_named(where, question, 'id', str)}"
                 answers = tuple(_answers(name, context, question))
-                if not answers:
-                    _refuse(name, "no answer", "one at least, as in SQuAD 1.1")
+                if bool(answers) == (question.get("is_impossible") is True):
+                    got = f"{len(answers)} answers and " + (
+                        "'is_impossible'" if answers else "no 'is_impossible' that is true"
+                    )
+                    _refuse(name, got, "one of the two, as in SQuAD 2.0")
                 texts = (_named(name, question, "question", str).strip(), context)
                 yield Example(texts, answers, group, name)
             group += 1

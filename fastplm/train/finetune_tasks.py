@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import statistics
 import string
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,8 +14,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+from fastplm import ops
 from fastplm._checks import ArgumentValueError, DataError, message
+from fastplm.models._heads import shifted
+from fastplm.nn._rows import batch_share
+from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
 
 Feature = dict[str, Any]
@@ -28,19 +34,25 @@ Scored = tuple[dict[str, float], Any]
 Labels = Callable[[Example], Collection[str]]
 
 _WHERE = "finetune"
+#: The families with a causal backbone, whose classifiers read the last token.
+CAUSAL = ("gpt2", "openai-gpt")
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
 _IGNORED = -100
 
 
 class Task:
-    """One kind of labelled example.
+    """One kind of labelled example: how a model reads it, what it learns and how it is scored.
+
+    A task whose model generates text overrides ``evaluate``; one whose loss is not the model's,
+    ``outputs``.
 
     Args:
+        args: the settings of the run.
+        config: the model's configuration, as the checkpoint has it.
         train, test: the examples.
         tokenizer: a fast one.
         max_length: tokens of a feature at most.
         known: the examples whose labels the model will know; by default those to train on.
-        threshold: of labels that are scores; see ``Classification``.
     """
 
     #: The classes of Transformers that pick the model's, and that pad a batch.
@@ -50,29 +62,33 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)
     #: The tokens of a feature at most, where no length is given.
     max_length = 128
-    #: The labels of a feature.
+    #: The labels of a feature, and the outputs of the model that ``score`` reads.
     label_names: tuple[str, ...] = ("labels",)
+    output_names: tuple[str, ...] = ("logits",)
 
     def __init__(
         self,
+        args: FinetuneArguments,
+        config: Any,
         train: list[Example],
         test: list[Example],
         tokenizer: Any,
         max_length: int,
         known: list[Example] | None = None,
-        threshold: float | None = None,
     ) -> None:
+        self.args = args
+        self.family = config.model_type
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
         self.limit = max_length
-        self.prepare(threshold)
+        self.prepare()
 
-    def prepare(self, threshold: float | None) -> None:
+    def prepare(self) -> None:
         """Find the classes in the examples, and check them."""
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
         """What ``hold_out`` needs, so that each label is seen in training."""
         return lambda example: ()
 
@@ -80,6 +96,11 @@ class Task:
     def config(self) -> dict[str, Any]:
         """What the model's configuration must say."""
         return {}
+
+    @property
+    def tokenizers(self) -> dict[str, Any]:
+        """What is saved beside the model, by its folder in that of the model."""
+        return {"": self.tokenizer}
 
     def features(self, examples: list[Example]) -> Featured:
         """The inputs of the model."""
@@ -89,13 +110,63 @@ class Task:
         """Makes a padded batch of features."""
         return getattr(transformers, self.collator_class)(self.tokenizer)
 
+    def new_model(self) -> Any:
+        """A model that is not that of one checkpoint; None if it is."""
+        return None
+
+    def adapted(self, model: Any) -> Any:
+        """The model of a checkpoint, with what the task changes of it."""
+        return model
+
+    def outputs(self, model: Any, **batch: Any) -> Any:
+        """Run a model: ``loss``, if the batch has labels, and what ``output_names`` lists."""
+        if self.args.lm_weight:
+            return with_language_model(model, batch, self.args.lm_weight, self._outputs)
+        return self._outputs(model, **batch)
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        """The same, without the loss of a language model beside it."""
+        return model(**batch)
+
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         """Compare the outputs of the model with the targets."""
         raise NotImplementedError
 
+    def evaluate(self, trainer: Any) -> Scored:
+        """Score the trained model on the examples to judge by."""
+        features, notes = self.features(self.test)
+        return self.score(self.test, notes, predict(trainer, self, features))
+
     def chance(self) -> float:
         """The first metric's value for a model that has learned nothing."""
         return 0.0
+
+
+def predict(trainer: Any, task: Task, features: list[Feature]) -> list[Logits]:
+    """The outputs of the trained model for each feature, on the CPU."""
+    order = sorted(range(len(features)), key=lambda index: feature_length(features[index]))
+    found: dict[int, Logits] = {}
+    trainer.model.eval()
+    size = trainer.args.eval_batch_size
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        batch = trainer.data_collator([dict(features[index]) for index in chosen])
+        inputs = {
+            name: value.to(trainer.args.device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+            if name not in task.label_names
+        }
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            outputs = task.outputs(trainer.model, **inputs)
+        logits = [outputs[name].float().cpu() for name in task.output_names]
+        found.update(zip(chosen, zip(*logits, strict=True), strict=True))
+    return [found[index] for index in range(len(features))]
+
+
+def feature_length(feature: Feature) -> int:
+    """The tokens of a feature, or of the longest of several texts."""
+    ids = feature["input_ids"]
+    return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
 
 
 class Labelled(Task):
@@ -132,23 +203,56 @@ class Labelled(Task):
             raise _data_error(example.where, f"the {kind} {label!r}", expected, "eval_data")
 
 
-class Classification(Labelled):
-    """One label for a text or a pair of texts. Labels that are scores become two classes."""
+class SequenceTask(Task):
+    """A task with one target for a text or a pair of texts."""
 
     auto = "AutoModelForSequenceClassification"
 
-    def prepare(self, threshold: float | None) -> None:
-        self.threshold = _threshold(self.known, threshold)
+    def answers(self, examples: list[Example]) -> list[Any]:
+        """The targets of the examples."""
+        raise NotImplementedError
+
+    def features(self, examples: list[Example]) -> Featured:
+        columns = [list(column) for column in zip(*(e.texts for e in examples), strict=True)]
+        features = _unzipped(self._encoded(columns))
+        if self.args.both_orders:
+            others = _unzipped(self._encoded(columns[::-1]))
+            features = [
+                {name: [first[name], second[name]] for name in first}
+                for first, second in zip(features, others, strict=True)
+            ]
+        for feature, target in zip(features, self.answers(examples), strict=True):
+            feature["labels"] = target
+        return features, [None] * len(features)
+
+    def _encoded(self, columns: list[list[str]]) -> Any:
+        return self.tokenizer(*columns, truncation=True, max_length=self.limit)
+
+    def collator(self) -> Any:
+        return _BothOrders(self.tokenizer) if self.args.both_orders else super().collator()
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        return in_both_orders(model, **batch) if self.args.both_orders else model(**batch)
+
+
+class Classification(SequenceTask, Labelled):
+    """One label for a text. With ``threshold``, labels are scores, which become two classes."""
+
+    metrics: tuple[str, ...] = ("accuracy", "matthews")
+
+    def prepare(self) -> None:
+        self.threshold = self.args.threshold
         if self.threshold is None:
+            _check_names(self.args, self.known)
             self.names = sorted({example.target for example in self.known}, key=_label_order)
         else:
             self.names = ["negative", "positive"]
         self.targets = {
             id(example): self._target(example) for example in (*self.train, *self.test, *self.known)
         }
-        self._check_classes(threshold)
+        self._check_classes()
 
-    def _check_classes(self, threshold: float | None) -> None:
+    def _check_classes(self) -> None:
         """Check that there are two classes to train on, and name the argument that is wrong."""
         if len({self.targets[id(example)] for example in self.train}) > 1:
             return
@@ -156,9 +260,9 @@ class Classification(Labelled):
         if len({self.targets[id(example)] for example in self.known}) > 1:
             got = f"{len(self.train)}, and these examples have one label alone"
             error = message(_WHERE, "max_samples", got, expected, "Raise it.")
-        elif threshold is not None:
-            scores = [score for e in self.known if (score := _number(e.target)) is not None]
-            got = f"{threshold:g}, and all labels are on one side of it"
+        elif self.threshold is not None:
+            scores = [score for e in self.known if (score := number(e.target)) is not None]
+            got = f"{self.threshold:g}, and all labels are on one side of it"
             expected += f"; the labels are {min(scores):g} to {max(scores):g}"
             error = message(_WHERE, "threshold", got, expected, "Choose one in between.")
         else:
@@ -166,37 +270,30 @@ class Classification(Labelled):
         raise ArgumentValueError(error)
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
-        threshold = _threshold(examples, threshold)
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
+        threshold = args.threshold
         if threshold is None:
+            _check_names(args, examples)
             return lambda example: (example.target,)
         # A label that is not a number is refused by ``_target``.
-        return lambda example: (str((_number(example.target) or 0.0) > threshold),)
+        return lambda example: (str((number(example.target) or 0.0) > threshold),)
 
     def _target(self, example: Example) -> int:
         if self.threshold is not None:
-            score = _number(example.target)
-            if score is None:
-                raise _data_error(example.where, f"the label {example.target!r}", "a number")
-            return int(score > self.threshold)
+            return int(_score(example) > self.threshold)
         self.check_label(example.target, example, "label")
         return self.ids[example.target]
-
-    def features(self, examples: list[Example]) -> Featured:
-        columns = (list(column) for column in zip(*(e.texts for e in examples), strict=True))
-        encoded = self.tokenizer(*columns, truncation=True, max_length=self.limit)
-        features = _unzipped(encoded)
-        for feature, example in zip(features, examples, strict=True):
-            feature["labels"] = self.targets[id(example)]
-        return features, [None] * len(features)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         chosen = [int(scores.argmax()) for (scores,) in logits]
         right = self.answers(examples)
-        scores = {"accuracy": accuracy(chosen, right)}
-        if "f1" in self.metrics:
-            scores["f1"] = f1(chosen, right, len(self.names))
-        return scores, [self.names[index] for index in chosen]
+        scores = {
+            "accuracy": accuracy(chosen, right),
+            "f1": f1(chosen, right, len(self.names)),
+            "matthews": matthews(chosen, right),
+        }
+        predictions = [self.names[index] for index in chosen]
+        return {name: scores[name] for name in self.metrics}, predictions
 
     def answers(self, examples: list[Example]) -> list[int]:
         return [self.targets[id(example)] for example in examples]
@@ -205,7 +302,42 @@ class Classification(Labelled):
 class Pair(Classification):
     """One label for two texts. F1 is that of the second of two classes, else the classes' mean."""
 
-    metrics = ("accuracy", "f1")
+    metrics = ("accuracy", "f1", "matthews")
+
+
+class Regression(SequenceTask):
+    """A score for a text or a pair of texts; the loss is the mean squared error."""
+
+    metrics = ("pearson", "spearman", "mse")
+
+    def prepare(self) -> None:
+        self.args.check(
+            "both_orders",
+            not self.args.both_orders or len(self.train[0].texts) == 2,
+            "two texts an example",
+            "Leave the option out, or name --text-columns.",
+            f"True with one text ({self.train[0].where})",
+        )
+        if len(set(self.answers(self.train))) == 1:
+            raise _data_error(self.train[0].where, "one score alone", "two different ones at least")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def answers(self, examples: list[Example]) -> list[float]:
+        return [_score(example) for example in examples]
+
+    def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
+        found = [float(score) for (score,) in logits]
+        right = self.answers(examples)
+        errors = ((a - b) ** 2 for a, b in zip(found, right, strict=True))
+        scores = {
+            "pearson": pearson(found, right),
+            "spearman": pearson(ranks(found), ranks(right)),
+            "mse": statistics.fmean(errors),
+        }
+        return scores, found
 
 
 class Tagging(Labelled):
@@ -217,14 +349,14 @@ class Tagging(Labelled):
     auto = "AutoModelForTokenClassification"
     collator_class = "DataCollatorForTokenClassification"
 
-    def prepare(self, threshold: float | None) -> None:
+    def prepare(self) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
         for example in self.test:
             for tag in example.target:
                 self.check_label(tag, example, "tag")
 
     @classmethod
-    def labels(cls, examples: list[Example], threshold: float | None) -> Labels:
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
         return lambda example: set(example.target)
 
     def features(self, examples: list[Example]) -> Featured:
@@ -266,14 +398,44 @@ class Tagging(Labelled):
 
 
 class QuestionAnswering(Task):
-    """The place of the answer in a text (SQuAD 1.1), see docs/finetuning.md."""
+    """The place of the answer in a text (SQuAD 1.1 and 2.0), see docs/finetuning.md."""
 
     auto = "AutoModelForQuestionAnswering"
-    metrics = ("f1", "exact_match")
+    metrics: tuple[str, ...] = ("f1", "exact_match")
     max_length = 384
     label_names = ("start_positions", "end_positions")
+    output_names = ("start_logits", "end_logits")
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
+
+    def prepare(self) -> None:
+        self.may_be_null = any(not example.target for example in (*self.known, *self.test))
+        given = self.args.null_threshold
+        self.args.check(
+            "null_threshold",
+            self.may_be_null or given is None,
+            "questions without an answer, as in SQuAD 2.0",
+            "Leave the option out.",
+            f"{given}, and every question has an answer",
+        )
+        self.args.check(
+            "data",
+            not (self.may_be_null and self.family in CAUSAL),
+            "an encoder, as the state at the first token says that there is none",
+            "Choose another --model.",
+            f"{self.args.data}, with questions without an answer, and a {self.family}",
+            DataError,
+        )
+        if self.may_be_null:
+            kinds = {bool(example.target) for example in self.test}
+            names = {True: "has_answer_f1", False: "no_answer_f1"}
+            self.metrics += tuple(names[kind] for kind in sorted(kinds, reverse=True))
+
+    @classmethod
+    def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
+        if all(example.target for example in examples):
+            return lambda example: ()
+        return lambda example: ("an answer" if example.target else "no answer",)
 
     def features(self, examples: list[Example]) -> Featured:
         overlap = self.limit // 3
@@ -294,8 +456,9 @@ class QuestionAnswering(Task):
                 tuple(offset) if within else None
                 for offset, within in zip(offsets[index], inside, strict=True)
             ]
-            start, words = examples[samples[index]].target[0]
-            first, last = answer_tokens(places, start, start + len(words))
+            first = last = 0
+            for start, words in examples[samples[index]].target[:1]:
+                first, last = answer_tokens(places, start, start + len(words))
             feature["start_positions"], feature["end_positions"] = first, last
             notes.append((samples[index], places))
         return features, notes
@@ -308,19 +471,46 @@ class QuestionAnswering(Task):
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         spans: list[list[tuple[float, int, int]]] = [[] for _ in examples]
+        nulls = [math.inf] * len(examples)
         for (sample, places), (start, end) in zip(notes, logits, strict=True):
             spans[sample] += best_spans(start, end, places, self.best, self.span_tokens)
-        exact = overlap = 0.0
-        predictions = {}
+            nulls[sample] = min(nulls[sample], float(start[0].double() + end[0].double()))
+        texts = []
         for example, found in zip(examples, spans, strict=True):
-            context = example.texts[1]
             found.sort(key=lambda span: -span[0])
-            texts = list(dict.fromkeys(context[first:last] for _, first, last in found))
-            answer = texts[0] if texts else ""
-            exact += max(exact_match(answer, words) for _, words in example.target)
-            overlap += max(words_f1(answer, words) for _, words in example.target)
-            predictions[example.where.rpartition(", question ")[2]] = texts[: self.best]
-        return {"f1": overlap / len(examples), "exact_match": exact / len(examples)}, predictions
+            words = [example.texts[1][first:last] for _, first, last in found]
+            texts.append(list(dict.fromkeys(words))[: self.best] or [""])
+        given: dict[str, float] = {}
+        if self.may_be_null:
+            # A window has a span unless all of it is the question.
+            differences = [
+                null - (found[0][0] if found else -math.inf)
+                for null, found in zip(nulls, spans, strict=True)
+            ]
+            threshold = self.args.null_threshold
+            if threshold is None:
+                gains = [
+                    _best(words_f1, answers[0], example) - _best(words_f1, "", example)
+                    for answers, example in zip(texts, examples, strict=True)
+                ]
+                threshold = null_threshold(differences, gains)
+            for answers, difference in zip(texts, differences, strict=True):
+                answers.insert(0 if difference > threshold else 1, "")
+            given["null_threshold"] = threshold
+        overlaps = [_best(words_f1, t[0], e) for t, e in zip(texts, examples, strict=True)]
+        exact = [_best(exact_match, t[0], e) for t, e in zip(texts, examples, strict=True)]
+        parts = {"f1": overlaps, "exact_match": exact}
+        for name, kind in (("has_answer_f1", True), ("no_answer_f1", False)):
+            pairs = zip(overlaps, examples, strict=True)
+            parts[name] = [overlap for overlap, e in pairs if bool(e.target) == kind]
+        scores = {name: statistics.fmean(parts[name]) for name in self.metrics}
+        names = [example.where.rpartition(", question ")[2] for example in examples]
+        return scores | given, dict(zip(names, texts, strict=True))
+
+
+def _best(metric: Callable[[str, str], float], answer: str, example: Example) -> float:
+    """The best score of an answer with one of the right ones; where there is none, that is ''."""
+    return max(metric(answer, words) for words in [w for _, w in example.target] or [""])
 
 
 class Choice(Task):
@@ -329,6 +519,25 @@ class Choice(Task):
     auto = "AutoModelForMultipleChoice"
     collator_class = "DataCollatorForMultipleChoice"
     max_length = 64
+
+    def prepare(self) -> None:
+        self.with_lm_head = self.family in _DOUBLE_HEADS
+        if self.with_lm_head:
+            self.auto, self.output_names = _DOUBLE_HEADS[self.family], ("mc_logits",)
+
+    def collator(self) -> Any:
+        collator = super().collator()
+        return _ForDoubleHeads(collator) if self.with_lm_head else collator
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        if not self.with_lm_head:
+            return model(**batch)
+        if self.args.library == "transformers":
+            # Its GPT takes no mask of choices; padding follows the text, which does not see it.
+            batch.pop("attention_mask")
+        outputs = model(**batch)
+        outputs["loss"] = outputs.get("mc_loss")
+        return outputs
 
     def features(self, examples: list[Example]) -> Featured:
         pairs = [(e.texts[0], choice) for e in examples for choice in e.texts[1:]]
@@ -350,13 +559,100 @@ class Choice(Task):
         return 1 / (len(self.test[0].texts) - 1)
 
 
+#: The classes of the families that are not known to ``AutoModelForMultipleChoice``.
+_DOUBLE_HEADS = {"gpt2": "GPT2DoubleHeadsModel", "openai-gpt": "OpenAIGPTDoubleHeadsModel"}
+
+
+class _ForDoubleHeads:
+    """Batches of choices whose last token, the extract token, is classified."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, features: list[Feature]) -> Any:
+        batch = self.collator(features)
+        # With labels our model computes no logits of its language model.
+        batch["mc_labels"] = batch.pop("labels")
+        batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
+        return batch
+
+
 TASKS: Mapping[str, type[Task]] = {
     "classification": Classification,
     "pair": Pair,
+    "regression": Regression,
     "tagging": Tagging,
     "qa": QuestionAnswering,
     "choice": Choice,
 }
+
+
+# --- what a GPT does ------------------------------------------------------------------------------
+
+
+class _BothOrders:
+    """Batches [B, 2, T] of pairs in both orders. Scores stay what they are."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.collator = transformers.DataCollatorForMultipleChoice(tokenizer)
+
+    def __call__(self, features: list[Feature]) -> Any:
+        labels = torch.tensor([feature["labels"] for feature in features])
+        return {**self.collator(features), "labels": labels}
+
+
+def in_both_orders(
+    model: Any,
+    *,
+    labels: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    output_hidden_states: bool = False,
+    **batch: Tensor,
+) -> dict[str, Any]:
+    """Classify pairs [B, 2, T], given in both orders, by the sum of the states of both.
+
+    The sum of the logits is the logit of the sum, as the classifier of a GPT is linear and has no
+    bias.
+
+    Source: Radford et al. 2018, §3.3, Similarity.
+    """
+    outputs = model(
+        **{name: value.flatten(0, 1) for name, value in batch.items()},
+        output_hidden_states=output_hidden_states,
+    )
+    logits = outputs["logits"].unflatten(0, (-1, 2)).sum(1)  # [B, labels]
+    loss = None
+    if labels is not None:
+        config = getattr(model, "module", model).config
+        loss = ForSequenceClassificationLoss(labels, logits, config)
+        loss = loss * batch_share(labels, num_items_in_batch)
+    return {"loss": loss, "logits": logits, "hidden_states": outputs.get("hidden_states")}
+
+
+def with_language_model(
+    model: Any, batch: dict[str, Any], weight: float, run: Callable[..., Any]
+) -> Any:
+    """The outputs of ``run``, with ``weight`` times a language model's loss added to theirs.
+
+    Every token is predicted from those before it. The model needs no head for it: the table of a
+    GPT's tokens is its last layer, too.
+
+    Source: Radford et al. 2018, §3.2, equation 5.
+    """
+    labels = batch.get("labels", batch.get("mc_labels"))
+    if labels is None:
+        return run(model, **batch)
+    outputs = run(model, **batch, output_hidden_states=True)
+    ids, kept = batch["input_ids"], batch["attention_mask"].bool()
+    targets = shifted(ids.masked_fill(~kept, _IGNORED).flatten(0, -2))
+    assert targets is not None
+    table = getattr(model, "module", model).get_input_embeddings().weight
+    loss = ops.linear_cross_entropy(
+        outputs["hidden_states"][-1].flatten(0, -2), table, targets.flatten()
+    )
+    share = batch_share(labels, batch.get("num_items_in_batch"))
+    outputs["loss"] = outputs["loss"] + weight * share * loss
+    return outputs
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -377,6 +673,41 @@ def f1(found: Sequence[int], right: Sequence[int], classes: int) -> float:
     return sum(values) / len(values)
 
 
+def matthews(found: Sequence[int], right: Sequence[int]) -> float:
+    """Matthews' correlation of classes, of two or more; 0 if all answers are one class.
+
+    ``(c s - sum_k p_k t_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))`` with s examples, c
+    right answers, and p_k answers and t_k targets of class k.
+
+    Source: Gorodkin 2004, "Comparing two K-category assignments by a K-category correlation
+    coefficient"; for two classes Matthews 1975.
+    """
+    count, said, true = len(right), Counter(found), Counter(right)
+    hits = sum(map(lambda a, b: a == b, found, right))
+    above = hits * count - sum(said[label] * true[label] for label in true)
+    below = math.prod(count**2 - sum(n**2 for n in each.values()) for each in (said, true))
+    return above / math.sqrt(below) if below else 0.0
+
+
+def pearson(found: Sequence[float], right: Sequence[float]) -> float:
+    """Pearson's correlation; 0 if one of the two is constant, where it is not defined."""
+    try:
+        return statistics.correlation(found, right)
+    except statistics.StatisticsError:
+        return 0.0
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value, from 1; equal values have the mean of their ranks.
+
+    Pearson's correlation of the ranks is Spearman's.
+    """
+    places: dict[float, list[int]] = {}
+    for rank, value in enumerate(sorted(values), 1):
+        places.setdefault(value, []).append(rank)
+    return [statistics.fmean(places[value]) for value in values]
+
+
 def normalized(answer: str) -> str:
     """Lower case, without punctuation, articles and surplus spaces.
 
@@ -392,8 +723,10 @@ def exact_match(answer: str, right: str) -> float:
 
 
 def words_f1(answer: str, right: str) -> float:
-    """F1 of the words that two answers have in common."""
+    """F1 of the words that two answers have in common; 1 if both have no word."""
     found, wanted = normalized(answer).split(), normalized(right).split()
+    if not found or not wanted:
+        return float(found == wanted)
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
@@ -440,6 +773,33 @@ def best_spans(
     return spans
 
 
+def null_threshold(differences: Sequence[float], gains: Sequence[float]) -> float:
+    """The threshold on the null score difference that gives the highest sum of scores.
+
+    A question is answered if its difference, the score of no answer less that of the best span, is
+    not above the threshold.
+
+    Args:
+        differences: of each question.
+        gains: what each question's score gains if it is answered.
+
+    Returns:
+        The lowest of the best: the difference of a question, or 1 below all of them.
+
+    Source: Devlin et al. 2019, §4.3; the evaluation script of SQuAD 2.0.
+    """
+    gain_at: dict[float, float] = {}
+    for difference, gain in zip(differences, gains, strict=True):
+        gain_at[difference] = gain_at.get(difference, 0.0) + gain
+    total = most = 0.0
+    threshold = min(differences) - 1
+    for difference in sorted(gain_at):
+        total += gain_at[difference]
+        if total > most:
+            most, threshold = total, difference
+    return threshold
+
+
 def _unzipped(encoded: Any) -> list[Feature]:
     names = [name for name in encoded if name not in _BOOKKEEPING]
     return [
@@ -448,7 +808,8 @@ def _unzipped(encoded: Any) -> list[Feature]:
     ]
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
+    """The finite number that a text is, if it is one."""
     try:
         value = float(text)
     except ValueError:
@@ -456,18 +817,32 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _score(example: Example) -> float:
+    """A label that is a score."""
+    score = number(example.target)
+    if score is None:
+        raise _data_error(example.where, f"the label {example.target!r}", "a number")
+    return score
+
+
+def _check_names(args: FinetuneArguments, examples: list[Example]) -> None:
+    """Check that no label is a score, of which every value would be a class of its own."""
+    for example in examples:
+        args.check(
+            "task",
+            (number(example.target) or 0.0) % 1 == 0,
+            "names or whole numbers as labels",
+            "For scores give --task regression, or make two classes of them with --threshold, such "
+            "as --threshold 0.",
+            f"{args.task}, and labels with fractions, such as {example.target} ({example.where})",
+            DataError,
+        )
+
+
 def _label_order(name: str) -> tuple[float, str]:
     """Numbers by size, before words."""
-    number = _number(name)
-    return (float("inf") if number is None else number, name)
-
-
-def _threshold(examples: list[Example], given: float | None) -> float | None:
-    """Above which a label that is a score is the second class; None for labels that are names."""
-    scores = (_number(example.target) for example in examples)
-    if given is None and any(score % 1 for score in scores if score is not None):
-        return 0.0
-    return given
+    value = number(name)
+    return (float("inf") if value is None else value, name)
 
 
 def _data_error(where: str, got: str, expected: str, argument: str = "data") -> DataError:

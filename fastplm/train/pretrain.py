@@ -363,7 +363,7 @@ def _finish(
         models = {"discriminator": model.discriminator}
         if model.generator is not None:
             models["generator"] = model.generator
-    save_models(out, models, data.tokenizer)
+    save_models(out, models, {"": data.tokenizer})
     history = curve(trainer.state.log_history)
     flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
     metrics = {

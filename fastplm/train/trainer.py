@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -188,11 +189,16 @@ class RunTrainer(Trainer):
         )
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.outside_window():
+            return super().evaluate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def outside_window(self) -> Iterator[None]:
+        """What is done inside does not count as time of the training."""
         began = time.perf_counter()
-        metrics = super().evaluate(*args, **kwargs)
+        yield
         if self._window_began:
             self._window_began += time.perf_counter() - began
-        return metrics
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shlex
@@ -73,6 +74,8 @@ def write_files(folder: Path) -> None:
     labelled = [f"{'good' if i % 2 else 'bad'}\t{sentence(i)}" for i in range(20)]
     for name in ("reviews.tsv", "train.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(("label\ttext", *labelled)))
+    scored = [f"{i % 2 - 0.5}\t{sentence(i)}" for i in range(20)]
+    (folder / "scores.tsv").write_text("\n".join(("score\ttext", *scored)))
     pairs = [f"{i % 2}\t1\t2\t{sentence(i)}\t{sentence(i + 6 * (i % 2))}" for i in range(20)]
     head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
     (folder / "mrpc.txt").write_text("\n".join((head, *pairs)))
@@ -112,10 +115,29 @@ def write_files(folder: Path) -> None:
     t5 = configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "google-t5/t5-small")
     pieces.save_pretrained(folder / "google-t5/t5-small")
+    shutil.copytree(folder / "google-t5/t5-small", folder / "path/to/t5")
+    letters = train_tokenizer(stories, 400, folder / "cache", "bytelevel")
+    bart = configuration("bart-tiny", vocab_size=len(letters), tokenizer=letters)
+    transformers.BartForConditionalGeneration(bart).save_pretrained(folder / "path/to/bart")
+    letters.save_pretrained(folder / "path/to/bart")
+    part = {"is_decoder": True, "add_cross_attention": True}
+    decoder = transformers.BertConfig(**{**config.to_dict(), "vocab_size": len(letters), **part})
+    both = transformers.EncoderDecoderModel(
+        encoder=transformers.BertModel(config), decoder=transformers.BertLMHeadModel(decoder)
+    )
+    both.generation_config.decoder_start_token_id = letters.bos_token_id
+    both.save_pretrained(folder / "path/to/bert2bert")
+    tokenizer.save_pretrained(folder / "path/to/bert2bert")
+    letters.save_pretrained(folder / "path/to/bert2bert/target_tokenizer")
+    written = [f"{sentence(i)}\t{NOUNS[i % 10]}" for i in range(20)]
+    (folder / "articles.tsv").write_text("\n".join(("document\tsummary", *written)))
+    for name in (f"{split}.{side}.gz" for split in ("train", "test") for side in ("en", "de")):
+        lines = "".join(f"{sentence(i)}\n" for i in range(20))
+        (folder / name).write_bytes(gzip.compress(lines.encode()))
     # Those of benchmarks/finetuning.py.
     for name, source in {
-        "sentiment/movie.train.tsv": "train.tsv",
-        "sentiment/movie.test.tsv": "test.tsv",
+        "sentiment/movie.train.tsv": "scores.tsv",
+        "sentiment/movie.test.tsv": "scores.tsv",
         "pairs/mrpc.train.txt": "mrpc.txt",
         "pairs/mrpc.test.txt": "mrpc.txt",
         "tagging/ewt-pos.dev.tsv": "pos.tsv",

@@ -91,6 +91,7 @@ CUTS = {
         leaves=tuple(f"{RESULTS}/cpu/{name}" for name in ("mask_tokens.csv", "report.md")),
         slow=True,
     ),
+    "pip install sacrebleu": Cut("--dry-run", says="already satisfied: sacrebleu "),
     "pip install torch": Cut("--dry-run", says="already satisfied: torch "),
     "pip install -v --no-build-isolation .": Cut(
         "--no-deps --target out/site",

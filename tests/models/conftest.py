@@ -550,7 +550,7 @@ CLASSES = {
     name: family
     for name in models.__all__
     for family, prefix in PREFIXES.items()
-    if name.startswith(prefix) and "Joint" not in name
+    if name.startswith(prefix) and hasattr(transformers, name)
 }
 _HEADS = {"gpt2": "LMHeadModel", "openai": "LMHeadModel"}
 _HEADS |= {"bart": "ForConditionalGeneration", "t5": "ForConditionalGeneration"}

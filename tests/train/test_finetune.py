@@ -21,8 +21,8 @@ from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import finetune as module
+from fastplm.train.arguments import LIBRARIES
 from fastplm.train.finetune import (
-    LIBRARIES,
     FeatureDataset,
     FinetuneArguments,
     build_model,
@@ -37,10 +37,16 @@ from fastplm.train.finetune_data import hold_out, read_examples
 from fastplm.train.finetune_tasks import (
     TASKS,
     QuestionAnswering,
+    Regression,
+    Tagging,
     answer_tokens,
     best_spans,
     exact_match,
     f1,
+    matthews,
+    null_threshold,
+    pearson,
+    ranks,
     words_f1,
 )
 
@@ -57,10 +63,18 @@ def sentence(i: int) -> str:
 
 def _classification() -> str:
     rows = (
-        f"{'-1.5' if 'opens' in sentence(i) else '0.5'}\t{sentence(i)}{' again' * (i % 5)}"
+        f"{-1 if 'opens' in sentence(i) else 1}\t{sentence(i)}{' again' * (i % 5)}"
         for i in range(COUNT)
     )
-    return "\n".join(("score\ttext", *rows)) + "\n"
+    return "\n".join(("label\ttext", *rows)) + "\n"
+
+
+def _regression() -> str:
+    rows = (
+        f"{sentence(i)}\t{sentence(i + i % 3)}{' again' * (i % 5)}\t{(4.75, 0.5, 2.625)[i % 3]}"
+        for i in range(COUNT)
+    )
+    return "\n".join(("sentence1\tsentence2\tscore", *rows)) + "\n"
 
 
 def _pair() -> str:
@@ -88,6 +102,18 @@ def _qa() -> str:
     return json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}, indent=1)
 
 
+def _qa_with_null() -> str:
+    """Every third question has no answer; the place that is plausible is not read."""
+    content = json.loads(_qa())
+    questions = [q for p in content["data"][0]["paragraphs"] for q in p["qas"]]
+    for question in questions:
+        question["is_impossible"] = False
+    for question in questions[::3]:
+        question["plausible_answers"], question["answers"] = question["answers"], []
+        question["is_impossible"] = True
+    return json.dumps(content)
+
+
 def _choice() -> str:
     lines = []
     for i in range(COUNT):
@@ -104,6 +130,7 @@ def _choice() -> str:
 FILES = {
     "classification": _classification,
     "pair": _pair,
+    "regression": _regression,
     "tagging": _tagging,
     "qa": _qa,
     "choice": _choice,
@@ -193,7 +220,7 @@ def test_learns(task, arguments, files):
 @pytest.mark.parametrize(
     "task",
     [
-        task if task in ("pair", "qa") else pytest.param(task, marks=pytest.mark.slow)
+        task if task in ("regression", "qa") else pytest.param(task, marks=pytest.mark.slow)
         for task in FILES
     ],
 )
@@ -305,7 +332,7 @@ def test_resume_within_a_seed(arguments, monkeypatch):
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     """Killed when all steps were done, in the middle of an epoch: none is added."""
     whole = finetune(arguments("tagging", "whole"))
-    predict, step, steps = module.predict, module.FinetuningTrainer.training_step, []
+    evaluate, step, steps = Tagging.evaluate, module.FinetuningTrainer.training_step, []
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -315,15 +342,57 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(module.FinetuningTrainer, "training_step", counted)
-    monkeypatch.setattr(module, "predict", killed)
+    monkeypatch.setattr(Tagging, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         finetune(arguments("tagging", "parts"))
-    monkeypatch.setattr(module, "predict", predict)
+    monkeypatch.setattr(Tagging, "evaluate", evaluate)
     (parts,) = finetune(arguments("tagging", "parts", resume=True))["seeds"]
     assert steps == [0, 1, 2] and parts["steps"] == 3
     assert [parts[name] for name in ("loss", "scores")] == [
         whole["seeds"][0][name] for name in ("loss", "scores")
     ]
+
+
+def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
+    """Killed at the second of three numbers and resumed; each set of examples holds the last."""
+    whole = finetune(arguments("pair", "whole", max_samples=20))
+    out = tmp_path / "out"
+    args = arguments("pair", max_samples=[10, 20, 30], seeds=2)
+    run, sizes = module._run, []
+
+    def counted(args, task, *rest):
+        sizes.append({example.where for example in task.train})
+        if len(sizes) == 4:
+            raise KeyboardInterrupt
+        return run(args, task, *rest)
+
+    monkeypatch.setattr(module, "_run", counted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(args)
+    assert {path.name for path in out.glob("*/seed-*")} == {"seed-0", "seed-1"}
+    with pytest.raises(DataError, match="continue that run with --resume"):
+        finetune(args)
+    words = (
+        f"finetune --task pair --model {args.model} --data {files['pair']} --out {out} --seeds 2"
+    )
+    words += " --steps 3 --batch-size 4 --learning-rate 1e-3 --log-every 1 --resume"
+    capsys.readouterr()
+    assert cli.main([*words.split(), "--max-samples", "10,20,30"]) == 0
+    assert [len(examples) for examples in sizes] == [10, 10, 20, 20, 20, 30, 30]
+    assert sizes[0] < sizes[2] < sizes[-1]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert [point["train_examples"] for point in metrics["curve"]] == [10, 20, 30]
+    assert metrics["scores"] == metrics["curve"][2]["scores"]
+    assert metrics["curve"][1]["seeds"][0]["scores"] == whole["seeds"][0]["scores"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == [line for line in shown if line.startswith("10 examples, seed ")]
+    assert [line.split(" acc")[0] for line in shown[-3:]] == [
+        f"{n} examples:" for n in (10, 20, 30)
+    ]
+    for wrong in ([20, 10], [10, 10], [10, 0]):
+        with pytest.raises(ArgumentValueError, match="`max_samples` got"):
+            arguments("pair", max_samples=wrong)
+    assert cli._parser().parse_args([*words.split(), "--max-samples", "7"]).max_samples == 7
 
 
 def test_bf16(arguments):
@@ -362,7 +431,9 @@ def perfect(feature, task):
     for name in task.label_names:
         labels = torch.tensor(feature[name])
         scores = torch.zeros(*labels.shape, len(feature["input_ids"]) + 10)
-        if isinstance(task, QuestionAnswering) and labels == 0:
+        if isinstance(task, Regression):
+            logits.append(labels[None])
+        elif isinstance(task, QuestionAnswering) and labels == 0:
             logits.append(scores)
         else:
             logits.append(scores.scatter(-1, labels.clamp(min=0)[..., None], 1.0))
@@ -379,7 +450,8 @@ def test_right_answers_score_one(task, length, arguments):
         assert max(FeatureDataset(features).lengths) <= length
         logits = [perfect(feature, task) for feature in features]
         scores, _ = task.score(examples, notes, logits)
-        assert scores == dict.fromkeys(task.metrics, 1.0)
+        best = dict.fromkeys(task.metrics, 1.0)
+        assert scores == pytest.approx(best | ({"mse": 0.0} if "mse" in best else {}))
         first = task.label_names[0]
         others = [dict(feature, **{first: _other(feature[first])}) for feature in features]
         logits = [perfect(feature, task) for feature in others]
@@ -387,6 +459,8 @@ def test_right_answers_score_one(task, length, arguments):
 
 
 def _other(label):
+    if isinstance(label, float):
+        return -label
     return [_other(each) for each in label] if isinstance(label, list) else 1 if label != 1 else 0
 
 
@@ -448,6 +522,7 @@ def test_squad_scores():
     assert words_f1("the big, black cat", "Black cat sat down") == 4 / 7
     assert words_f1("dog dog", "dog") == 2 / 3
     assert words_f1("dog", "cat") == words_f1("", "cat") == 0
+    assert words_f1("the", "") == 1  # no word, as in the evaluation script
     assert exact_match("theory", "ory") == 0
 
 
@@ -468,12 +543,128 @@ def test_several_answers_and_windows_count_once(arguments):
     assert task.score([more], [(0, places)] * 2, logits)[0] == {"f1": 1.0, "exact_match": 1.0}
 
 
+def test_null_threshold_by_hand():
+    """Of five questions two have no answer: answering those loses what leaving them would win."""
+    differences = [-3.0, -1.0, 0.5, 2.0, 2.0]
+    # Answered up to 0.5: 1 - 1 + 0.8; the two at 2.0 come together, and lose 0.4 - 1.
+    assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, -1.0]) == -3.0
+    assert null_threshold(differences, [1.0, -0.5, 0.8, 0.4, -1.0]) == 0.5
+    assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, 1.0]) == 2.0
+    assert null_threshold(differences, [-1.0, -1.0, 0.8, 0.4, -1.0]) == -4.0
+
+
+def test_questions_without_an_answer(arguments, tmp_path):
+    """Four questions by hand: (logits of no answer, of the best span) and the right answer."""
+    path = tmp_path / "squad2.json"
+    path.write_text(_qa_with_null())
+    task = prepare_task(arguments("qa", data=path, eval_data=path))
+    assert task.metrics == ("f1", "exact_match", "has_answer_f1", "no_answer_f1")
+    features, notes = task.features(task.test)
+    for feature, (sample, _) in zip(features, notes, strict=True):
+        null = not task.test[sample].target
+        assert null == (sample % 3 == 0)
+        assert null == (feature["start_positions"] == feature["end_positions"] == 0)
+    examples = [task.test[index] for index in (1, 0, 2, 3)]
+    assert [len(example.target) for example in examples] == [1, 0, 1, 0]
+    notes, logits = [], []
+    for index, example in enumerate(examples):
+        noun = example.texts[1].split()[1]
+        ((start, words),) = example.target or ((len("the "), noun),)
+        for null in (9.0, 0.0):  # of two windows the lower one counts
+            notes.append((index, [None, (start, start + len(words))]))
+            # Differences of -4, -2, 3 and 4.
+            best = (2.0, 1.0, -1.5, -2.0)[index]
+            logits.append((torch.tensor([null, best]),) * 2)
+    scores, predictions = task.score(examples, notes, logits)
+    # The first alone is answered: right, as are the two without an answer.
+    assert scores == {
+        "f1": 0.75,
+        "exact_match": 0.75,
+        "has_answer_f1": 0.5,
+        "no_answer_f1": 1.0,
+        "null_threshold": -4.0,
+    }
+    words = [example.texts[1].split()[1] for example in examples]
+    assert examples[0].target[0][1] in predictions[_id(examples[0])][0]
+    assert [predictions[_id(example)][0] for example in examples[1:]] == [""] * 3
+    assert predictions[_id(examples[1])] == ["", words[1]]
+    task.args.null_threshold = 3.0
+    scores, _ = task.score(examples, notes, logits)
+    assert scores["has_answer_f1"] == 1 and scores["null_threshold"] == 3
+    assert scores["no_answer_f1"] == 0.5
+
+
+def _id(example):
+    return example.where.rpartition(", question ")[2]
+
+
+def test_a_run_with_questions_without_an_answer(arguments, tmp_path):
+    path = tmp_path / "squad2.json"
+    path.write_text(_qa_with_null())
+    metrics = finetune(arguments("qa", data=path, steps=2))
+    (result,) = metrics["seeds"]
+    assert metrics["scores"].keys() == {"f1", "exact_match", "has_answer_f1", "no_answer_f1"}
+    assert result["scores"].keys() - metrics["scores"].keys() == {"null_threshold"}
+    predictions = json.loads((tmp_path / "out" / "seed-0" / "predictions.json").read_text())
+    assert all(texts.count("") == 1 for texts in predictions["predictions"].values())
+    with pytest.raises(ArgumentValueError, match="`null_threshold` got 1, and every question"):
+        prepare_task(arguments("qa", null_threshold=1))
+
+
 def test_f1_by_hand():
     # Said 1: three times, two of them right; one 1 was missed: 2*2 / (3 + 3).
     assert f1([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], 2) == 2 / 3
     assert f1([0, 0], [0, 0], 2) == 0
     # Class 0: 1; class 1: 2*1 / (1 + 2); class 2: 0.
     assert f1([0, 1, 2], [0, 1, 1], 3) == (1 + 2 / 3 + 0) / 3
+
+
+def test_matthews_by_hand():
+    # Two classes: 2 true, 1 false and 1 missed of class 1, 1 true of class 0:
+    # (2*1 - 1*1) / sqrt(3 * 3 * 2 * 2).
+    assert matthews([1, 1, 1, 0, 0], [1, 1, 0, 1, 0]) == pytest.approx(1 / 6)
+    assert matthews([1, 0, 0], [0, 1, 1]) == -1 and matthews([2, 0, 1], [2, 0, 1]) == 1
+    assert matthews([1, 1, 1], [1, 1, 0]) == 0
+    # Three classes, s = 4, c = 3, p = (1, 2, 1), t = (1, 1, 2): (12 - 5) / (16 - 6).
+    assert matthews([0, 1, 2, 1], [0, 1, 2, 2]) == 0.7
+
+
+def test_correlations_by_hand():
+    # Deviations (-2, 0, 2) and (-1, -1, 2): (2 + 4) / sqrt(8 * 6).
+    assert pearson([1.0, 3.0, 5.0], [2.0, 2.0, 5.0]) == pytest.approx(6 / 48**0.5)
+    assert pearson([1.0, 1.0], [2.0, 5.0]) == 0
+    assert ranks([0.5, 2.0, -1.0, 2.0]) == [2.0, 3.5, 1.0, 3.5]
+
+
+def test_correlations_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    values = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    found, right = values.tolist()
+    assert pearson(found, right) == pytest.approx(stats.pearsonr(found, right)[0])
+    spearman = pearson(ranks(found), ranks(right))
+    assert spearman == pytest.approx(stats.spearmanr(found, right)[0])
+
+
+def test_scores_are_not_classes(arguments, tmp_path):
+    """Labels with fractions are refused unless the settings say what they are."""
+    path = tmp_path / "scores.tsv"
+    texts = [f"{score}\t{sentence(i)}" for i, score in enumerate((4.8, 0.5, 1.2, 2.6, 0, 5))]
+    path.write_text("\n".join(("score\ttext", *texts)))
+    for options in ({}, {"eval_data": path}):
+        expected = r"`task` got classification, and labels with fractions, such as 4.8 .*tsv:2"
+        with pytest.raises(DataError, match=expected + ".*--task regression.*--threshold"):
+            prepare_task(arguments("classification", data=path, **options))
+    task = prepare_task(arguments("classification", data=path, eval_data=path, threshold=1))
+    assert [f["labels"] for f in task.features(task.train)[0]] == [1, 0, 1, 1, 0, 1]
+    task = prepare_task(arguments("regression", data=path, eval_data=path))
+    assert [f["labels"] for f in task.features(task.train)[0]] == [4.8, 0.5, 1.2, 2.6, 0, 5]
+    found = [(torch.tensor([score]),) for score in (5.0, 1.0, 1.0, 2.0, 0.0, 5.0)]
+    scores, predictions = task.score(task.test, [], found)
+    assert predictions == [5, 1, 1, 2, 0, 5]
+    squares = 0.2**2 + 0.5**2 + 0.2**2 + 0.6**2
+    assert scores["mse"] == pytest.approx(squares / 6) and 0.9 < scores["pearson"] < 1
+    # The ranks are 5.5 2.5 2.5 4 1 5.5 and 5 2 3 4 1 6.
+    assert scores["spearman"] == pytest.approx(16.5 / (16.5 * 17.5) ** 0.5)
 
 
 def test_interval_by_hand():
@@ -505,13 +696,24 @@ MALFORMED = {
     "no object": ("classification", '{"text": "a", "label": 1}\n3\n', r":2: a int"),
     "nothing": ("classification", "text\tlabel\n\n", "nothing; expected one example"),
     "one label": ("classification", "text\tlabel\na\tx\nb\tx\nc\tx\n", "one label alone"),
-    "no number": ("classification", "text\tlabel\na\t.5\nb\t2\nc\t?\n", "a number"),
+    "no number": ("regression", "text\tlabel\na\t.5\nb\t2\nc\t?\n", r":4: .*a number"),
+    "one score": ("regression", "text\tlabel\na\t.5\nb\t.5\n", "one score alone"),
+    "no texts": ("regression", "a\tlabel\na\t.5\n", "2 or 1 of texts"),
     "a word": ("tagging", "a\tX\n\nb\tY\nword\n", r":4: 'word'"),
     "three": ("tagging", "a\tX\n\nb\tY\nc\tX\tY\n", r":4: "),
     "not JSON": ("qa", '{"data": [\n{]}', r":2: no JSON"),
     "no data": ("qa", "{}", "an object without 'data'"),
     "wrong kind": ("qa", '{"data": [3]}', "a int where an object with 'paragraphs'"),
-    "no answer": ("qa", re.sub(r'"answers": \[[^]]*\]', '"answers": []', _qa()), "no answer"),
+    "no answer": (
+        "qa",
+        re.sub(r'"answers": \[[^]]*\]', '"answers": []', _qa()),
+        "0 answers and no",
+    ),
+    "an answer and none": (
+        "qa",
+        _qa().replace('"question":', '"is_impossible": true, "question":'),
+        "1 answers and 'is_impossible'",
+    ),
     "elsewhere": ("qa", _qa().replace('"answer_start": 4', '"answer_start": 5'), "character 5"),
     "answer": (
         "choice",
@@ -625,7 +827,7 @@ def test_benchmark(checkpoint, files, tmp_path, monkeypatch, capsys):
     (page,) = tmp_path.rglob("finetuning.md")
     (rows,) = tmp_path.rglob("finetuning.csv")
     assert page.read_text().splitlines()[-1] in shown
-    assert len(rows.read_text().splitlines()) == 1 + 2 * 2  # two scores, two libraries
+    assert len(rows.read_text().splitlines()) == 1 + 3 * 2  # three scores, two libraries
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -636,7 +838,7 @@ def test_wrong_settings(arguments):
     for name, value in wrong.items():
         with pytest.raises(ArgumentValueError, match=f"`{name}`"):
             arguments("pair", **{name: value})
-    with pytest.raises(ArgumentValueError, match="`threshold` got 0 with the task qa"):
+    with pytest.raises(ArgumentValueError, match="`threshold` got 0 with --task qa"):
         arguments("qa", threshold=0)
     with pytest.raises(ArgumentValueError, match="`max_length` got 129; expected 128"):
         prepare_task(arguments("pair", max_length=129))
@@ -686,6 +888,6 @@ def test_command_line_knows_every_task_and_setting():
         if isinstance(action, argparse._SubParsersAction)
     )
     options = {action.dest: action for action in commands.choices["finetune"]._actions}
-    assert set(options["task"].choices) == set(TASKS)
+    assert set(options["task"].choices) == {*TASKS, "seq2seq"}
     assert set(options["library"].choices) == set(LIBRARIES)
     assert options.keys() - {"help"} == FinetuneArguments.__dataclass_fields__.keys()

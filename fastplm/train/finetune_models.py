@@ -1,0 +1,313 @@
+"""The tokenizer and the model of a fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import fastplm.models
+from fastplm._checks import DataError
+from fastplm.data import load_tokenizer
+from fastplm.train._run_folder import loaded
+from fastplm.train.arguments import ENCODERS, FinetuneArguments
+from fastplm.train.finetune_tasks import CAUSAL, Task
+from fastplm.train.frozen import Frozen, Kept
+
+#: What a GPT reads around its texts.
+START, DELIMITER, EXTRACT = "<|start|>", "<|delimiter|>", "<|extract|>"
+_PADDING = "<|padding|>"
+_DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout_prob",
+    "classifier_dropout",
+    "dropout",
+    "dropout_rate",
+    "attention_dropout",
+    "activation_dropout",
+    "summary_last_dropout",
+    "summary_first_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+)
+
+
+def read_config(args: FinetuneArguments, **settings: Any) -> Any:
+    """The configuration of the checkpoint, with some settings of its own."""
+    config = config_at(args.checkpoint, "model" if args.encoder is None else "encoder", **settings)
+    causal = config.model_type in CAUSAL
+    encodes = not causal and not config.is_encoder_decoder
+    for name, able, expected in (
+        ("both_orders", causal, "a GPT or GPT-2; an encoder reads two texts at once, in one order"),
+        ("lm_weight", causal, "a GPT or GPT-2, which are language models"),
+        *((name, encodes, "an encoder, such as BERT") for name in ENCODERS),
+    ):
+        value = getattr(args, name)
+        default = args.__dataclass_fields__[name].default
+        got = f"{value} with --model {args.model}, a {config.model_type}"
+        args.check(name, able or value == default, expected, "Leave the option out.", got)
+    return config
+
+
+def config_at(path: str | Path, argument: str, **settings: Any) -> Any:
+    """The configuration in a folder, which ``argument`` names."""
+    from transformers import AutoConfig
+
+    load = functools.partial(AutoConfig.from_pretrained, path, local_files_only=True, **settings)
+    return loaded("finetune", argument, path, "a checkpoint with its config.json", load)
+
+
+def set_dropout(config: Any, rate: float | None) -> None:
+    """Set every dropout of a configuration, and of the parts of an encoder-decoder's."""
+    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+        for name in _DROPOUTS if rate is not None else ():
+            if hasattr(each, name):
+                setattr(each, name, rate)
+
+
+# --- the tokenizer --------------------------------------------------------------------------------
+
+
+def read_tokenizer(args: FinetuneArguments) -> Any:
+    """The tokenizer of the checkpoint, which can pad and keeps two texts apart."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
+    if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
+        # A byte-level tokenizer then splits a word alone as it does inside a text.
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.model, add_prefix_space=True, local_files_only=True
+        )
+    kind = type(tokenizer).__name__
+    args.check(
+        "model",
+        tokenizer.is_fast,
+        "a fast tokenizer",
+        "Save it as one, with a tokenizer.json.",
+        f"{args.checkpoint}, whose tokenizer is {kind}",
+        DataError,
+    )
+    if (
+        args.task not in ("tagging", "seq2seq")
+        and tokenizer.num_special_tokens_to_add(pair=True) == 0
+    ):
+        add_task_tokens(tokenizer)
+    args.check(
+        "model",
+        args.task in ("classification", "tagging", "seq2seq")
+        or None in tokenizer("a", "b").sequence_ids()[1:-1],
+        "a tokenizer with a token between two texts",
+        "Give its tokenizer.json a post-processor that adds one.",
+        f"{args.model}, whose tokenizer puts nothing between them",
+        DataError,
+    )
+    if tokenizer.pad_token is None:
+        args.check(
+            "model",
+            tokenizer.eos_token is not None,
+            "a tokenizer that can pad",
+            "Add one with tokenizer.add_special_tokens.",
+            f"{args.checkpoint}, whose tokenizer has no pad_token",
+            DataError,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def add_task_tokens(tokenizer: Any) -> None:
+    """Make a tokenizer put start, delimiter and extract tokens around its texts.
+
+    One text becomes ``start text extract``, two become ``start first delimiter second extract``.
+    The tokens are special ones, and the saved tokenizer adds them, too.
+
+    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training",
+    figure 1 and §3.3.
+    """
+    special: dict[str, Any] = {"additional_special_tokens": [START, DELIMITER, EXTRACT]}
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        special["pad_token"] = _PADDING
+    tokenizer.add_special_tokens(special)
+    names = (START, DELIMITER, EXTRACT)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{START} $A {EXTRACT}",
+        pair=f"{START} $A {DELIMITER} $B:0 {EXTRACT}",
+        special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names],
+    )
+
+
+def longest(args: FinetuneArguments, usual: int, config: Any, tokenizer: Any) -> int:
+    """The tokens of a feature at most: ``args.max_length`` or, within the model's, ``usual``."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type == "roberta":
+        positions -= config.pad_token_id + 1
+    bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    length = min(usual, bound) if args.max_length is None else args.max_length
+    args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
+    return length
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def build_model(
+    args: FinetuneArguments, task: Task, seed: int, kept: dict[Any, Kept] | None = None
+) -> PreTrainedModel:
+    """The model of a run, its head new: that of Transformers, or ours with the same weights.
+
+    Args:
+        args: the settings of the run.
+        task: what the model learns.
+        seed: of the new weights.
+        kept: what a frozen backbone knows of the examples.
+    """
+    from transformers import set_seed
+
+    set_seed(seed)
+    model = task.new_model()
+    if model is not None:
+        return model
+    own = args.needs_features
+    config = read_config(args, **({} if own else task.config))
+    set_dropout(config, args.dropout)
+    if config.pad_token_id is None:
+        config.pad_token_id = task.tokenizer.pad_token_id
+    set_seed(seed)
+    plain, new = _plain(args, "AutoModel" if own else task.auto, config)
+    _make_room(args, task, plain)
+    if own:
+        model = _with_features(args, task, plain, seed)
+    else:
+        model = task.adapted(plain if args.library == "transformers" else _ours(args, plain))
+    if args.freeze:
+        layers = 4 if args.features == "last-four" else 0
+        frozen = Frozen(
+            model, {} if kept is None else kept, new_pooler="pooler" in new, layers=layers
+        )
+        # Kept for ``FinetuningTrainer``.
+        model.frozen = frozen
+    return model
+
+
+def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[str]]:
+    """A model of Transformers, and the parts of its backbone that are new."""
+    assert args.model is not None
+    kind: Any = getattr(transformers, auto)
+    expected = f"a checkpoint of a model with a head for {args.task}"
+    if args.from_scratch:
+        make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+        expected = f"the configuration of a model with a head for {args.task}"
+        load = functools.partial(make, config)
+        return loaded("finetune", "model", args.model, expected, load).float(), set()
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # a new head is expected
+    load = functools.partial(
+        kind.from_pretrained,
+        args.model,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    try:
+        plain, loading = loaded("finetune", "model", args.model, expected, load)
+    finally:
+        logging.set_verbosity(shown)
+    # A model without a head is the backbone itself.
+    backbone = "" if auto == "AutoModel" else f"{plain.base_model_prefix}."
+    missing = [name for name in sorted(loading["missing_keys"]) if name.startswith(backbone)]
+    lost = [name for name in missing if "pooler." not in name]
+    got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
+    args.check("model", not lost, expected, "Check the path.", got, DataError)
+    return plain, {"pooler"} if missing else set()
+
+
+def _with_features(args: FinetuneArguments, task: Task, plain: Any, seed: int) -> Any:
+    """An encoder with one of the heads that Transformers does not have."""
+    from transformers import set_seed
+
+    from fastplm.models.features import (
+        FeaturesConfig,
+        FeaturesForSequenceClassification,
+        FeaturesForTokenClassification,
+    )
+
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    config = FeaturesConfig(
+        encoder=plain.config.to_dict(),
+        features=args.features,
+        head=args.head,
+        pooling=args.pooling or "mean",
+        **task.config,
+        **({} if args.dropout is None else {"dropout": args.dropout}),
+    )
+    tokens = args.task == "tagging"
+    kind = FeaturesForTokenClassification if tokens else FeaturesForSequenceClassification
+    encoder = None if args.library == "transformers" else _ours(args, plain)
+    set_seed(seed)  # what was drawn until here depends on the library
+    model = kind(config, plain)
+    # The head reads no pooler; and to initialise the head changes what is in the encoder.
+    model.encoder.load_state_dict({n: w for n, w in weights.items() if "pooler." not in n})
+    if encoder is None:
+        return model
+    ours = kind(config, encoder)
+    ours.load_state_dict(model.state_dict())
+    return ours
+
+
+def _make_room(args: FinetuneArguments, task: Task, model: Any) -> None:
+    """Check that tokenizer and embedding belong together, and add rows for the tokens of a task.
+
+    They are drawn as the model draws its own: the mean of the others, which is Transformers'
+    default, would make start, delimiter and extract the same token.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    known = task.tokenizer.get_added_vocab()
+    added = sum(name in known for name in (START, DELIMITER, EXTRACT, _PADDING))
+    size = len(task.tokenizer)
+    args.check(
+        "model",
+        size - added <= vocabulary,
+        "a tokenizer and a model that belong together",
+        "Check the path.",
+        f"a tokenizer of {size - added} tokens and an embedding of {vocabulary}",
+        DataError,
+    )
+    if size > vocabulary:
+        model.resize_token_embeddings(size, mean_resizing=False)
+
+
+def _ours(args: FinetuneArguments, plain: Any) -> Any:
+    """The drop-in model of a model of Transformers, with its weights."""
+    name = type(plain).__name__
+    args.check(
+        "model",
+        name in fastplm.models.__all__,
+        "a class of fastplm.models",
+        "Use --library transformers.",
+        f"{args.model}, a {name}",
+        DataError,
+    )
+    ours = getattr(fastplm.models, name)._from_config(
+        copy.deepcopy(plain.config), attn_implementation="fastplm"
+    )
+    ours.load_state_dict(plain.state_dict())
+    return ours
+
+
+def usual_learning_rate(args: FinetuneArguments, config: Any) -> float:
+    """A peak learning rate for a width: small models learn with larger ones, heads with more."""
+    if args.freeze:
+        return 1e-3
+    width = getattr(config, "decoder", config).hidden_size
+    return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4

@@ -1,0 +1,320 @@
+"""Fine-tuning to write texts: summaries, translation, sentence fusion, splitting.
+
+A T5, BART or encoder-decoder checkpoint is trained on sources and targets, or an encoder-decoder
+is warm-started from encoder checkpoints. What the model writes for the test sources is scored.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.utils import logging
+
+import fastplm.hf
+import fastplm.models
+from fastplm._checks import DataError
+from fastplm.data import load_tokenizer, train_tokenizer
+from fastplm.data._folder import default_cache, say
+from fastplm.train._run_folder import loaded
+from fastplm.train.arguments import FinetuneArguments
+from fastplm.train.finetune_data import Example
+from fastplm.train.finetune_models import config_at, set_dropout
+from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
+
+#: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
+TARGET_TOKENIZER = "target_tokenizer"
+_IGNORED = -100
+_SOURCE_VOCABULARY = 8000
+
+
+class Seq2Seq(Task):
+    """A text for a text. See ``Task``, whose ``tokenizer`` is that of the sources."""
+
+    auto = "AutoModelForSeq2SeqLM"
+    metrics = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum")
+
+    def prepare(self) -> None:
+        """Find the tokenizers, some of which are trained on the texts."""
+        args = self.args
+        for library in ("sacrebleu", "rouge_score"):  # now, and not after the training
+            args.check(
+                "task",
+                importlib.util.find_spec(library) is not None,
+                f"the library {library}, which scores the texts",
+                "pip install sacrebleu rouge-score",
+                f"seq2seq, without {library}",
+                DataError,
+            )
+        self.target_tokenizer = self._target_tokenizer()
+        if args.source_encoder_layers is not None:
+            got = f"{args.model}, a {self.family}"
+            args.check("model", self.family == "bart", "a BART", "Choose another.", got)
+            sources = [example.texts[0] for example in self.train]
+            self.tokenizer = _trained(sources, args.source_vocab_size or _SOURCE_VOCABULARY)
+        # Whether the decoder starts with a token that the tokenizer puts before each text, as
+        # BERT's [CLS]: the labels then begin after it.
+        self.starts = args.encoder is not None or self.family == "encoder-decoder"
+
+    def _target_tokenizer(self) -> Any:
+        """That of the targets: trained on them, the decoder's, or that of the sources."""
+        args = self.args
+        if args.target_vocab_size is not None:
+            return _trained([example.target for example in self.train], args.target_vocab_size)
+        inside = Path(args.checkpoint) / TARGET_TOKENIZER
+        if args.decoder is None and not inside.is_dir():
+            return self.tokenizer
+        found: Any = load_tokenizer(inside if args.decoder is None else args.decoder, needs=())
+        if found.pad_token is None:
+            found.pad_token = found.eos_token
+        return found
+
+    @property
+    def tokenizers(self) -> dict[str, Any]:
+        if self.target_tokenizer is self.tokenizer:
+            return super().tokenizers
+        return {**super().tokenizers, TARGET_TOKENIZER: self.target_tokenizer}
+
+    @property
+    def end(self) -> int:
+        """The token that ends a target."""
+        tokenizer = self.target_tokenizer
+        eos = tokenizer.eos_token_id
+        return tokenizer.sep_token_id if eos is None else eos
+
+    def features(self, examples: list[Example]) -> Featured:
+        encoded = self.sources(examples)
+        features: list[Feature] = []
+        labels, cut = [], 0
+        for example in examples:
+            ids = self.target_tokenizer(example.target)["input_ids"]
+            ids = ids[1:] if self.starts and ids[:1] == [self.start] else ids
+            ids = ids if ids[-1:] == [self.end] else [*ids, self.end]
+            if len(ids) > self.args.max_target_length:
+                cut, ids = cut + 1, [*ids[: self.args.max_target_length - 1], self.end]
+            labels.append(ids)
+        if cut:
+            say(f"{cut:,} of {len(examples):,} targets were cut to --max-target-length.")
+        for index, target in enumerate(labels):
+            feature = {name: encoded[name][index] for name in encoded}
+            features.append({**feature, "labels": target})
+        return features, [None] * len(features)
+
+    @property
+    def start(self) -> int | None:
+        """The token that the target tokenizer puts first, if any."""
+        tokenizer = self.target_tokenizer
+        bos = tokenizer.bos_token_id
+        return tokenizer.cls_token_id if bos is None else bos
+
+    @functools.cached_property
+    def test_sources(self) -> Any:
+        """Those that are scored, perhaps several times."""
+        return self.sources(self.test)
+
+    def sources(self, examples: list[Example]) -> Any:
+        """The sources as tokens, with the prefix; a line says how many were too long."""
+        texts = [self.args.prefix + example.texts[0] for example in examples]
+        encoded = self.tokenizer(texts, truncation=True, max_length=self.limit)
+        full = [i for i, ids in enumerate(encoded["input_ids"]) if len(ids) == self.limit]
+        longer = self.tokenizer([texts[i] for i in full])["input_ids"] if full else []
+        cut = sum(len(ids) > self.limit for ids in longer)
+        if cut:
+            say(f"{cut:,} of {len(examples):,} sources were cut to --max-length {self.limit}.")
+        return encoded
+
+    def collator(self) -> Any:
+        return _Collator(self.tokenizer, masks_decoder=self.starts)
+
+    def generate(self, trainer: Trainer) -> list[str]:
+        """What the model writes for the test sources."""
+        model: Any = trainer.model
+        encoded = self.test_sources
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        written = [""] * len(order)
+        model.eval()
+        size = trainer.args.eval_batch_size
+        for begin in range(0, len(order), size):
+            chosen = order[begin : begin + size]
+            rows = [{name: encoded[name][index] for name in encoded} for index in chosen]
+            batch = self.tokenizer.pad(rows, return_tensors="pt").to(trainer.args.device)
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                ids = model.generate(
+                    **batch,
+                    do_sample=False,
+                    num_beams=self.args.beams,
+                    length_penalty=self.args.length_penalty,
+                    max_new_tokens=self.args.max_target_length,
+                )
+            texts = self.target_tokenizer.batch_decode(ids, skip_special_tokens=True)
+            for index, text in zip(chosen, texts, strict=True):
+                written[index] = text.strip()
+        return written
+
+    def evaluate(self, trainer: Any) -> Scored:
+        written = self.generate(trainer)
+        return text_scores(written, [example.target for example in self.test]), written
+
+    def new_model(self) -> Any:
+        return None if self.args.encoder is None else warm_started(self.args, self)
+
+    def adapted(self, model: Any) -> Any:
+        layers = self.args.source_encoder_layers
+        if layers is None:
+            return model
+        size, padding = len(self.tokenizer), self.tokenizer.pad_token_id
+        return fastplm.models.BartForTranslation.from_bart(model, size, layers, padding)
+
+
+class _Collator:
+    """Pads the sources with their tokenizer's padding and the labels with -100.
+
+    An encoder-decoder's class finds padding in the decoder's inputs by its id, which may be that of
+    the first token, as in GPT-2; so with ``masks_decoder`` the batch has the decoder's mask.
+    """
+
+    def __init__(self, tokenizer: Any, *, masks_decoder: bool) -> None:
+        self.tokenizer, self.masks_decoder = tokenizer, masks_decoder
+
+    def __call__(self, features: list[Feature]) -> dict[str, Tensor]:
+        labels = [torch.tensor(feature.pop("labels")) for feature in features]
+        batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
+        batch["labels"] = torch.nn.utils.rnn.pad_sequence(
+            labels, batch_first=True, padding_value=_IGNORED
+        )
+        if self.masks_decoder:
+            batch["decoder_attention_mask"] = (batch["labels"] != _IGNORED).long()
+        return batch
+
+
+def text_scores(written: list[str], references: list[str]) -> dict[str, float]:
+    """BLEU and chrF of a corpus (sacreBLEU), and the mean F1 of ROUGE-1, -2 and -Lsum, in percent.
+
+    Args:
+        written: what a model wrote.
+        references: one for each.
+
+    Source: Papineni et al. 2002; Popović 2015; Lin 2004; Post 2018 (arXiv 1804.08771).
+    """
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = ("rouge1", "rouge2", "rougeLsum")
+    scorer = RougeScorer(names)
+    rouge = dict.fromkeys(names, 0.0)
+    for text, reference in zip(written, references, strict=True):
+        for name, score in scorer.score(reference, text).items():
+            rouge[name] += 100 * score.fmeasure / len(written)
+    return {
+        "bleu": sacrebleu.corpus_bleu(written, [references]).score,
+        "chrf": sacrebleu.corpus_chrf(written, [references]).score,
+        **rouge,
+    }
+
+
+def _trained(texts: list[str], size: int) -> Any:
+    """A byte-level tokenizer, which keeps case, accents and spaces, trained on texts."""
+    tokenizer: Any = train_tokenizer(texts, size, default_cache(), "bytelevel")
+    return tokenizer
+
+
+# --- a new source encoder -------------------------------------------------------------------------
+
+
+class TwoSteps(TrainerCallback):
+    """Freezes most of a ``BartForTranslation`` in the first steps.
+
+    A parameter without a gradient has no state in the optimizer and is not changed by it.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        # In every step: after a resume, the first one may be any.
+        model.requires_grad_(state.global_step >= self.steps)
+        for parameter in model.first_step_parameters():
+            parameter.requires_grad_(True)
+
+
+# --- warm start -----------------------------------------------------------------------------------
+
+
+def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
+    """An encoder-decoder whose parts are loaded from checkpoints or newly initialized.
+
+    Source: Rothe et al. 2020 (arXiv 1907.12461), §2: RND2RND, BERT2RND, RND2BERT, BERT2BERT,
+    BERTSHARE, BERT2GPT, …
+    """
+    assert args.encoder is not None
+    paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
+    configs = {part: config_at(path, part) for part, path in paths.items()}
+    target, config = task.target_tokenizer, configs["decoder"]
+    args.check(
+        "encoder" if args.decoder is None else "decoder",
+        type(config) in transformers.AutoModelForCausalLM._model_mapping,
+        "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2",
+        "Choose another --decoder.",
+        f"{paths['decoder']}, a {config.model_type}",
+        DataError,
+    )
+    config.is_decoder = config.add_cross_attention = True
+    if args.target_vocab_size is not None:
+        config.vocab_size = len(target)
+        config.bos_token_id, config.eos_token_id = task.start, task.end
+        config.pad_token_id = target.pad_token_id
+    # ``fastplm.hf`` has registered the attention.
+    ours = args.library == "fastplm"
+    options = {"attn_implementation": fastplm.hf.NAME} if ours else {}
+    encoder, decoder = (_part(args, part, paths[part], configs[part], options) for part in paths)
+    if args.target_vocab_size is not None:  # rows of other tokens may have been loaded
+        std = getattr(config, "initializer_range", 0.02)
+        torch.nn.init.normal_(decoder.get_input_embeddings().weight, std=std)
+    ids = {
+        "decoder_start_token_id": task.start,
+        "eos_token_id": task.end,
+        "pad_token_id": target.pad_token_id,
+    }
+    joint = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder.config, decoder.config, **ids
+    )
+    if args.share:
+        joint.tie_encoder_decoder = True
+    library: Any = fastplm.models if ours else transformers
+    model = library.EncoderDecoderModel(joint, encoder, decoder)
+    for name, value in ids.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def _part(
+    args: FinetuneArguments, part: str, path: str | Path, config: Any, options: dict[str, Any]
+) -> Any:
+    """The encoder, or the decoder with new cross-attention."""
+    encodes = part == "encoder"
+    auto: Any = transformers.AutoModel if encodes else transformers.AutoModelForCausalLM
+    set_dropout(config, args.dropout)
+    if args.warm not in ("both", part):
+        return auto.from_config(config, **options)
+    load = functools.partial(
+        auto.from_pretrained,
+        path,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        ignore_mismatched_sizes=not encodes and args.target_vocab_size is not None,
+        **options,
+    )
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # new cross-attention is expected
+    try:
+        return loaded("finetune", part, path, f"a checkpoint for the {part}", load)
+    finally:
+        logging.set_verbosity(shown)
