@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling
+from fastplm.classic.sentences import QuickThoughtsModel, ThoughtsConfig
+from fastplm.classic.words import Words
 from fastplm.data import train_tokenizer
 from fastplm.train.presets import configuration
 
@@ -112,6 +115,13 @@ def write_files(folder: Path) -> None:
     t5 = configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "google-t5/t5-small")
     pieces.save_pretrained(folder / "google-t5/t5-small")
+    words = Words.train(stories, 40)
+    for name, model in (
+        ("elmo", ElmoForLanguageModeling(ElmoConfig(vocab_size=len(words)))),
+        ("quick", QuickThoughtsModel(ThoughtsConfig(vocab_size=len(words)))),
+    ):
+        model.save_pretrained(folder / "path/to" / name)
+        words.save(folder / "path/to" / name)
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "train.tsv",
