@@ -97,6 +97,17 @@ def _finetune(**settings: Any) -> int:
     return 0
 
 
+def _classic(**settings: Any) -> int:
+    from fastplm.classic.arguments import ClassicArguments
+    from fastplm.classic.train import classic, summary
+
+    with _running():
+        metrics = classic(ClassicArguments(**settings))
+    if metrics:
+        print(summary(metrics))
+    return 0
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     import torch
@@ -144,6 +155,7 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fastplm.classic.arguments import ClassicArguments
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
@@ -212,4 +224,12 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(finetune, FinetuneArguments)
+    classic = command(
+        _classic,
+        "train a system from before BERT: ELMo, Skip-thoughts, Quick-thoughts, word2vec",
+        description="Train a small ELMo, Skip-thoughts, Quick-thoughts or word2vec on text files, "
+        "as a baseline.",
+        **shown,
+    )
+    add_settings(classic, ClassicArguments)
     return parser

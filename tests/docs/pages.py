@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling
+from fastplm.classic.sentences import QuickThoughtsModel, ThoughtsConfig
+from fastplm.classic.words import Words
 from fastplm.data import train_tokenizer
 from fastplm.train.presets import configuration
 
@@ -134,6 +137,13 @@ def write_files(folder: Path) -> None:
     for name in (f"{split}.{side}.gz" for split in ("train", "test") for side in ("en", "de")):
         lines = "".join(f"{sentence(i)}\n" for i in range(20))
         (folder / name).write_bytes(gzip.compress(lines.encode()))
+    words = Words.train(stories, 40)
+    for name, model in (
+        ("elmo", ElmoForLanguageModeling(ElmoConfig(vocab_size=len(words)))),
+        ("quick", QuickThoughtsModel(ThoughtsConfig(vocab_size=len(words)))),
+    ):
+        model.save_pretrained(folder / "path/to" / name)
+        words.save(folder / "path/to" / name)
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",

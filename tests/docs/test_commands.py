@@ -47,6 +47,7 @@ SMALL = {
     "pretrain": "--steps 2 --batch-size 2 --block-size 32 --vocab-size 400 --precision fp32",
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
+    "classic": "--steps 2 --batch-size 4 --hidden 16 --embedding 8",
 }
 
 
@@ -92,6 +93,7 @@ CUTS = {
         slow=True,
     ),
     "pip install sacrebleu": Cut("--dry-run", says="already satisfied: sacrebleu "),
+    "pip install gensim": Cut("--dry-run", says="already satisfied: gensim "),
     "pip install torch": Cut("--dry-run", says="already satisfied: torch "),
     "pip install -v --no-build-isolation .": Cut(
         "--no-deps --target out/site",

@@ -1,0 +1,63 @@
+"""The settings of ``fastplm classic``. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastplm.train.arguments import _COUNT as COUNT
+from fastplm.train.arguments import _POSITIVE as POSITIVE
+from fastplm.train.arguments import _SEED as SEED
+from fastplm.train.arguments import Settings, setting, whole
+
+#: The systems, and the sentences of a batch (of word2vec, those read at once).
+SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}
+
+
+@dataclass
+class ClassicArguments(Settings):
+    """The settings of a run; see ``fastplm classic --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "classic"
+
+    system: str = setting(
+        "elmo (a bidirectional language model over characters), skip-thoughts or quick-thoughts "
+        "(sentence vectors from the sentences around), or word2vec (gensim's skip-gram)",
+        choices=tuple(SYSTEMS),
+    )
+    corpus: Sequence[str | Path] = setting(
+        "text files or folders of .txt files; blank lines between documents", metavar="PATH"
+    )
+    out: str | Path = setting("folder of all results", metavar="DIR")
+    steps: int = setting("optimizer steps; of word2vec, passes over the text", 1000, number=COUNT)
+    batch_size: int | None = setting(
+        "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2)
+    )
+    vocab_size: int = setting("words of the vocabulary", 20_000, number=whole(5), metavar="N")
+    hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=whole(2))
+    embedding: int = setting("width of a word's vector inside the model", 128, number=whole(2))
+    layers: int = setting("layers of ELMo", 2, number=whole(1, 100))
+    max_length: int = setting("words of a sentence at most", 40, number=whole(3))
+    learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
+    seed: int = setting("seed of weights, order and dropout", 0, number=SEED)
+    save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=COUNT)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    resume: bool = setting("continue the run in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.batch_size = self.batch_size or SYSTEMS[self.system]
+        self.check(
+            "resume",
+            not (self.resume and self.system == "word2vec"),
+            "a system that is trained in steps",
+            "Start it again: it has no checkpoints.",
+            "word2vec",
+        )
