@@ -185,6 +185,7 @@ TWICE = {
     "attention": attend,
     "gather_rows": lambda x: ops.gather_rows(x, torch.tensor([2, -1, 0])),
     "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, x, torch.tensor([1, 2, 3, 0])),
+    "linear_distillation": lambda x: ops.linear_distillation(x, x, x.flip(0), x).loss,
     "replaced_token_loss": lambda x: ops.replaced_token_loss(x, x[0], torch.arange(4) > 1),
 }
 

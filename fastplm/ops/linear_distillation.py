@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastplm._checks import (
     FLOATING,
+    ArgumentTypeError,
     check,
     check_choice,
     check_dtype,
@@ -21,6 +22,7 @@ from fastplm._checks import (
     check_same_device,
     check_shape,
     check_tensor,
+    message,
     values_are_known,
 )
 from fastplm._registry import Op, needs_dispatch
@@ -239,14 +241,10 @@ def linear_distillation_topk(
     ):
         check_tensor(where, name, given, ndim=2)
     check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)
-    check(
-        isinstance(renormalize, bool),
-        where,
-        "renormalize",
-        repr(renormalize),
-        "True or False",
-        "True divides the probabilities of a row by their sum.",
-    )
+    if not isinstance(renormalize, bool):
+        fix = "True divides the probabilities of a row by their sum."
+        expected = "True or False"
+        raise ArgumentTypeError(message(where, "renormalize", repr(renormalize), expected, fix))
     return _distilled(
         where,
         (input, linear_weight, linear_bias),
@@ -383,9 +381,7 @@ def _constants(
 
 
 def _eager(call: Call) -> LinearDistillation:
-    if call.has_target and values_are_known(call.target):
-        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
-    check_indices(call)
+    _check_values(call)
     options: dict[str, Any] = dict(
         # Targets that are none still say which rows count.
         target=call.target if call.has_target else None,
@@ -467,8 +463,8 @@ def _torch_forward(call: Call) -> tuple[Tensor, ...]:
 
 
 def _check_values(call: Call) -> None:
-    if call.has_target:
-        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
+    if call.has_target and values_are_known(call.target):
+        check_targets(call.target, call.linear_weight, call.ignore_index, call.where)
     check_indices(call)
 
 
