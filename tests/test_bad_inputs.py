@@ -378,7 +378,7 @@ def ways_to_say(value) -> list:
             "values that fall",
             "a tensor",
             "id -1",
-        "index",
+            "index",
         ]
         ways += value.flatten()[:5].tolist()
     return ways

@@ -52,6 +52,8 @@ def test_an_op_documents_itself(function):
 @pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
 def test_options_are_keyword_only_as_in_torch(function):
     by_position = {ops.linear: ["bias"], ops.dropout: ["p"]}.get(function, [])  # as of torch's
+    if function in (ops.linear_distillation, ops.linear_distillation_topk):
+        by_position = ["target"]  # where linear_cross_entropy has it
     parameters = inspect.signature(function).parameters.values()
     options = [p for p in parameters if p.default is not p.empty and p.name not in by_position]
     assert all(p.kind is p.KEYWORD_ONLY for p in options)
