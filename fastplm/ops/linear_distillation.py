@@ -28,8 +28,10 @@ from fastplm._checks import (
 from fastplm._registry import Op, needs_dispatch
 from fastplm.ops._common import (
     check_reduction,
+    kernels,
     last_dim_contiguous,
     torch_rejects,
+    triton_rejects,
 )
 from fastplm.ops._linear_cross_entropy_call import check_targets, empty_gradients
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in
@@ -482,6 +484,36 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     return grads
 
 
+def _triton_forward(call: Call) -> tuple[Tensor, ...]:
+    outputs = empty_outputs(call, "triton")
+    _check_values(call)
+    arguments = call._asdict()
+    for name in ("teacher_indices", "teacher_probabilities", "normalizer", "reduction"):
+        del arguments[name]
+    kernels(_NAME).linear_distillation_fwd(*outputs, **arguments)
+    return _reduced(call, *outputs)
+
+
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grads, arguments = empty_gradients(saved), saved._asdict()
+    for name in ("weight", "bias"):
+        arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
+    arguments["grad_loss"] = grad_of_rows(grad, saved)
+    unread = ("teacher_indices", "teacher_probabilities", "has_target", "ignore_index")
+    for name in ("denominator", *unread):
+        del arguments[name]
+    kernels(_NAME).linear_distillation_bwd(*grads, **arguments)
+    return grads
+
+
+def _triton_rejects(call: Call, *, forced: bool) -> str | None:
+    if call.teacher_indices is not None:
+        return "the k likeliest words of a teacher: the kernels take its rows and table"
+    if call.teacher_input is not None and call.teacher_input.dtype is torch.float64:
+        return "a teacher in float64: the kernels take fp32, fp16 and bf16"
+    return triton_rejects(call, forced=forced)
+
+
 # --- registration ---------------------------------------------------------------------------------
 
 
@@ -527,3 +559,4 @@ OP = Op(
     unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
