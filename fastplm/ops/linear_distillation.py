@@ -232,8 +232,8 @@ def linear_distillation_topk(
         >>> ops.linear_distillation_topk(rows, weight, indices, probabilities).loss  # 3/4 and 1/4
         tensor(0.8240)
 
-    Source: as ``linear_distillation``; Tan et al. 2019 (arXiv 1902.10461), section 3.2, for stored
-        top-K distributions.
+    Source: as ``linear_distillation``; Tan et al. 2019 (arXiv 1902.10461) for stored top-K
+        distributions.
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_topk_ref``.
     """
     where = "linear_distillation_topk"
@@ -491,7 +491,11 @@ def _triton_forward(call: Call) -> tuple[Tensor, ...]:
     for name in ("teacher_indices", "teacher_probabilities", "normalizer", "reduction"):
         del arguments[name]
     kernels(_NAME).linear_distillation_fwd(*outputs, **arguments)
-    return _reduced(call, *outputs)
+    if call.reduction != "mean":
+        return _reduced(call, *outputs)
+    parts, others = outputs[:3], outputs[3:]
+    means = [kernels(_NAME).mean(part, outputs[-1], call.normalizer) for part in parts]
+    return *(mean for mean, _ in means), means[0][1], *others
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
