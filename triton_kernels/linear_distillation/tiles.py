@@ -211,14 +211,18 @@ def row_from(
     HARD: tl.constexpr,
 ):
     d_target = mean * 0.0
+    one_over_hard_l = 1.0 / hard_l
     if HARD:
+        # No column is that of a target outside the vocabulary: so the whole row says it.
+        unknown = log_probability != log_probability
+        one_over_hard_l = tl.where(unknown, float("nan"), one_over_hard_l)
         d_target = setting.cross_entropy_weight * (tl.exp2(log_probability * LOG2E) - 1.0)
     log_ratio = tl.log(l_i) - tl.log(teacher_l)
     return Row(
         target,
         m,
         1.0 / l_i,
-        1.0 / hard_l,
+        one_over_hard_l,
         teacher_m,
         1.0 / teacher_l,
         log_ratio,
