@@ -215,7 +215,7 @@ def linear_distillation_topk(
         teacher_indices: int64 [N, K], a row's words, each once.
         teacher_probabilities: [N, K], their probabilities at this ``temperature``, of any floating
             dtype; a constant. A place with probability 0 is not read, whatever its index: it
-            fills up rows of fewer words.
+            fills up rows of fewer words. A row without probabilities has the divergence 0.
         renormalize: True: the probabilities are divided by their sum, so the words not given have
             probability 0, and the minimum is 0. False: they are taken as they are, and the words
             not given have no term; with a sum S under 1, D is then S times the renormalized one

@@ -138,7 +138,7 @@ def probabilities_of_rows(
     if not renormalize:
         return probabilities
     total = probabilities.sum(1, keepdim=True)
-    return probabilities / total.masked_fill(~counts[:, None], 1.0)
+    return probabilities / total.masked_fill(total == 0, 1.0)
 
 
 def divergence_of_rows(
