@@ -77,7 +77,8 @@ def chunked(monkeypatch):
     monkeypatch.setattr(torch_module, "_TEACHER_BYTES", 1 << 13)
     monkeypatch.setattr(configs, "_SPLIT_COLUMNS", 128)
     monkeypatch.setattr(configs, "_SCRATCH_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(configs, "rows_config", lambda input: (4, 64, 4))
+    kept = importlib.import_module("fastplm.triton_kernels.linear_distillation.forward")
+    monkeypatch.setattr(kept, "ROWS_TILE", (8, 128, 4))
     monkeypatch.setattr(configs, "BIAS_TILE", (16, 32, 4))
 
 

@@ -19,7 +19,7 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     load_slots,
     streamed_products,
 )
-from fastplm.triton_kernels.linear_distillation.configs import tile_config
+from fastplm.triton_kernels.linear_distillation.configs import ROWS_TILE, tile_config
 from fastplm.triton_kernels.linear_distillation.tiles import (
     FORWARD,
     HARD_SUM,
@@ -528,7 +528,7 @@ def forward_kept(
         fill_slots(part, side, rows)
         weight = products.padded(side["w_ptr"], rows.dtype)
         products.multiply(rows, weight.t(), logits[:, :columns])
-    block_n, block_v, num_warps = configs.rows_config(input)
+    block_n, block_v, num_warps = ROWS_TILE
     launch(
         _linear_distillation_rows_kernel,
         (cdiv(part.rows, block_n),),
