@@ -20,7 +20,7 @@ _TABLE = {
     (80, False, "dz"): (32, 64, 32, 4, 1),
 }
 # Of the kernel that reads and writes stored logits: BLOCK_N, BLOCK_V, num_warps.
-ROWS_TILE = (1, 2048, 8)
+ROWS_TILE = (1, 1024, 4)
 
 
 def tile_config(which: str, *sides: torch.Tensor) -> dict[str, int]:
