@@ -117,10 +117,10 @@ def _keep_logits(call: Call, rows: Tensor, grad_logits: Tensor) -> tuple[_Rows, 
         target = call.target[some]
         kept = logits[here]
         d = _grad_logits(call, tile, known, target, _sparse_of(call, some))
-        if d is not kept:
+        if d.dtype is not kept.dtype:  # else it is in that place
             kept.copy_(d)
-    known, divergence = zip(*found, strict=True)
-    return _Rows(*map(torch.cat, zip(*known, strict=True))), torch.cat(divergence)
+    of_blocks, divergences = zip(*found, strict=True)
+    return _Rows(*map(torch.cat, zip(*of_blocks, strict=True))), torch.cat(divergences)
 
 
 def _stream_logits(call: Call, rows: Tensor) -> tuple[_Rows, Tensor]:
@@ -189,7 +189,7 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
             t = teacher[here.start - group.start : here.stop - group.start][: z.shape[0]]
             if t.dtype is not dtype:
                 t = buffers[4].copy_(t)
-        yield here, _Tile(0, z, t, tuple(buffers[:3]))  # type: ignore[arg-type]
+        yield here, _Tile(0, z, t, tuple(buffers[:3]))
 
 
 def _tiles_of_columns(call: Any, rows: Tensor) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
@@ -209,7 +209,7 @@ def _tiles_of_columns(call: Any, rows: Tensor) -> Iterator[tuple[_Tile, Tensor, 
         if teachers is not None:
             t = next(teachers)[2].to(z.dtype)
         buffers = tuple(piece[: z.numel()].view(z.shape) for piece in memory)
-        yield _Tile(start, z, t, buffers), compact, weight, scratch  # type: ignore[arg-type]
+        yield _Tile(start, z, t, buffers), compact, weight, scratch
 
 
 # --- on a tile ------------------------------------------------------------------------------------

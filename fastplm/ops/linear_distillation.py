@@ -331,13 +331,14 @@ def _distilled(
         check_shape(where, "mask", mask, student[0].shape[:1], "[N]")
         check_same_device(where, input=student[0], mask=mask)
     student, teacher = autocast_operands(*student), _constants(teacher)
-    has_target = target is not None
+    indices, probabilities, renormalize = (None, None, False) if given is None else given
     call = Call(
         *student,
         *teacher,
-        *((None, None) if given is None else given[:2]),
+        indices,
+        probabilities,
         rows_chosen(student[0], None, None, ignore_index) if target is None else target,
-        has_target,
+        target is not None,
         ignore_index,
         kl_of_limit(divergence, beta),
         float(beta),
@@ -352,21 +353,22 @@ def _distilled(
     watched = needs_dispatch(call)
     backend = OP.resolve(call, watched)
     chosen = rows_chosen(call.input, call.target, mask, ignore_index)
-    if given is not None:
+    if probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
-        probabilities = probabilities_of_rows(given[1], chosen != ignore_index, given[2], dtype)
-        call = call._replace(teacher_probabilities=probabilities)
-    call = call._replace(target=chosen)
+        counts = chosen != ignore_index
+        probabilities = probabilities_of_rows(probabilities, counts, renormalize, dtype)
+    call = call._replace(target=chosen, teacher_probabilities=probabilities)
     if backend == "eager":
         return _eager(call)
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
     divides = normalizer is not None and normalizer.requires_grad
+    laid_out: dict[str, Any] = {
+        name: last_dim_contiguous(value)
+        for name, value in call._asdict().items()
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
     call = call._replace(
-        **{
-            name: last_dim_contiguous(value)
-            for name, value in call._asdict().items()
-            if isinstance(value, Tensor) and value.dim() > 0
-        },
+        **laid_out,
         kept_rows=_kept_rows(call, logits_budget, expected_targets, backend),
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
