@@ -568,7 +568,20 @@ def test_how_many_rows_are_kept(device):
     assert kept("triton", logits_budget=1 << 20) == 20
 
 
-@ways(kept=WAYS["torch-kept"], eager=EAGER)
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@two_divergences
+def test_where_not_all_rows_fit_the_others_are_computed_again(
+    device, backend, options, monkeypatch
+):
+    rule = importlib.import_module("fastplm.ops.linear_cross_entropy")
+    monkeypatch.setattr(rule, "_LEAST_KEPT_ROWS", 1)
+    monkeypatch.setattr(rule, "_ROW_ALIGNMENT", 1)
+    budget = 9 * 4 * rule.logit_columns(70)
+    inputs = ignore(make(device), 0.5) | options | {"cross_entropy_weight": 0.5}
+    check(Way(backend, budget), inputs)
+
+
+@pytest.mark.parametrize("way", [WAYS["torch-kept"], pytest.param(EAGER, marks=pytest.mark.slow)])
 def test_compiled(device, way):
     torch._dynamo.reset()
     inputs = ignore(make(device, rows=65), 0.85) | dict(cross_entropy_weight=0.5, divergence="js")
