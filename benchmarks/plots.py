@@ -26,13 +26,14 @@ Key = tuple[str, str, str]
 OURS = "fastplm"
 KEY = ("op", "case", "direction", "variant")
 # Okabe and Ito's colours, which the colour-blind tell apart.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = (
-    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
 )
 GREY, PALE = "#666666", "#C8C8C8"
 COLOURS = {
     "attention": BLUE,
     "linear_cross_entropy": RED,
+    "linear_distillation": YELLOW,
     "replaced_token_loss": GREEN,
     "gather_rows": ORANGE,
     "mask_tokens": PURPLE,

@@ -40,6 +40,8 @@ RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
 RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
+DISTILLED = "tests/ops/test_linear_distillation.py -k"
+DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 COLLATE = "fastplm/data/_collate.py"
 PAIRS = "fastplm/data/pairs.py"
 
@@ -160,6 +162,30 @@ MUTATIONS = (
         "likeliest.append(index + start)",
         "likeliest.append(index)",
         f"{LOSS} 'argmax and torch'",
+    ),
+    Mutation(
+        DISTIL,
+        "scale = call.distillation_weight * call.temperature",
+        "scale = call.distillation_weight",
+        f"{DISTILLED} 'temperatures and torch'",
+    ),
+    Mutation(
+        DISTIL,
+        "mean = (weight * (total_c - l_c * shift)).sum(0) / l_i",
+        "mean = (weight * total_c).sum(0) / l_i",
+        f"{DISTILLED} 'temperatures and torch'",
+    ),
+    Mutation(
+        DISTIL,
+        "divergence = call.beta * teacher + (1 - call.beta) * student",
+        "divergence = call.beta * student + (1 - call.beta) * teacher",
+        f"{DISTILLED} 'temperatures and torch'",
+    ),
+    Mutation(
+        DISTIL,
+        "group = slice(here.start, here.start + teacher.shape[0])",
+        "group = slice(0, teacher.shape[0])",
+        f"{DISTILLED} 'temperatures and torch'",
     ),
     # --- nn
     Mutation(

@@ -22,12 +22,14 @@ ROOM = 1 << 40  # for the logits of linear_cross_entropy
 
 
 class Sample(NamedTuple):
-    """A call: ``function(**make(size, dtype))``. The first result has a gradient, if ``wrt``."""
+    """A call: ``function(**make(size, dtype))``. The first result has a gradient, if ``wrt``; the
+    backends ``without`` do not take it."""
 
     op: str
     function: Callable[..., Any]
     make: Callable[[int, torch.dtype], dict[str, Any]]
     wrt: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
 
 def floats(*shape: int) -> Callable[[torch.dtype], Tensor]:
@@ -109,6 +111,31 @@ def cross_entropy(logits_budget: int, **options):
 def with_sample(size: int, dtype: torch.dtype) -> dict[str, Any]:
     drawn = dict(seed=torch.tensor(3), sample_index=torch.arange(size), return_statistics=True)
     return cross_entropy(0, temperature=0.7)(size, dtype) | drawn
+
+
+def distillation(logits_budget: int, **options):
+    def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        inputs = cross_entropy(logits_budget, **options)(size, dtype)
+        del inputs["label_smoothing"]
+        if logits_budget == 0:
+            inputs["mask"] = torch.rand(size) < 0.7
+        return inputs | dict(
+            teacher_input=floats(size, 24)(dtype),
+            teacher_weight=floats(40, 24)(dtype) / 3,
+            teacher_bias=floats(40)(dtype),
+            temperature=2.0,
+        )
+
+    return make
+
+
+def distillation_topk(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    inputs = distillation(0, cross_entropy_weight=0.3)(size, dtype)
+    inputs = {name: value for name, value in inputs.items() if "teacher" not in name}
+    return inputs | dict(
+        teacher_indices=torch.rand(size, 40).argsort(1)[:, :5],
+        teacher_probabilities=torch.rand(size, 5).to(dtype),
+    )
 
 
 def detection(reduction: str):
@@ -234,6 +261,7 @@ def _samples() -> dict[str, Sample]:
         "bart_noise": (ops.bart_noise, noised, "max_seqlen"),
     }
     loss, detect = ops.linear_cross_entropy, ops.replaced_token_loss
+    distil, js = ops.linear_distillation, dict(divergence="js", cross_entropy_weight=0.3)
     found = [
         ("attention", attend, attention, QKV),
         ("attention, all", attend, attention_with_all, (*QKV, "bias_weight")),
@@ -245,6 +273,15 @@ def _samples() -> dict[str, Sample]:
             ops.linear_cross_entropy_with_sample,
             with_sample,
             PARAMETERS,
+        ),
+        ("linear_distillation, recomputed", distil, distillation(0, **js), PARAMETERS),
+        ("linear_distillation, kept", distil, distillation(ROOM, reduction="none"), PARAMETERS),
+        (
+            "linear_distillation, top k",
+            ops.linear_distillation_topk,
+            distillation_topk,
+            PARAMETERS,
+            ("triton",),
         ),
         ("replaced_token_loss", detect, detection("mean"), WEIGHTS),
         ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
@@ -273,14 +310,21 @@ DISTINCT = {
     if name not in ("attention", "linear_cross_entropy, sampled", "replaced_token_loss, ids")
 }
 #: Under autocast these run in 16 bits, as nn.Linear does.
-IN_16_BITS = ("attention", "linear_cross_entropy", "replaced_token_loss", "linear")
+IN_16_BITS = (
+    "attention",
+    "linear_cross_entropy",
+    "linear_distillation",
+    "replaced_token_loss",
+    "linear",
+)
 #: These have a second gradient; the others refuse it.
 TWICE = ("linear", "rms_norm", "gelu", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:
     """The backends that run it beside the reference."""
-    return [name for name in OPS[sample.op].backends if name != "eager"]  # in their order
+    backends = OPS[sample.op].backends  # in their order
+    return [name for name in backends if name not in ("eager", *sample.without)]
 
 
 def each_kernel(samples: dict[str, Sample] = SAMPLES):

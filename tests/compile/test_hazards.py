@@ -334,6 +334,7 @@ TILES = (
     " copies are as far ahead as the stages allow, but they begin anew for each tile, whose first"
     " product waits for memory (on sm_100 it stands before the inner loop)"
 )
+LAST_TILE = "of the last tile alone, which ends past the vocabulary"
 ONCE = "one program, a single pass over at most N numbers"
 NO_FENCE = "unfenced: tcgen05.mma with no fence since copies were waited for"
 IN_TENSOR_MEMORY = (
@@ -390,10 +391,13 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         ARCHS,
         "scattered: a row's slot follows from how many rows before it count",
     ),
-    ("linear_cross_entropy_rows", "narrow: 2-byte ld of bias_ptr"): (
-        ARCHS,
-        "of the last tile alone, which ends past the vocabulary",
-    ),
+    ("linear_cross_entropy_rows", "narrow: 2-byte ld of bias_ptr"): (ARCHS, LAST_TILE),
+    (
+        "linear_distillation_fwd",
+        "late: 0 iterations ahead of 1, the copies of teacher_w_ptr, teacher_x_ptr, w_ptr, x_ptr",
+    ): ((100,), TILES),
+    ("linear_distillation_rows", "narrow: 2-byte ld of bias_ptr"): (ARCHS, LAST_TILE),
+    ("linear_distillation_rows", "narrow: 2-byte ld of teacher_bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_cross_entropy_scale", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
     ("linear_cross_entropy_scale", "narrow: 8-byte ld of order_ptr"): (ARCHS, ONCE),
     ("replaced_token_loss_bwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),

@@ -25,6 +25,7 @@ from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
+from fastplm.reference.linear_distillation import linear_distillation_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
 from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
 from ptx.emulate import emulated  # noqa: E402
@@ -163,6 +164,29 @@ def linear_cross_entropy(
     wrt = ["input", "linear_weight", "linear_bias"]
     function = functools.partial(ops.linear_cross_entropy, logits_budget=logits_budget)
     return hold(arch, function, linear_cross_entropy_ref, inputs, wrt, seeds)
+
+
+def linear_distillation(
+    arch, dtype, shape, teacher_width, divergence, seeds=(0, 1), logits_budget=0
+) -> list[str]:
+    rows, vocab, _ = shape
+    inputs = loss_inputs(dtype, *shape) | dict(
+        teacher_input=drawn(dtype, rows, teacher_width),
+        teacher_weight=drawn(dtype, vocab, teacher_width) / teacher_width**0.5,
+        teacher_bias=drawn(dtype, vocab),
+        temperature=2.0,
+        divergence=divergence,
+        cross_entropy_weight=0.5,
+    )
+    wrt = ["input", "linear_weight", "linear_bias"]
+
+    def loss(**inputs):
+        return ops.linear_distillation(**inputs, logits_budget=logits_budget).loss
+
+    def reference(**inputs):
+        return linear_distillation_ref(**inputs).loss
+
+    return hold(arch, loss, reference, inputs, wrt, seeds)
 
 
 def loss_inputs(dtype, rows, vocab, width) -> dict:

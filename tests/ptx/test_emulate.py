@@ -92,6 +92,23 @@ def test_kept_logits_of_the_vocabulary(emulate, arch, dtype):
     assert "_linear_cross_entropy_rows_kernel" in launched
 
 
+DIVERGENCES = ("js", pytest.param("forward_kl", marks=slow), pytest.param("reverse_kl", marks=slow))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_distillation(emulate, arch, dtype, divergence):
+    call = dict(arch=arch, dtype=dtype, shape=(20, 90, 40), divergence=divergence)
+    emulate("linear_distillation", teacher_width=72, **call)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "float16")))
+def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
+    call = dict(arch=arch, dtype=dtype, shape=(20, 1000, 40), divergence=divergence)
+    emulate("linear_distillation", teacher_width=72, logits_budget=1 << 28, **call)
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "float32")))
 def test_sampling(emulate, arch, dtype):
     emulate("sample", arch=arch, dtype=dtype, shape=(40, 150, 64))
