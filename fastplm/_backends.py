@@ -47,6 +47,7 @@ OP_NAMES = (
     "linear",
     "linear_cross_entropy",
     "mask_tokens",
+    "maxsim",
     "replaced_token_loss",
     "rms_norm",
 )

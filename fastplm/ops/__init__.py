@@ -14,6 +14,7 @@ from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy_with_sample,
 )
 from fastplm.ops.mask_tokens import mask_tokens
+from fastplm.ops.maxsim import maxsim
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.ops.rms_norm import rms_norm
 from fastplm.reference.attention import T5RelativeBias
@@ -21,12 +22,14 @@ from fastplm.reference.bart_noise import NoisedText
 from fastplm.reference.corrupt_spans import CorruptedSpans
 from fastplm.reference.linear_cross_entropy import RowStatistics
 from fastplm.reference.mask_tokens import MaskedTokens
+from fastplm.reference.maxsim import MaxSim
 from fastplm.reference.replaced_token_loss import DetectionCounts
 
 __all__ = [
     "CorruptedSpans",
     "DetectionCounts",
     "MaskedTokens",
+    "MaxSim",
     "NoisedText",
     "RowStatistics",
     "T5RelativeBias",
@@ -41,6 +44,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_with_sample",
     "mask_tokens",
+    "maxsim",
     "replaced_token_loss",
     "rms_norm",
     "span_corruption_fit",
