@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``finetune``, ``demo``, ``info`` and ``measure``."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``embed`` and the other commands."""
 
 from __future__ import annotations
 
@@ -95,6 +95,15 @@ def _finetune(**settings: Any) -> int:
     return 0
 
 
+def _embed(**settings: Any) -> int:
+    from fastplm.inference.arguments import EmbedArguments
+    from fastplm.inference.embed import embed_file
+
+    with _running():
+        print(embed_file(EmbedArguments(**settings)))
+    return 0
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     import torch
@@ -142,6 +151,7 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fastplm.inference.arguments import EmbedArguments
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
@@ -210,4 +220,12 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(finetune, FinetuneArguments)
+    embed = command(
+        _embed,
+        "write vectors of texts or of their words",
+        description="Write vectors of texts, or of their words, from the hidden states of a "
+        "checkpoint. How to read the file: docs/embedding.md.",
+        **shown,
+    )
+    add_settings(embed, EmbedArguments)
     return parser
