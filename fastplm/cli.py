@@ -104,6 +104,15 @@ def _embed(**settings: Any) -> int:
     return 0
 
 
+def _prompt(**settings: Any) -> int:
+    from fastplm.inference.arguments import PromptArguments
+    from fastplm.inference.prompt import run_prompt
+
+    with _running():
+        print(run_prompt(PromptArguments(**settings)))
+    return 0
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     import torch
@@ -151,7 +160,7 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fastplm.inference.arguments import EmbedArguments
+    from fastplm.inference.arguments import EmbedArguments, PromptArguments
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
@@ -228,4 +237,13 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(embed, EmbedArguments)
+    prompt = command(
+        _prompt,
+        "classify texts by the label words that a language model finds most probable",
+        description="Classify labelled texts without training, by the label words that a language "
+        "model finds most probable, and print the accuracy with and without calibration. Format "
+        "of the prompt: docs/prompting.md.",
+        **shown,
+    )
+    add_settings(prompt, PromptArguments)
     return parser

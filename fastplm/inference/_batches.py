@@ -2,8 +2,8 @@
 
     texts -> Tokens.of(tokenizer, texts) -> batches(tokens.lengths, budget) -> tokens.batch(texts)
 
-The longest texts come first: what does not fit in memory fails at once. The caller puts results in
-the order of the texts by the numbers of a batch.
+The longest texts come first: what does not fit in memory fails at once. ``batches`` gives the numbers
+of the texts, by which the caller puts results in their order.
 """
 
 from __future__ import annotations
@@ -31,22 +31,12 @@ class Batch:
     """Some texts, as a model of fastplm takes them.
 
     Args:
-        texts: int64 [B], their numbers.
         ids: int64 [B, T], padded at the right.
         rows: their tokens alone, [N].
     """
 
-    texts: np.ndarray
     ids: Tensor
     rows: RaggedBatch
-
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """``input_ids``, and where there is padding ``attention_mask`` [B, T]."""
-        ids, rows = self.ids.to(device), self.rows.to(device)
-        inputs = {"input_ids": ids}
-        if len(rows.positions) < ids.numel():
-            inputs["attention_mask"] = rows.token_mask()
-        return inputs
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ class Tokens:
             batch=len(texts),
             seqlen=seqlen,
         )
-        return Batch(texts, torch.from_numpy(ids), rows)
+        return Batch(torch.from_numpy(ids), rows)
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

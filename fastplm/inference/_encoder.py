@@ -103,15 +103,16 @@ class Encoder:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """In this block the encoder can be called: dropout is off, and no gradient is recorded."""
-        training, handles = self.backbone.training, []
-        if self._hooked:
-            handles = [block.register_forward_hook(self._record) for block in self._hooked]
-        self.backbone.eval()
+        trained = [module for module in self.backbone.modules() if module.training]
+        handles = [block.register_forward_hook(self._record) for block in self._hooked]
+        for module in trained:
+            module.training = False
         try:
             with torch.inference_mode():
                 yield
         finally:
-            self.backbone.train(training)
+            for module in trained:
+                module.training = True
             for handle in handles:
                 handle.remove()
 
@@ -132,7 +133,9 @@ class Encoder:
             rows: int64 [P], chosen tokens of the N.
         """
         packed = batch.rows.to(self.device)
-        inputs = batch.inputs(self.device)
+        inputs: dict[str, Any] = {"input_ids": batch.ids.to(self.device)}
+        if len(packed.positions) < batch.ids.numel():
+            inputs["attention_mask"] = packed.token_mask()
         rows = None if rows is None else rows.to(self.device)
         if isinstance(self.backbone, EncoderModel | Stack):
             inputs["unpad"] = packed

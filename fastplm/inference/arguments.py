@@ -14,6 +14,8 @@ POOLINGS = ("mean", "cls", "max", "sum", "last", "mean_sqrt_len", "weighted_mean
 WORD_POOLINGS = ("first", "mean", "max", "sum")
 #: How one vector is made of those of several layers.
 COMBINATIONS = ("concat", "mean", "sum")
+#: How the scores of label words are compared.
+CALIBRATIONS = ("none", "contextual", "pmi")
 TOO_LONG = ("truncate", "error")
 DTYPES = ("float32", "float16")
 _WEIGHT = Number(float, -1e9, 1e9, "a number")
@@ -93,4 +95,59 @@ class EmbedArguments(Settings):
             f"{len(self.layers)}, one for each of --layers",
             "Name both.",
             f"{len(self.layer_weights or ())} of them",
+        )
+
+
+@dataclass
+class PromptArguments(Settings):
+    """The settings of ``fastplm prompt``; see ``fastplm prompt --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "prompt"
+
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    prompt: str | Path = setting(
+        "JSON file of the prompt: template, label words and examples", metavar="FILE"
+    )
+    data: str | Path = setting(
+        "labelled examples, as finetune --task classification or pair reads them", metavar="FILE"
+    )
+    out: str | Path | None = setting(  # type: ignore[assignment]
+        "table of the predictions and scores (default: none)", None, metavar="FILE.tsv"
+    )
+    shots: int | None = setting(
+        "show N examples of --shots-data before each text, about as many of each label",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    shots_data: str | Path | None = setting(
+        "labelled examples to choose from", None, metavar="FILE"
+    )
+    seed: int = setting("seed of that choice", 0, number=whole(0, 2**32 - 1))
+    text_columns: Sequence[str] | None = setting(
+        "columns of the texts in a table (default: the usual names)", None, metavar="NAME"
+    )
+    label_column: str | None = setting(
+        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
+    )
+    max_samples: int | None = setting(
+        "score N examples, the same ones every time", None, number=whole(), metavar="N"
+    )
+    batch_tokens: int = setting("tokens of a batch", 2048, number=whole())
+    bf16: bool = setting("compute in bfloat16", False)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    overwrite: bool = setting("replace the file --out", False)
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.check(
+            "shots",
+            (self.shots is None) == (self.shots_data is None),
+            "--shots and --shots-data together",
+            "Name both, or neither.",
+            f"{self.shots} with --shots-data {self.shots_data}",
         )

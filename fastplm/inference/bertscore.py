@@ -7,6 +7,7 @@ texts -> each distinct one once -> hidden states of one layer, packed -> ops.max
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from fastplm.inference._encoder import Encoder
 
 _WHERE = "bert_score"
 #: Tokens of the pairs that are matched together; their states are in memory.
-_PAIR_TOKENS = 1 << 15
+_PAIR_TOKENS = 1 << 13
 
 
 class BERTScore(NamedTuple):
@@ -167,6 +168,9 @@ def bert_score(
     ).reshape(-1, 2)
     limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
     tokens = Tokens.of(_WHERE, tokenizer, list(numbers), limit)
+    if tokens.cut:
+        line = f"{len(tokens.cut):,} of {len(numbers):,} texts were cut off after {limit} tokens."
+        warnings.warn(line, stacklevel=2)
     if isinstance(idf, bool):
         counted, of_each = tokens, np.bincount(pairs[:, 1], minlength=len(numbers))
     else:
@@ -179,11 +183,40 @@ def bert_score(
 
     # A text without tokens but special ones has nothing that could match.
     empty = tokens.lengths <= tokenizer.num_special_tokens_to_add()
+    scored = np.flatnonzero(~empty[pairs].any(1))
     scores = np.zeros((len(pairs), 3))
-    lengths, states = tokens.lengths, {}
+    scores[scored] = _of_pairs(encoder, tokens, pairs[scored], weights, batch_tokens, progress)
+    if len(pairs) > len(groups):
+        sizes = [len(group) for group in groups]
+        scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
+    scores = (scores - lowest) / (1 - lowest)
+    dtype = torch.float64 if encoder.backbone.dtype == torch.float64 else torch.float32
+    return BERTScore(*torch.from_numpy(scores).to(dtype).unbind(1))
+
+
+def _of_pairs(
+    encoder: Encoder,
+    tokens: Tokens,
+    pairs: np.ndarray,
+    weights: np.ndarray,
+    batch_tokens: int,
+    progress: bool,
+) -> np.ndarray:
+    """Precision, recall and F1 of pairs of texts that have tokens: fp64 [P, 3].
+
+    Args:
+        encoder: of the layer that is compared.
+        tokens: of all texts.
+        pairs: int64 [P, 2], numbers of a candidate and a reference.
+        weights: fp64 [V], of each token of the vocabulary.
+    """
+    lengths = tokens.lengths
     last = np.zeros(len(lengths), np.int64)  # the last pair of each text
     np.maximum.at(last, pairs, np.arange(len(pairs))[:, None])
-    with encoder.ready(), progress_bar(int(lengths.sum()), _WHERE, progress) as bar:
+    total = int(lengths[np.unique(pairs)].sum())
+    states: dict[int, Tensor] = {}
+    scores = [np.zeros((0, 3))]
+    with encoder.ready(), progress_bar(total, _WHERE, progress) as bar:
         for start, end in _chunks(lengths[pairs].sum(1)):
             chunk = pairs[start:end]
             new = np.array([i for i in np.unique(chunk).tolist() if i not in states], np.int64)
@@ -192,16 +225,11 @@ def bert_score(
                 parts = rows.split(lengths[new[texts]].tolist())
                 states.update(zip(new[texts].tolist(), parts, strict=True))
                 bar.update(len(rows))
-            scores[start:end] = _scores(chunk, states, tokens, weights)
-            # Cloned, because the states of a batch share their memory.
-            states = {i: states[i].clone() for i in states if last[i] >= end}
-    scores[empty[pairs].any(1)] = 0
-    if len(pairs) > len(groups):
-        sizes = [len(group) for group in groups]
-        scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
-    scores = (scores - lowest) / (1 - lowest)
-    dtype = torch.float64 if encoder.backbone.dtype == torch.float64 else torch.float32
-    return BERTScore(*torch.from_numpy(scores).to(dtype).unbind(1))
+            scores.append(_scores(chunk, states, tokens, weights))
+            states = {i: states[i] for i in states if last[i] >= end}
+            for i in states.keys() & set(new.tolist()):
+                states[i] = states[i].clone()  # as those of a batch share their memory
+    return np.concatenate(scores)
 
 
 def _chunks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -219,31 +247,25 @@ def _chunks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 def _scores(
     pairs: np.ndarray, states: dict[int, Tensor], tokens: Tokens, weights: np.ndarray
 ) -> np.ndarray:
-    """Precision, recall and F1 of pairs of texts: fp64 [P, 3].
-
-    Args:
-        pairs: int64 [P, 2], numbers of a candidate and a reference.
-        states: of each text, [T, E].
-        tokens: of all texts.
-        weights: fp64 [V], of each token of the vocabulary.
-    """
-    sides, ends, sizes = [], [], []
+    """The same of some pairs, with the states [T, E] of their texts."""
+    rows, ends, sizes = [], [], []
     for texts in pairs.T:
         size = tokens.lengths[texts]
-        sides.append(torch.cat([states[i] for i in texts.tolist() if i in states]))
-        ends.append(torch.from_numpy(np.cumsum([0, *size]).astype(np.int32)).to(sides[-1].device))
+        rows.append(torch.cat([states[i] for i in texts.tolist()]))
+        ends.append(torch.from_numpy(np.cumsum([0, *size]).astype(np.int32)).to(rows[-1].device))
         sizes.append(size)
-    match = ops.maxsim(*sides, *ends, *(int(size.max()) for size in sizes))
-    means = []
-    for texts, size, score in zip(
-        pairs.T, sizes, (match.query_score, match.key_score), strict=True
-    ):
+    longest = [int(size.max()) for size in sizes]
+    match = ops.maxsim(rows[0], rows[1], ends[0], ends[1], longest[0], longest[1])
+
+    def mean(texts: np.ndarray, size: np.ndarray, score: Tensor) -> np.ndarray:
         pair = np.repeat(np.arange(len(pairs)), size)
         weight = weights[tokens.ids[tokens.places(texts)]]
         total = np.bincount(pair, weight * score.cpu().numpy(), len(pairs))
         norm = np.bincount(pair, weight, len(pairs))
-        means.append(np.divide(total, norm, out=np.zeros_like(total), where=norm > 0))
-    precision, recall = means
+        return np.divide(total, norm, out=np.zeros_like(total), where=norm > 0)
+
+    precision = mean(pairs[:, 0], sizes[0], match.query_score)
+    recall = mean(pairs[:, 1], sizes[1], match.key_score)
     both = precision + recall
     f1 = np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both != 0)
     return np.stack([precision, recall, f1], 1)

@@ -48,6 +48,7 @@ SMALL = {
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
     "embed": "--batch-tokens 512",
+    "prompt": "--max-samples 4",
 }
 
 

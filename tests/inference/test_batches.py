@@ -35,10 +35,10 @@ def test_a_batch_is_a_padded_one_and_its_tokens(tokenizer):
     padded = tokenizer([TEXTS[i] for i in chosen], padding=True, return_tensors="pt")
     mask = padded["attention_mask"].bool()
     assert torch.equal(batch.ids, padded["input_ids"].masked_fill(~mask, 9))
-    assert torch.equal(batch.inputs(torch.device("cpu"))["attention_mask"], mask)
+    assert torch.equal(batch.rows.token_mask(), mask)
     assert torch.equal(batch.rows.pack(batch.ids)[0], padded["input_ids"][mask])
     assert batch.rows.cu_seqlens.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
-    assert "attention_mask" not in tokens.batch(np.array([1, 5])).inputs(torch.device("cpu"))
+    assert tokens.batch(np.array([1, 5])).rows.positions.tolist() == list(range(6))
 
 
 def test_words_have_the_numbers_of_the_words_given(tokenizer):
