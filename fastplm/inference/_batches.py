@@ -2,8 +2,8 @@
 
     texts -> Tokens.of(tokenizer, texts) -> batches(tokens.lengths, budget) -> tokens.batch(texts)
 
-The longest texts come first: what does not fit in memory fails at once. ``batches`` gives the numbers
-of the texts, by which the caller puts results in their order.
+The longest texts come first: what does not fit in memory fails at once. ``batches`` gives the
+numbers of the texts, by which the caller puts results in their order.
 """
 
 from __future__ import annotations

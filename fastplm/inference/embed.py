@@ -43,6 +43,7 @@ from fastplm.inference.arguments import (
     WORD_POOLINGS,
     EmbedArguments,
 )
+from fastplm.train._run import using_threads
 from fastplm.train._run_folder import loaded
 from fastplm.train.report import block
 
@@ -195,6 +196,9 @@ def _embed(
     with encoder.ready(), progress_bar(len(tokens.ids), _WHERE, progress) as bar:
         for numbers in batches(tokens.lengths, batch_tokens):
             rows, places, counts = _groups(tokens, numbers, offsets)
+            bar.update(int(tokens.lengths[numbers].sum()))
+            if len(rows) == 0:  # no text of the batch has a word
+                continue
             pool = _Pool(places, counts, encoder.device)
             only = pool.one(kinds[0]) if len(kinds) == 1 and kinds[0] in _CHOOSE else None
             states = encoder(tokens.batch(numbers, encoder.config.pad_token_id or 0), only)
@@ -206,7 +210,6 @@ def _embed(
                 states = [pool(state, kind) for kind in kinds for state in states]
             vectors = states[0] if len(states) == 1 else torch.cat(states, 1)
             target[rows] = (F.normalize(vectors) if normalize else vectors).cpu().numpy()
-            bar.update(int(tokens.lengths[numbers].sum()))
     return target, offsets, _what_was_cut(tokens, offsets, limit)
 
 
@@ -364,20 +367,13 @@ def embed_file(args: EmbedArguments) -> str:
     """
     out = Path(args.out)
     files = [out] if args.words is None else [out, out.with_suffix(".offsets.npy")]
-    there = next((path for path in files if path.exists()), None)
-    args.check(
-        "out",
-        args.overwrite or there is None,
-        "a new file",
-        "Choose another --out, or replace it with --overwrite.",
-        f"{there}, which exists",
-        DataError,
-    )
+    old = next((path for path in files if path.exists()), None)
+    free = args.overwrite or old is None
+    fix = "Choose another --out, or replace it with --overwrite."
+    args.check("out", free, "a new file", fix, f"{old}, which exists", DataError)
     args.check(
         "out", out.parent.is_dir(), "a file in an existing folder", "Make it.", error=DataError
     )
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
     settings["max_length"] = args.max_length
     theirs = None
@@ -387,13 +383,14 @@ def embed_file(args: EmbedArguments) -> str:
         settings.update(theirs, normalize=args.normalize or theirs["normalize"])
         settings["max_length"] = args.max_length or theirs["max_length"]
     texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
-    args.check("data", len(texts) > 0, "a file with texts", "Check it.", error=DataError)
+    there = any(text.strip() for text in texts)
+    args.check("data", there, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
     model, tokenizer = load_encoder(_WHERE, args.model, bf16=args.bf16, split=split)
     say(_announcement(args, settings, model, len(texts), theirs is not None))
 
     start = time.perf_counter()
-    with _array(out, args.dtype) as allocate:
+    with using_threads(args.threads), _array(out, args.dtype) as allocate:
         vectors, offsets, cut = _embed(
             model,
             tokenizer,
@@ -429,7 +426,8 @@ def _announcement(
         vectors += f", {how} of layers {' '.join(map(str, args.layers))}"
     vectors += ", normalized" if settings["normalize"] else ""
     vectors += ", as modules.json says" if theirs else ""
-    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    count = args.threads or torch.get_num_threads()
+    threads = f", {count} threads" if model.device.type == "cpu" else ""
     rows = {
         "data": f"{args.data}: {texts:,} texts",
         "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",

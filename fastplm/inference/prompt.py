@@ -25,7 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig
+from transformers.utils import logging
 
+from fastplm import models
 from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
@@ -34,6 +37,7 @@ from fastplm.inference.arguments import CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
+from fastplm.train._run import using_threads
 from fastplm.train._run_folder import loaded
 from fastplm.train.finetune_data import Example, read_examples, subset
 from fastplm.train.report import block
@@ -103,24 +107,23 @@ class Prompt:
     def around(self, texts: Sequence[str]) -> tuple[str, str]:
         """What stands before the label of these texts, and what after it."""
         shown = [
-            "".join(self._around(self.template, known, self.labels[label][0]))
-            for known, label in self.examples
+            "".join(self._around(known, self.labels[label][0])) for known, label in self.examples
         ]
-        before, after = self._around(self.template, texts, None)
+        before, after = self._around(texts)
         return self.separator.join([*shown, before]), after
 
     def without_text(self) -> tuple[str, str]:
         """The same without a text: the premise of PMI."""
         if self.premise is None:
-            return self._around(self.template, [""] * len(self.fields), None)
+            return self._around([""] * len(self.fields))
         before, _, after = self.premise.partition(f"{{{_LABEL}}}")
         return before, after
 
-    def _around(self, template: str, texts: Sequence[str], label: str | None) -> tuple[str, str]:
+    def _around(self, texts: Sequence[str], label: str | None = None) -> tuple[str, str]:
         values = dict(zip(self.fields, texts, strict=True))
         parts = ["", ""]
         place = 0
-        for literal, name, *_ in string.Formatter().parse(template):
+        for literal, name, *_ in string.Formatter().parse(self.template):
             parts[place] += literal
             if name == _LABEL and label is None:
                 place = 1
@@ -464,8 +467,6 @@ def run_prompt(args: PromptArguments) -> str:
         args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
         there = out.parent.is_dir()
         args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     prompt = read_prompt(args.prompt)
     examples = subset(_examples(args, args.data, prompt), args.max_samples)
     if args.shots is not None and args.shots_data is not None:
@@ -473,22 +474,20 @@ def run_prompt(args: PromptArguments) -> str:
         prompt = replace(prompt, examples=[(e.texts, e.target) for e in shots])
     model, tokenizer = _load(args.model, bf16=args.bf16)
     names = list(prompt.labels)
-    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    threads = f", {args.threads or torch.get_num_threads()} threads"
     rows = {
         "data": f"{args.data}: {len(examples):,} examples",
         "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
         "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown",
-        "device": f"{model.device}{threads}",
+        "device": f"{model.device}{threads if model.device.type == 'cpu' else ''}",
     }
     say(block(rows | ({"results": str(out)} if out else {})))
-    scores = score_labels(
-        model,
-        tokenizer,
-        prompt,
-        [example.texts for example in examples],
-        batch_tokens=args.batch_tokens,
-        progress=True,
-    )
+    texts = [example.texts for example in examples]
+    options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "progress": True}
+    with using_threads(args.threads), warnings.catch_warnings(record=True) as warned:
+        scores = score_labels(model, tokenizer, prompt, texts, **options)
+    for warning in warned:
+        say(str(warning.message))
     right = np.array([names.index(example.target) for example in examples])
     chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
     if out is not None:
@@ -529,10 +528,6 @@ def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
 
 def _load(folder: str | Path, *, bf16: bool) -> tuple[Any, Any]:
     """(the language model, its tokenizer) of a checkpoint, on the GPU if there is one."""
-    from transformers import AutoConfig
-
-    from fastplm import models
-
     tokenizer: Any = load_tokenizer(folder, needs=())
     expected = "a checkpoint of a language model"
 
@@ -545,7 +540,12 @@ def _load(folder: str | Path, *, bf16: bool) -> tuple[Any, Any]:
             folder, local_files_only=True, dtype=dtype, output_loading_info=True
         )
 
-    model, info = loaded(_WHERE, "model", folder, expected, load)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # weights that are missing are an error below
+    try:
+        model, info = loaded(_WHERE, "model", folder, expected, load)
+    finally:
+        logging.set_verbosity(before)
     missing = sorted(info["missing_keys"])
     check(
         not missing,

@@ -194,6 +194,8 @@ def test_a_text_without_a_token_has_zeros(tokenizer):
     assert not vectors[0].any() and vectors[1].any()
     assert embed(model, bare, []).shape == (0, 16)
     assert embed(model, bare, [], words="first") == []
+    found = embed(model, tokenizer, ["", ["\u200b"]], words="max")
+    assert [vectors.shape for vectors in found] == [(0, 16), (1, 16)] and not found[1].any()
 
 
 @pytest.mark.parametrize(
