@@ -78,7 +78,7 @@ class EmbedArguments(Settings):
         "truncate",
         choices=TOO_LONG,
     )
-    batch_tokens: int = setting("tokens of a batch", 2048, number=whole())
+    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
     dtype: str = setting("of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
@@ -137,7 +137,7 @@ class PromptArguments(Settings):
     max_samples: int | None = setting(
         "score N examples, the same ones every time", None, number=whole(), metavar="N"
     )
-    batch_tokens: int = setting("tokens of a batch", 2048, number=whole())
+    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     overwrite: bool = setting("replace the file --out", False)
