@@ -1,26 +1,34 @@
-"""Sentence embeddings with MiniLM, against Transformers: ``python benchmarks/embeddings.py``.
+"""Sentence embeddings with MiniLM, against Transformers and sentence-transformers.
 
-Real sentences in their own order, 32 a batch, so that lengths are mixed; the mean over the tokens
-of the last hidden states. The models have the same weights and take turns, batch by batch. First
-the embeddings must agree within the error budget.
+    python benchmarks/embeddings.py --model DIR --texts FILE [--from-text]
+
+Real sentences in their own order, 1, 2 or 32 a batch, so that lengths are mixed; the mean over the
+tokens of the last hidden states. The models have the same weights and take turns, batch by batch.
+First the embeddings must agree within the error budget. With --from-text the tokenizer's time
+counts, and ``fastplm.inference.embed`` and sentence-transformers, where it is installed, take part.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from fastplm.inference.embed import embed as embed_texts
 from fastplm.models import BertModel
 from fastplm.testing import FORWARD_FACTOR, check_error
 
 Batch = dict[str, Tensor]
+_GATED = 3  # batches
 
 
 def embed(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -31,70 +39,105 @@ def embed(model: torch.nn.Module, batch: Batch) -> Tensor:
         return (hidden * mask).sum(1) / mask.sum(1)
 
 
-def batches(tokenizer: Callable, texts: list[str], size: int) -> list[Batch]:
-    return [
-        dict(tokenizer(texts[i : i + size], padding=True, truncation=True, return_tensors="pt"))
-        for i in range(0, len(texts) - size + 1, size)
-    ]
+def padded(tokenizer: Callable, texts: list[str]) -> Batch:
+    return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
 
-def gate(ours: torch.nn.Module, theirs: list[torch.nn.Module], batch: Batch) -> None:
-    """Raises BudgetExceeded where ours is less exact than Transformers may be."""
-    gold = embed(theirs[0].double(), batch)
-    theirs[0].float()
-    bases = [embed(model, batch) for model in theirs]
-    check_error("embeddings", embed(ours, batch).clone(), gold, bases, FORWARD_FACTOR)
+def gate(variants: dict[str, Callable[[Any], Tensor]], model: Any, given: Any) -> None:
+    """Raises BudgetExceeded where a variant is less exact than Transformers may be."""
+    theirs = [variant(given) for name, variant in variants.items() if "transformers " in name]
+    model.double()
+    gold = variants["transformers eager"](given)
+    model.float()
+    for name, variant in variants.items():
+        check_error(name, variant(given).clone(), gold, theirs, FORWARD_FACTOR)
+
+
+def from_text(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> dict:
+    """What makes the vectors of some texts, each in its own way."""
+    variants: dict[str, Callable[[list[str]], Tensor]] = {
+        "fastplm embed": lambda texts: torch.from_numpy(
+            embed_texts(models["fastplm"], tokenizer, texts)  # type: ignore[arg-type]
+        )
+    }
+    if importlib.util.find_spec("sentence_transformers") is None:
+        print("sentence-transformers is not installed, and left out")
+    else:
+        from sentence_transformers import SentenceTransformer
+
+        whole = SentenceTransformer(str(args.model), device="cpu")
+        modules = [module for module in whole if type(module).__name__ != "Normalize"]
+        plain = SentenceTransformer(modules=modules, device="cpu")
+        plain.max_seq_length = tokenizer.model_max_length
+        variants["sentence-transformers"] = lambda texts: plain.encode(
+            texts, batch_size=len(texts), convert_to_tensor=True, show_progress_bar=False
+        )
+    for name, model in models.items():
+        variants[name] = lambda texts, model=model: embed(model, padded(tokenizer, texts))
+    return variants
+
+
+def compare(variants: dict[str, Callable], given: list[Any], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each round, all batches of it together."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 1):
+        spent = dict.fromkeys(variants, 0.0)
+        for batch in given:
+            for name, variant in variants.items():
+                start = time.perf_counter()
+                variant(batch)
+                spent[name] += time.perf_counter() - start
+        if turn:  # the first round warms up
+            for name, total in spent.items():
+                seconds[name].append(total)
+    return seconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--texts", type=Path, required=True, help="lines that end in a text")
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 2, 32])
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--from-text", action="store_true", help="the tokenizer's time counts")
     args = parser.parse_args()
 
     lines = args.texts.read_text(encoding="utf-8").splitlines()[1:]
-    texts = [line.split("\t")[-1] for line in lines][: args.batches * args.batch_size]
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    given = batches(tokenizer, texts, args.batch_size)
     load = transformers.BertModel.from_pretrained
-    models = {
+    models: dict[str, Any] = {
         "fastplm": BertModel.from_pretrained(args.model),
         "transformers sdpa": load(args.model, attn_implementation="sdpa"),
         "transformers eager": load(args.model, attn_implementation="eager"),
     }
     for model in models.values():
         model.eval()
-    ours, *theirs = models.values()
-    for batch in given[:3]:
-        gate(ours, theirs, batch)
+    variants: dict[str, Callable] = {name: partial(embed, model) for name, model in models.items()}
+    if args.from_text:
+        variants = from_text(args, models, tokenizer)
 
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in given)
-    slots = sum(batch["attention_mask"].numel() for batch in given)
-    print(
-        f"{len(given)} batches of {args.batch_size}, {tokens / slots:.0%} of {slots} slots are "
-        f"tokens; {torch.get_num_threads()} threads"
-    )
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(args.rounds + 1):
-        spent = dict.fromkeys(models, 0.0)
-        for batch in given:
-            for name, model in models.items():
-                start = time.perf_counter()
-                embed(model, batch)
-                spent[name] += time.perf_counter() - start
-        if turn:  # the first round warms up
-            for name, total in spent.items():
-                seconds[name].append(total)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, times in seconds.items():
+    for size in args.batch_size:
+        texts = [line.split("\t")[-1] for line in lines][: args.batches * size]
+        parts = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
+        batches = [padded(tokenizer, part) for part in parts]
+        given: list[Any] = parts if args.from_text else batches
+        for each in given[:_GATED]:
+            gate(variants, models["transformers eager"], each)
+        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        slots = sum(batch["attention_mask"].numel() for batch in batches)
         print(
-            f"{name:20} {1e3 * median[name] / len(given):8.1f} ms a batch "
-            f"({1e3 * min(times) / len(given):.1f} to {1e3 * max(times) / len(given):.1f}), "
-            f"{median['transformers sdpa'] / median[name]:.2f} x sdpa"
+            f"{len(batches)} batches of {size}, {tokens / slots:.0%} of {slots} slots are tokens; "
+            f"{torch.get_num_threads()} threads"
         )
+        seconds = compare(variants, given, args.rounds)
+        least = {name: min(times) for name, times in seconds.items()}
+        for name, times in seconds.items():
+            print(
+                f"{name:22} {1e3 * statistics.median(times) / len(given):8.2f} ms a batch in the "
+                f"median, {1e3 * least[name] / len(given):.2f} at least, "
+                f"{least['transformers sdpa'] / least[name]:.2f} x sdpa"
+            )
     return 0
 
 

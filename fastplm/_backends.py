@@ -48,6 +48,7 @@ OP_NAMES = (
     "linear_cross_entropy",
     "linear_distillation",
     "mask_tokens",
+    "maxsim",
     "replaced_token_loss",
     "rms_norm",
 )

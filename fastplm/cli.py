@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``finetune``, ``demo``, ``info`` and ``measure``."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``embed`` and the other commands."""
 
 from __future__ import annotations
 
@@ -108,6 +108,24 @@ def _classic(**settings: Any) -> int:
     return 0
 
 
+def _embed(**settings: Any) -> int:
+    from fastplm.inference.arguments import EmbedArguments
+    from fastplm.inference.embed import embed_file
+
+    with _running():
+        print(embed_file(EmbedArguments(**settings)))
+    return 0
+
+
+def _prompt(**settings: Any) -> int:
+    from fastplm.inference.arguments import PromptArguments
+    from fastplm.inference.prompt import run_prompt
+
+    with _running():
+        print(run_prompt(PromptArguments(**settings)))
+    return 0
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     import torch
@@ -156,6 +174,7 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.classic.arguments import ClassicArguments
+    from fastplm.inference.arguments import EmbedArguments, PromptArguments
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
@@ -232,4 +251,21 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(classic, ClassicArguments)
+    embed = command(
+        _embed,
+        "write vectors of texts or of their words",
+        description="Write vectors of texts, or of their words, from the hidden states of a "
+        "checkpoint. How to read the file: docs/embedding.md.",
+        **shown,
+    )
+    add_settings(embed, EmbedArguments)
+    prompt = command(
+        _prompt,
+        "classify texts by the label words that a language model finds most probable",
+        description="Classify labelled texts without training, by the label words that a language "
+        "model finds most probable, and print the accuracy with and without calibration. Format "
+        "of the prompt: docs/prompting.md.",
+        **shown,
+    )
+    add_settings(prompt, PromptArguments)
     return parser

@@ -168,6 +168,19 @@ def gathered(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), positions=positions)
 
 
+def matched(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Also sets without anything to match, and spare rows."""
+    sizes_q, sizes_k = torch.tensor([size, 0, size // 3, 2]), torch.tensor([size // 2, 3, size, 0])
+    return dict(
+        query=floats(int(sizes_q.sum()) + 2, 40)(dtype),
+        key=floats(int(sizes_k.sum()) + 1, 40)(dtype),
+        cu_seqlens_q=ends_of(sizes_q),
+        cu_seqlens_k=ends_of(sizes_k),
+        max_seqlen_q=size,
+        max_seqlen_k=size,
+    )
+
+
 def product(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), weight=floats(33, 40)(dtype), bias=floats(33)(dtype))
 
@@ -287,6 +300,7 @@ def _samples() -> dict[str, Sample]:
         ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
         ("replaced_token_loss, ids", detect, detection_of_ids, WEIGHTS[:2]),
         ("gather_rows", ops.gather_rows, gathered, ("input",)),
+        ("maxsim", ops.maxsim, matched, QKV[:2]),
         ("linear", ops.linear, product, WEIGHTS),
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),

@@ -202,6 +202,20 @@ OPS = {
             ),
         },
     ),
+    "maxsim": (
+        dict(
+            **dict(query=zeros(5, 8), key=zeros(4, 8), max_seqlen_q=3, max_seqlen_k=4),
+            **dict(cu_seqlens_q=ends(0, 2, 5), cu_seqlens_k=ends(0, 0, 4)),
+        ),
+        {
+            "query": (None, zeros(5), zeros(5, 0), zeros(5, 8, dtype=LONG)),
+            "key": (zeros(4, 7), zeros(1, 4, 8), zeros(4, 8, dtype=HALF)),
+            "cu_seqlens_q": (*ENDS[:2], ids(0, 2, 5), ends(1, 2, 5), ends(0, 6, 5), ends(0, 2, 6)),
+            "cu_seqlens_k": (ends(0, 2), ids(0, 2, 4), ends(0, 2, 5), ends(0, 4, 3)),
+            "max_seqlen_q": (-1, 2, "3"),
+            "max_seqlen_k": (-1, 0),
+        },
+    ),
     "linear": (
         dict(input=ROWS, weight=zeros(6, 8)),
         {

@@ -15,6 +15,7 @@ from fastplm.ops.linear_cross_entropy import (
 )
 from fastplm.ops.linear_distillation import linear_distillation, linear_distillation_topk
 from fastplm.ops.mask_tokens import mask_tokens
+from fastplm.ops.maxsim import maxsim
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.ops.rms_norm import rms_norm
 from fastplm.reference.attention import T5RelativeBias
@@ -23,6 +24,7 @@ from fastplm.reference.corrupt_spans import CorruptedSpans
 from fastplm.reference.linear_cross_entropy import RowStatistics
 from fastplm.reference.linear_distillation import LinearDistillation
 from fastplm.reference.mask_tokens import MaskedTokens
+from fastplm.reference.maxsim import MaxSim
 from fastplm.reference.replaced_token_loss import DetectionCounts
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "DetectionCounts",
     "LinearDistillation",
     "MaskedTokens",
+    "MaxSim",
     "NoisedText",
     "RowStatistics",
     "T5RelativeBias",
@@ -46,6 +49,7 @@ __all__ = [
     "linear_distillation",
     "linear_distillation_topk",
     "mask_tokens",
+    "maxsim",
     "replaced_token_loss",
     "rms_norm",
     "span_corruption_fit",

@@ -155,9 +155,10 @@ class Saved(NamedTuple):
     need_bias_weight: bool
 
 
-def check_lengths_on_cpu(name: str, cu_seqlens: Tensor, rows: int, longest: int) -> None:
+def check_lengths_on_cpu(
+    name: str, cu_seqlens: Tensor, rows: int, longest: int, where: str = "attention_varlen"
+) -> None:
     """Sequences lie one after the other in so many rows, and none is longer than the longest."""
-    where = "attention_varlen"
     values = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(values[:-1], values[1:], strict=True)]
     check(

@@ -210,13 +210,14 @@ class Settings:
         # An empty name would be the current folder.
         self.check("out", str(self.out).strip() != "", "a folder", "Name one.", repr(self.out))
         for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
+            given = getattr(self, each.name)
             number, choices = each.metadata["number"], each.metadata["choices"]
-            if value is not None and number is not None:
-                self.check(each.name, number.holds(value), number.expected, "Change it.")
-            if value is not None and choices is not None:
-                for one in [value] if isinstance(value, str) else value:
-                    check_choice(self.where, each.name, one, tuple(choices))
+            for value in given if isinstance(given, list | tuple) else (given,):
+                if value is not None and number is not None:
+                    held = number.holds(value)
+                    self.check(each.name, held, number.expected, "Change it.", value)
+                if value is not None and choices is not None:
+                    check_choice(self.where, each.name, value, tuple(choices))
 
 
 def _default_cache() -> Path:

@@ -98,6 +98,9 @@ def write_files(folder: Path) -> None:
         {"question": f"what {VERBS[i % 6]}?", "choices": NOUNS[:3], "answer": i % 3}
         for i in range(20)
     ]
+    words = {"good": ["house", "garden"], "bad": ["river"]}
+    prompt = {"template": "{text} a {label}.", "labels": words}
+    (folder / "prompt.json").write_text(json.dumps(prompt))
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     # As large as BERT's vocabulary, as the README has one of its token ids.
     tokenizer = train_tokenizer(stories, 120, folder / "cache")

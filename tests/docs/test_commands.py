@@ -48,6 +48,8 @@ SMALL = {
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
     "classic": "--steps 2 --batch-size 4 --hidden 16 --embedding 8",
+    "embed": "--batch-tokens 512",
+    "prompt": "--max-samples 4",
 }
 
 

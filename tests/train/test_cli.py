@@ -11,7 +11,7 @@ import fastplm
 from fastplm.cli import _parser, main
 from fastplm.train.demo import LEAST_STEPS
 
-COMMANDS = ("info", "measure", "demo", "pretrain", "finetune")
+COMMANDS = ("info", "measure", "demo", "pretrain", "finetune", "embed", "prompt")
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
@@ -48,7 +48,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
     [
         ("", "arguments are required: COMMAND"),
         ("pretrian", "COMMAND: got 'pretrian'; expected info | .*. Did you mean pretrain?"),
-        ("nothing", "COMMAND: got 'nothing'; expected info | .*finetune (see"),
+        ("nothing", "COMMAND: got 'nothing'; expected info | .* (see"),
         ("pretrain --arch bert-smal", "--arch: got 'bert-smal'; .*. Did you mean bert-small?"),
         ("pretrain --arch BERT", "--arch: got 'BERT'; expected bert-tiny | "),
         (f"{RUN} --batchsize 3", "arguments: --batchsize 3. Did you mean --batch-size?"),

@@ -1,0 +1,199 @@
+"""The hidden states of chosen layers, on packed rows; no layer above them is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError, check
+from fastplm.data import load_tokenizer
+from fastplm.inference._batches import Batch
+from fastplm.models import AutoModel
+from fastplm.models._encoder import EncoderModel
+from fastplm.models._gpt import CausalModel
+from fastplm.models._ragged import RaggedBatch
+from fastplm.models._seq2seq import Stack
+from fastplm.train._run_folder import loaded
+
+
+class _Enough(Exception):
+    """The last layer that is needed is done."""
+
+
+class Encoder:
+    """The hidden states of a batch, layer by layer, on its tokens alone.
+
+    A model with a head gives the states below it, an encoder-decoder those of its encoder.
+
+    Args:
+        where: the caller, for errors.
+        model: of fastplm or Transformers.
+        layers: which hidden states: 0 = the embeddings, i = those after layer i, -1 = the last
+            ones, as in ``output_hidden_states`` of Transformers.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: no model, or one that has fewer layers.
+    """
+
+    def __init__(self, where: str, model: Any, layers: Sequence[int] = (-1,)) -> None:
+        check(
+            isinstance(model, PreTrainedModel),
+            where,
+            "model",
+            f"a {type(model).__name__}",
+            "a model of fastplm.models or Transformers",
+            "Load it with fastplm.models.AutoModel.from_pretrained.",
+            ArgumentTypeError,
+        )
+        backbone: Any = model.base_model
+        inner = getattr(backbone, "encoder", None)
+        self.backbone: Any = inner if isinstance(inner, PreTrainedModel) else backbone
+        self.config = self.backbone.config
+        self.device = self.backbone.device
+        self.width = self.config.hidden_size
+        #: How many layers there are.
+        self.depth = self.config.num_hidden_layers
+        check(
+            len(layers) > 0 and all(-self.depth <= i + 1 <= self.depth + 1 for i in layers),
+            where,
+            "layers",
+            list(layers),
+            f"numbers from {-self.depth - 1} to {self.depth}, as the model has {self.depth} layers",
+            "0 is the embeddings, -1 the last layer.",
+            ArgumentValueError,
+        )
+        self.layers = [i % (self.depth + 1) for i in layers]
+        self._states: dict[int, Tensor] = {}
+        self._hooked = self._blocks() if min(self.layers) < self.depth else []
+        check(
+            bool(self._hooked) or min(self.layers) == self.depth,
+            where,
+            "layers",
+            f"{list(layers)} of a {type(self.backbone).__name__}",
+            "the last layer, as the layers of this model are not known",
+            "Leave it out.",
+            UnsupportedError,
+        )
+
+    def _blocks(self) -> list[nn.Module]:
+        """The modules whose outputs are the hidden states, as Transformers records them."""
+        recorded = _CAN_RECORD_REGISTRY.get(self.backbone).get("hidden_states")
+        kind = getattr(recorded, "target_class", recorded)
+        if kind is None:  # GPT
+            return list(getattr(self.backbone, "h", []))
+        return [module for module in self.backbone.modules() if isinstance(module, kind)]
+
+    @property
+    def selects(self) -> bool:
+        """Whether the model computes in its last layer only the rows that are asked for."""
+        return (
+            self.layers == [self.depth]
+            and isinstance(self.backbone, EncoderModel)
+            and not isinstance(self.backbone, CausalModel)
+        )
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """In this block the encoder can be called: dropout is off, and no gradient is recorded."""
+        trained = [module for module in self.backbone.modules() if module.training]
+        handles = [block.register_forward_hook(self._record) for block in self._hooked]
+        for module in trained:
+            module.training = False
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for module in trained:
+                module.training = True
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        self._count += 1
+        if self._count == 1 and 0 in self.layers:
+            self._states[0] = inputs[0]
+        if self._count in self.layers and self._count < self.depth:
+            self._states[self._count] = output if isinstance(output, Tensor) else output[0]
+        if max(self.layers) <= self._count < self.depth:
+            raise _Enough
+
+    def __call__(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
+        """The states of each of ``layers``: [N, E], or [P, E] of ``rows``.
+
+        Args:
+            batch: the texts.
+            rows: int64 [P], chosen tokens of the N.
+        """
+        packed = batch.rows.to(self.device)
+        inputs: dict[str, Any] = {"input_ids": batch.ids.to(self.device)}
+        if len(packed.positions) < batch.ids.numel():
+            inputs["attention_mask"] = packed.token_mask()
+        rows = None if rows is None else rows.to(self.device)
+        if isinstance(self.backbone, EncoderModel | Stack):
+            inputs["unpad"] = packed
+        if isinstance(self.backbone, CausalModel):
+            inputs["use_cache"] = False  # with a cache the batch stays padded
+        if rows is not None and self.selects:
+            inputs["output_rows"] = packed.positions[rows]
+            return [self.backbone(**inputs).last_hidden_state[:, 0]]
+        self._states, self._count = {}, 0
+        try:
+            self._states[self.depth] = self.backbone(**inputs).last_hidden_state
+        except _Enough:
+            pass
+        states = [_tokens(self._states[i], packed) for i in self.layers]
+        self._states = {}
+        return states if rows is None else [state[rows] for state in states]
+
+
+def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
+    """[1, N, E] or [B, T, E] -> [N, E]."""
+    flat = state.flatten(0, 1)
+    return flat if len(flat) == len(rows.positions) else flat[rows.positions]
+
+
+def load_encoder(
+    where: str, folder: str | Path, *, bf16: bool = False, split: bool = False
+) -> tuple[Any, Any]:
+    """(the model without head, its tokenizer) of a checkpoint, on the GPU if there is one.
+
+    Args:
+        where: the caller, for errors.
+        folder: of the checkpoint and its tokenizer.
+        bf16: convert the weights to bfloat16; default fp32.
+        split: the tokenizer is for texts that are split into words.
+
+    Raises:
+        DataError: the folder holds no such checkpoint.
+    """
+    tokenizer: Any = load_tokenizer(folder, needs=())
+    if split and hasattr(tokenizer, "add_prefix_space"):
+        # A byte-level tokenizer then splits a word alone as it does inside a text.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, add_prefix_space=True, local_files_only=True
+        )
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # a new pooler is no matter: it is left out
+    try:
+        model = loaded(
+            where,
+            "model",
+            folder,
+            "a checkpoint with its config.json and weights",
+            lambda: AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype),
+        )
+    finally:
+        logging.set_verbosity(before)
+    encoder: Any = Encoder(where, model).backbone
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    return encoder.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

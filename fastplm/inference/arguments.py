@@ -1,0 +1,153 @@
+"""The settings of the commands that use a trained model. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastplm.train.arguments import Number, Settings, setting, whole
+
+#: How one vector is made of those of a text's tokens, special tokens among them.
+POOLINGS = ("mean", "cls", "max", "sum", "last", "mean_sqrt_len", "weighted_mean")
+#: How one vector is made of those of a word's tokens.
+WORD_POOLINGS = ("first", "mean", "max", "sum")
+#: How one vector is made of those of several layers.
+COMBINATIONS = ("concat", "mean", "sum")
+#: How the scores of label words are compared.
+CALIBRATIONS = ("none", "contextual", "pmi")
+TOO_LONG = ("truncate", "error")
+DTYPES = ("float32", "float16")
+_WEIGHT = Number(float, -1e9, 1e9, "a number")
+
+
+@dataclass
+class EmbedArguments(Settings):
+    """The settings of ``fastplm embed``; see ``fastplm embed --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "embed"
+
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    data: str | Path = setting("text file, a text a line; plain or compressed", metavar="FILE")
+    out: str | Path = setting(
+        "file of the vectors, in NumPy's format; with --words, OUT.offsets.npy beside it says "
+        "which rows are whose",
+        metavar="FILE.npy",
+    )
+    words: str | None = setting(
+        "a vector for each word, words being separated by whitespace: that of its first token, or "
+        "the mean, maximum or sum of all its tokens (default: a vector for each text)",
+        None,
+        choices=WORD_POOLINGS,
+        excludes="pooling",
+    )
+    pooling: Sequence[str] | None = setting(
+        "what is made of the tokens of a text; of several kinds, one vector after the other. cls "
+        "is the first token, last the last one; mean_sqrt_len is the sum over the root of the "
+        "length, and weighted_mean has weights 1, 2, 3, ... (default: what modules.json of "
+        "sentence-transformers says where there is one, with its length and normalisation; else "
+        "mean)",
+        None,
+        choices=POOLINGS,
+        excludes="pooling",
+    )
+    layers: Sequence[int] | None = setting(
+        "hidden states of these layers: 0 is the embeddings, 1 the first layer, -1 the last; no "
+        "layer above them is computed (default: -1)",
+        None,
+        number=whole(-10_000, 10_000),
+        metavar="N",
+    )
+    combine: str = setting("what is made of several layers", "concat", choices=COMBINATIONS)
+    layer_weights: Sequence[float] | None = setting(
+        "the sum of the layers, each times its weight, instead of --combine",
+        None,
+        number=_WEIGHT,
+        metavar="W",
+    )
+    normalize: bool = setting("divide each vector by its length", False)
+    max_length: int | None = setting(
+        "most tokens of a text (default: what the model takes)", None, number=whole()
+    )
+    too_long: str = setting(
+        "what is done with longer texts; a word without a token left has a vector of zeros",
+        "truncate",
+        choices=TOO_LONG,
+    )
+    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
+    dtype: str = setting("of the numbers in the file", "float32", choices=DTYPES)
+    bf16: bool = setting("compute in bfloat16", False)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    overwrite: bool = setting("replace the file --out", False)
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        if self.layers is None:
+            self.layers = (-1,)
+        self.check("out", str(self.out).endswith(".npy"), "a name that ends in .npy", "Add it.")
+        self.check(
+            "layer_weights",
+            self.layer_weights is None or len(self.layer_weights) == len(self.layers),
+            f"{len(self.layers)}, one for each of --layers",
+            "Name both.",
+            f"{len(self.layer_weights or ())} of them",
+        )
+
+
+@dataclass
+class PromptArguments(Settings):
+    """The settings of ``fastplm prompt``; see ``fastplm prompt --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "prompt"
+
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    prompt: str | Path = setting(
+        "JSON file of the prompt: template, label words and examples", metavar="FILE"
+    )
+    data: str | Path = setting(
+        "labelled examples, as finetune --task classification or pair reads them", metavar="FILE"
+    )
+    out: str | Path | None = setting(  # type: ignore[assignment]
+        "table of the predictions and scores (default: none)", None, metavar="FILE.tsv"
+    )
+    shots: int | None = setting(
+        "show N examples of --shots-data before each text, about as many of each label",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    shots_data: str | Path | None = setting(
+        "labelled examples to choose from", None, metavar="FILE"
+    )
+    seed: int = setting("seed of that choice", 0, number=whole(0, 2**32 - 1))
+    text_columns: Sequence[str] | None = setting(
+        "columns of the texts in a table (default: the usual names)", None, metavar="NAME"
+    )
+    label_column: str | None = setting(
+        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
+    )
+    max_samples: int | None = setting(
+        "score N examples, the same ones every time", None, number=whole(), metavar="N"
+    )
+    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
+    bf16: bool = setting("compute in bfloat16", False)
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    overwrite: bool = setting("replace the file --out", False)
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.check(
+            "shots",
+            (self.shots is None) == (self.shots_data is None),
+            "--shots and --shots-data together",
+            "Name both, or neither.",
+            f"{self.shots} with --shots-data {self.shots_data}",
+        )

@@ -1,0 +1,457 @@
+"""``fastplm embed``: vectors of texts or of their words, from the hidden states of a model.
+
+texts -> token ids -> batches of similar length -> hidden states on packed rows -> pooling
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastplm._checks import (
+    ArgumentValueError,
+    DataError,
+    check,
+    check_choice,
+    check_int,
+)
+from fastplm.data._files import lines_of
+from fastplm.data._folder import say
+from fastplm.inference._batches import (
+    BATCH_TOKENS,
+    Tokens,
+    batches,
+    limit_of,
+    progress_bar,
+)
+from fastplm.inference._encoder import Encoder, load_encoder
+from fastplm.inference.arguments import (
+    COMBINATIONS,
+    POOLINGS,
+    TOO_LONG,
+    WORD_POOLINGS,
+    EmbedArguments,
+)
+from fastplm.train._run import using_threads
+from fastplm.train._run_folder import loaded
+from fastplm.train.report import block
+
+_WHERE = "embed"
+#: Poolings that choose one token of a text or word.
+_CHOOSE = ("cls", "first", "last")
+#: How sentence-transformers calls the poolings.
+_THEIR_POOLINGS = {
+    "cls": "cls",
+    "cls_token": "cls",
+    "max": "max",
+    "max_tokens": "max",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "weightedmean_tokens": "weighted_mean",
+    "lasttoken": "last",
+}
+
+
+def embed(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str] | Sequence[Sequence[str]],
+    *,
+    words: str | None = None,
+    pooling: str | Sequence[str] = "mean",
+    layers: Sequence[int] = (-1,),
+    combine: str = "concat",
+    layer_weights: Sequence[float] | None = None,
+    normalize: bool = False,
+    max_length: int | None = None,
+    too_long: str = "truncate",
+    batch_tokens: int = BATCH_TOKENS,
+    progress: bool = False,
+) -> np.ndarray | list[np.ndarray]:
+    """Vectors of texts, or of their words.
+
+    Texts of similar length share a batch, and padding is not computed. The vectors are those that
+    the model would give for each text alone.
+
+    Args:
+        model: of ``fastplm.models`` or Transformers; heads and decoders are left out.
+        tokenizer: its fast tokenizer. For words, a byte-level one needs ``add_prefix_space=True``.
+        texts: strings, or with ``words`` also lists of words.
+        words: "first" (the first token of a word), "mean", "max" or "sum" of its tokens: a vector
+            for each word. Strings are split at whitespace. None = a vector for each text.
+        pooling: of the tokens of a text, special tokens among them: "mean", "max", "sum", "cls"
+            (the first token), "last", "mean_sqrt_len" (the sum over the root of the length) or
+            "weighted_mean" (weights 1, 2, 3, …). Of several, the vectors follow each other.
+        layers: hidden states: 0 = the embeddings, i = those after layer i, -1 = the last ones.
+            Layers above them are not computed.
+        combine: of several layers: "concat", "mean" or "sum".
+        layer_weights: the layers are added, each times its weight; replaces ``combine``.
+        normalize: divide each vector by its Euclidean length.
+        max_length: tokens of a text at most, special tokens among them; default what the model
+            takes.
+        too_long: "truncate" = cut longer texts off, with a warning; "error".
+        batch_tokens: tokens of a batch; only speed and memory depend on it.
+        progress: show a bar on stderr.
+
+    Returns:
+        [texts, width] in the order of the texts; with ``words`` a list of [words of the text,
+        width]. fp32 (fp64 of a model in fp64). A word of which no token is left has zeros, as
+        has a text without any token.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument does not fit.
+
+    Source: Devlin et al. 2018 (arXiv 1810.04805), §5.3 (the first token of a word, the last four
+        layers concatenated); Reimers & Gurevych 2019 (arXiv 1908.10084), §3 (pooling).
+    """
+    target, offsets, cut = _embed(
+        model,
+        tokenizer,
+        texts,
+        words=words,
+        pooling=pooling,
+        layers=layers,
+        combine=combine,
+        layer_weights=layer_weights,
+        normalize=normalize,
+        max_length=max_length,
+        too_long=too_long,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+    if cut:
+        warnings.warn(cut, stacklevel=2)
+    if offsets is None:
+        return target
+    return np.split(target, offsets[1:-1]) if len(offsets) > 1 else []
+
+
+def _embed(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[Any],
+    *,
+    words: str | None,
+    pooling: str | Sequence[str],
+    layers: Sequence[int],
+    combine: str,
+    layer_weights: Sequence[float] | None,
+    normalize: bool,
+    max_length: int | None,
+    too_long: str,
+    batch_tokens: int,
+    progress: bool,
+    allocate: Callable[[tuple[int, int], Any], np.ndarray] = np.zeros,
+) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """(vectors, with ``words`` which rows are whose [texts + 1], a line about what was cut off).
+
+    ``allocate`` makes the array of zeros that is filled.
+    """
+    kinds = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+    check(len(kinds) > 0, _WHERE, "pooling", "nothing", " | ".join(POOLINGS), "Name one.")
+    for kind in kinds:
+        check_choice(_WHERE, "pooling", kind, POOLINGS)
+    check_choice(_WHERE, "combine", combine, COMBINATIONS)
+    check_choice(_WHERE, "too_long", too_long, TOO_LONG)
+    check_int(_WHERE, "batch_tokens", batch_tokens, 1, 2**40, "Pass a number of tokens.")
+    if words is not None:
+        check_choice(_WHERE, "words", words, WORD_POOLINGS)
+        kinds = (words,)
+        texts = [text.split() if isinstance(text, str) else list(text) for text in texts]
+    encoder = Encoder(_WHERE, model, layers)
+    weights = _layer_weights(len(layers), combine, layer_weights)
+    limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
+    tokens = Tokens.of(_WHERE, tokenizer, texts, limit, split=words is not None)
+    check(
+        too_long == "truncate" or not tokens.cut,
+        _WHERE,
+        "texts",
+        f"text {tokens.cut[0] if tokens.cut else 0}, which has more than {limit} tokens",
+        "texts that the model takes whole",
+        "Split it, or allow too_long='truncate'.",
+        ArgumentValueError,
+    )
+    offsets = None
+    if words is not None:
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) for text in texts], out=offsets[1:])
+    height = len(texts) if offsets is None else int(offsets[-1])
+    width = encoder.width * len(kinds) * (len(layers) if weights is None else 1)
+    exact = encoder.backbone.dtype == torch.float64
+    target = allocate((height, width), np.float64 if exact else np.float32)
+
+    with encoder.ready(), progress_bar(len(tokens.ids), _WHERE, progress) as bar:
+        for numbers in batches(tokens.lengths, batch_tokens):
+            rows, places, counts = _groups(tokens, numbers, offsets)
+            bar.update(int(tokens.lengths[numbers].sum()))
+            if len(rows) == 0:  # no text of the batch has a word
+                continue
+            pool = _Pool(places, counts, encoder.device)
+            only = pool.one(kinds[0]) if len(kinds) == 1 and kinds[0] in _CHOOSE else None
+            states = encoder(tokens.batch(numbers, encoder.config.pad_token_id or 0), only)
+            if states[0].dtype not in (torch.float32, torch.float64):
+                states = [state.float() for state in states]
+            if weights is not None:
+                states = [sum(w * state for w, state in zip(weights, states, strict=True))]  # type: ignore[list-item]
+            if only is None:
+                states = [pool(state, kind) for kind in kinds for state in states]
+            vectors = states[0] if len(states) == 1 else torch.cat(states, 1)
+            target[rows] = (F.normalize(vectors) if normalize else vectors).cpu().numpy()
+    return target, offsets, _what_was_cut(tokens, offsets, limit)
+
+
+def _layer_weights(
+    count: int, combine: str, given: Sequence[float] | None
+) -> Sequence[float] | None:
+    """The weight of each layer in their sum; None = they are concatenated."""
+    if given is not None:
+        check(
+            len(given) == count,
+            _WHERE,
+            "layer_weights",
+            f"{len(given)} numbers",
+            f"{count}, one for each of `layers`",
+            "Pass both.",
+        )
+        return given
+    if combine == "concat" or count == 1:
+        return None
+    return [1 / count if combine == "mean" else 1.0] * count
+
+
+def _groups(
+    tokens: Tokens, numbers: np.ndarray, offsets: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows of the result, tokens of the batch, how many of these belong to each row).
+
+    Words without a token are left out.
+    """
+    lengths = tokens.lengths[numbers]
+    if offsets is None:
+        return numbers, np.arange(lengths.sum()), lengths
+    assert tokens.words is not None
+    words = tokens.words[tokens.places(numbers)]
+    places = np.flatnonzero(words >= 0)
+    words = (words + np.repeat(offsets[numbers], lengths))[places]
+    starts = np.flatnonzero(np.diff(words, prepend=-1))
+    return words[starts], places, np.diff(starts, append=len(words))
+
+
+class _Pool:
+    """Makes one vector of the tokens of each group.
+
+    Args:
+        places: int64 [M], tokens of the batch, group by group.
+        counts: int64 [G], the tokens of each group, 1 at least.
+    """
+
+    def __init__(self, places: np.ndarray, counts: np.ndarray, device: torch.device) -> None:
+        self.places = torch.from_numpy(places).to(device)
+        self.counts = torch.from_numpy(counts).to(device)
+        self.ends = self.counts.cumsum(0)
+
+    def one(self, kind: str) -> Tensor:
+        """int64 [G]: the token that "cls", "first" or "last" chooses."""
+        return self.places[self.ends - 1 if kind == "last" else self.ends - self.counts]
+
+    def __call__(self, states: Tensor, kind: str) -> Tensor:
+        """[N, E] -> [G, E]."""
+        if kind in _CHOOSE:
+            return states[self.one(kind)]
+        starts = self.ends - self.counts
+        mode = kind if kind in ("mean", "max") else "sum"
+        weights = None
+        if kind == "weighted_mean":
+            order = torch.arange(len(self.places), device=states.device)
+            order = order - starts.repeat_interleave(self.counts) + 1
+            totals = self.counts * (self.counts + 1) // 2
+            weights = order.to(states.dtype) / totals.repeat_interleave(self.counts)
+        elif kind == "mean_sqrt_len":
+            roots = self.counts.to(states.dtype).rsqrt()
+            weights = roots.repeat_interleave(self.counts)
+        return F.embedding_bag(self.places, states, starts, mode=mode, per_sample_weights=weights)
+
+
+def _what_was_cut(tokens: Tokens, offsets: np.ndarray | None, limit: int | None) -> str:
+    if not tokens.cut:
+        return ""
+    line = f"{len(tokens.cut):,} of {len(tokens.lengths):,} texts were cut off after {limit} tokens"
+    if offsets is None:
+        return f"{line}."
+    assert tokens.words is not None
+    lost = 0
+    for number in tokens.cut:
+        begin, end = tokens.offsets[number : number + 2]
+        last = tokens.words[begin:end].max(initial=-1)
+        lost += int(offsets[number + 1] - offsets[number] - last - 1)
+    return f"{line}; {lost:,} words have a vector of zeros."
+
+
+# --- checkpoints and files ------------------------------------------------------------------------
+
+
+def sentence_transformers_settings(folder: str | Path) -> dict[str, Any] | None:
+    """What a checkpoint of sentence-transformers says of ``embed``'s arguments.
+
+    Args:
+        folder: of the checkpoint, with ``modules.json``.
+
+    Returns:
+        ``pooling``, ``normalize`` and ``max_length``; None if there is no ``modules.json``.
+
+    Raises:
+        DataError: it has modules that ``embed`` does not compute.
+    """
+    folder = Path(folder)
+    if not (folder / "modules.json").is_file():
+        return None
+
+    def read(path: Path) -> Any:
+        def parse() -> Any:
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+        return loaded(_WHERE, "model", path, "a file of sentence-transformers", parse)
+
+    settings: dict[str, Any] = {"pooling": ("mean",), "normalize": False, "max_length": None}
+    unknown = []
+    for module in read(folder / "modules.json"):
+        kind, path = module["type"].rpartition(".")[2], folder / module["path"]
+        if kind == "Transformer" and path.resolve() == folder.resolve():
+            known = read(path / "sentence_bert_config.json")
+            settings["max_length"] = known.get("max_seq_length")
+            unknown += ["do_lower_case"] if known.get("do_lower_case") else []
+        elif kind == "Pooling":
+            known = read(path / "config.json")
+            modes = known.get("pooling_mode")
+            if modes is None:  # older versions wrote a switch for each
+                switches = (f"pooling_mode_{name}" for name in _THEIR_POOLINGS)
+                modes = [name.removeprefix("pooling_mode_") for name in switches if known.get(name)]
+            modes = [modes] if isinstance(modes, str) else modes or ["mean"]
+            settings["pooling"] = tuple(_THEIR_POOLINGS.get(mode, mode) for mode in modes)
+        elif kind == "Normalize":
+            settings["normalize"] = True
+        else:
+            unknown.append(kind)
+    prompt = read(folder / "config_sentence_transformers.json").get("default_prompt_name")
+    unknown += ["default_prompt_name"] if prompt else []
+    check(
+        not unknown,
+        _WHERE,
+        "model",
+        f"{folder}, whose files ask for {' and '.join(unknown)}",
+        "Transformer, Pooling and Normalize of sentence-transformers alone",
+        "Use sentence-transformers, or name --pooling: then its files are not read.",
+        DataError,
+    )
+    return settings
+
+
+def embed_file(args: EmbedArguments) -> str:
+    """``fastplm embed``: write the vectors of a file's texts; returns the line that sums it up.
+
+    Raises:
+        FastplmError: a file, the model or a setting is wrong.
+    """
+    out = Path(args.out)
+    files = [out] if args.words is None else [out, out.with_suffix(".offsets.npy")]
+    old = next((path for path in files if path.exists()), None)
+    free = args.overwrite or old is None
+    fix = "Choose another --out, or replace it with --overwrite."
+    args.check("out", free, "a new file", fix, f"{old}, which exists", DataError)
+    args.check(
+        "out", out.parent.is_dir(), "a file in an existing folder", "Make it.", error=DataError
+    )
+    settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
+    settings["max_length"] = args.max_length
+    theirs = None
+    if args.words is None and args.pooling is None:
+        theirs = sentence_transformers_settings(args.model)
+    if theirs is not None:
+        settings.update(theirs, normalize=args.normalize or theirs["normalize"])
+        settings["max_length"] = args.max_length or theirs["max_length"]
+    texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
+    there = any(text.strip() for text in texts)
+    args.check("data", there, "a file with texts", "Check it.", error=DataError)
+    split = args.words is not None
+    model, tokenizer = load_encoder(_WHERE, args.model, bf16=args.bf16, split=split)
+    say(_announcement(args, settings, model, len(texts), theirs is not None))
+
+    start = time.perf_counter()
+    with using_threads(args.threads), _array(out, args.dtype) as allocate:
+        vectors, offsets, cut = _embed(
+            model,
+            tokenizer,
+            texts,
+            words=args.words,
+            layers=args.layers or (-1,),
+            combine=args.combine,
+            layer_weights=args.layer_weights,
+            too_long=args.too_long,
+            batch_tokens=args.batch_tokens,
+            progress=True,
+            allocate=allocate,
+            **settings,
+        )
+        if offsets is not None:
+            np.save(files[1], offsets)
+    say(cut)
+    what = "texts" if offsets is None else f"words of {len(texts):,} texts"
+    seconds = time.perf_counter() - start
+    return f"{len(vectors):,} {what}, {vectors.shape[1]} numbers each, in {seconds:.1f} s: {out}"
+
+
+def _announcement(
+    args: EmbedArguments, settings: dict[str, Any], model: Any, texts: int, theirs: bool
+) -> str:
+    kinds = settings["pooling"]
+    pooling = kinds if isinstance(kinds, str) else " and ".join(kinds)
+    vectors = f"{pooling} of the tokens of each text"
+    if args.words is not None:
+        vectors = f"{args.words} of the tokens of each word"
+    if args.layers not in (None, (-1,)):
+        how = "weighted sum" if args.layer_weights else args.combine
+        vectors += f", {how} of layers {' '.join(map(str, args.layers))}"
+    vectors += ", normalized" if settings["normalize"] else ""
+    vectors += ", as modules.json says" if theirs else ""
+    count = args.threads or torch.get_num_threads()
+    threads = f", {count} threads" if model.device.type == "cpu" else ""
+    rows = {
+        "data": f"{args.data}: {texts:,} texts",
+        "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
+        "vectors": vectors,
+        "device": f"{model.device}{threads}",
+        "results": str(args.out),
+    }
+    return block(rows)
+
+
+@contextmanager
+def _array(path: Path, dtype: str) -> Any:
+    """Gives what makes the array of a file, which is there when all of it is written."""
+    part = path.with_name(f".{path.name}.part")
+    made: list[np.memmap] = []
+
+    def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
+        made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))
+        return made[0]
+
+    try:
+        yield allocate
+        made[0].flush()
+        os.replace(part, path)
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()

@@ -1,0 +1,578 @@
+"""``fastplm prompt``: classes by the label words that a language model finds most probable.
+
+    template + text + examples -> prompts -> distinct inputs, by length -> logits of the label's row
+    -> log-probabilities of the label words -> classes, with and without calibration
+
+A prompt is a template with two places, ``{text}`` (or ``{text1}`` and ``{text2}``) and ``{label}``.
+A decoder continues what stands before ``{label}``; a masked language model and BART have a mask
+there, T5 a sentinel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import string
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from fastplm import models
+from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
+from fastplm.data import load_tokenizer
+from fastplm.data._folder import say
+from fastplm.inference._batches import BATCH_TOKENS, batches, longest_input, progress_bar
+from fastplm.inference.arguments import CALIBRATIONS, PromptArguments
+from fastplm.models._gpt import CausalModel
+from fastplm.models._heads import CausalLM, MaskedLM
+from fastplm.models._seq2seq import ConditionalGeneration
+from fastplm.train._run import using_threads
+from fastplm.train._run_folder import loaded
+from fastplm.train.finetune_data import Example, read_examples, subset
+from fastplm.train.report import block
+
+_WHERE = "prompt"
+#: Texts without content, for contextual calibration (Zhao et al. 2021, §5).
+CONTENT_FREE = ("N/A", "", "[MASK]")
+_LABEL = "label"
+#: What T5 has in place of the label.
+_SENTINEL = "<extra_id_0>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a text is put to a language model.
+
+    Args:
+        template: a text with ``{label}`` and ``{text}``, or ``{text1}`` and ``{text2}`` of pairs.
+        labels: the words of each label; a word may have several tokens.
+        examples: (texts, label) that are shown before the text (few-shot).
+        separator: between examples.
+        premise: what PMI takes for the prompt without its text; by default the template with an
+            empty text.
+    """
+
+    template: str
+    labels: Mapping[str, Sequence[str]]
+    examples: Sequence[tuple[tuple[str, ...], str]] = ()
+    separator: str = "\n\n"
+    premise: str | None = None
+    #: The places of texts in the template.
+    fields: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        try:
+            names = [name for _, name, *_ in string.Formatter().parse(self.template) if name]
+        except ValueError as error:
+            names = [f"braces that do not fit ({error})"]
+        texts = ("text",) if "text" in names else ("text1", "text2")
+        check(
+            sorted(names) == sorted((_LABEL, *texts)),
+            _WHERE,
+            "template",
+            f"places {sorted(names)}",
+            "{label} and {text}, or {label}, {text1} and {text2}, each once",
+            "Write {{ and }} for braces.",
+        )
+        object.__setattr__(self, "fields", texts)
+        words = [word for of_one in self.labels.values() for word in of_one]
+        check(
+            len(self.labels) > 1 and all(self.labels.values()) and all(w.strip() for w in words),
+            _WHERE,
+            "labels",
+            f"{len(self.labels)} labels and {len(words)} words",
+            "two labels or more, each with a word",
+            'Write {"label": ["word"], ...}.',
+        )
+        for known, label in self.examples:
+            check_choice(_WHERE, "examples", label, list(self.labels))
+            self.check_texts("examples", known)
+
+    def check_texts(self, argument: str, texts: Sequence[str]) -> None:
+        """Check that there is a text for each place of the template."""
+        got = f"{len(texts)} texts where the template has {len(self.fields)}"
+        check(len(texts) == len(self.fields), _WHERE, argument, got, "as many", "Change either.")
+
+    def around(self, texts: Sequence[str]) -> tuple[str, str]:
+        """What stands before the label of these texts, and what after it."""
+        shown = [
+            "".join(self._around(known, self.labels[label][0])) for known, label in self.examples
+        ]
+        before, after = self._around(texts)
+        return self.separator.join([*shown, before]), after
+
+    def without_text(self) -> tuple[str, str]:
+        """The same without a text: the premise of PMI."""
+        if self.premise is None:
+            return self._around([""] * len(self.fields))
+        before, _, after = self.premise.partition(f"{{{_LABEL}}}")
+        return before, after
+
+    def _around(self, texts: Sequence[str], label: str | None = None) -> tuple[str, str]:
+        values = dict(zip(self.fields, texts, strict=True))
+        parts = ["", ""]
+        place = 0
+        for literal, name, *_ in string.Formatter().parse(self.template):
+            parts[place] += literal
+            if name == _LABEL and label is None:
+                place = 1
+            elif name is not None:
+                parts[place] += values.get(name, label or "")
+        return parts[0], parts[1]
+
+
+def read_prompt(path: str | Path) -> Prompt:
+    """The prompt of a JSON file: the fields of ``Prompt``, ``examples`` as lists [text, label] or
+    [text1, text2, label].
+
+    Raises:
+        DataError: the file is no such prompt.
+    """
+    expected = 'JSON: {"template": "...", "labels": {"...": ["..."]}}'
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content["labels"] = {
+            name: [words] if isinstance(words, str) else list(words)
+            for name, words in content["labels"].items()
+        }
+        content["examples"] = [
+            (tuple(texts), label) for *texts, label in content.get("examples", [])
+        ]
+        return Prompt(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        fix = "See docs/prompting.md."
+        got = f"{path} ({reason})"
+        raise DataError(message(_WHERE, "prompt", got, expected, fix)) from error
+
+
+class LabelScores(NamedTuple):
+    """The log-probabilities of labels.
+
+    Args:
+        texts: fp64 [N, labels], given each text.
+        content_free: fp64 [labels], the mean probability of each label without a content (a
+            share of those of all labels), as a logarithm.
+        premise: fp64 [labels], without a text.
+    """
+
+    texts: np.ndarray
+    content_free: np.ndarray
+    premise: np.ndarray
+
+    def chosen(self, calibration: str = "none") -> np.ndarray:
+        """int64 [N], the label of each text.
+
+        Args:
+            calibration: "none"; "contextual" = divided by the probability without a content (Zhao
+                et al. 2021, equation 1, with W = diag(p_cf)^-1 and b = 0); "pmi" = divided by that
+                without a text, the pointwise mutual information of text and label (Holtzman et al.
+                2021, §3).
+        """
+        check_choice(_WHERE, "calibration", calibration, CALIBRATIONS)
+        less = {"none": 0.0, "contextual": self.content_free, "pmi": self.premise}[calibration]
+        return (self.texts - less).argmax(1)
+
+
+def score_labels(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    texts: Sequence[Sequence[str]],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: bool = False,
+) -> LabelScores:
+    """How probable each label is, given each text.
+
+    A word of tokens ``t_1 … t_k`` has ``sum_i log p(t_i | prompt, t_1 … t_(i-1))``; under a masked
+    language model all k are masked at once. A label of several words has the mean of their
+    probabilities.
+
+    Args:
+        model: a decoder (GPT, GPT-2), a masked language model, T5 or BART of ``fastplm.models``.
+        tokenizer: its fast tokenizer.
+        prompt: template, label words and examples.
+        texts: tuples of one text, or of two for a template of pairs. A text is cut off where its
+            prompt would be longer than the model takes.
+        batch_tokens: tokens of a batch; only speed and memory depend on it.
+        progress: show a bar on stderr.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument does not fit.
+
+    Source: Brown et al. 2020 (arXiv 2005.14165), §2; Schick & Schütze 2021 (arXiv 2001.07676), §3;
+        Zhao et al. 2021 (arXiv 2102.09690); Holtzman et al. 2021 (arXiv 2104.08315).
+    """
+    for each in texts:
+        prompt.check_texts("texts", each)
+    check_int(_WHERE, "batch_tokens", batch_tokens, 1, 2**40, "Pass a number of tokens.")
+    asked = _Asked(model, tokenizer, prompt)
+    for each in [*texts, *([word] * len(prompt.fields) for word in CONTENT_FREE)]:
+        asked.add(*asked.fitted(each))
+    asked.add(*prompt.without_text())
+    if asked.cut:
+        line = f"{asked.cut:,} of {len(texts):,} texts were cut off: a prompt has {asked.limit}"
+        warnings.warn(f"{line} tokens at most.", stacklevel=2)
+    scores = asked.scores(batch_tokens, progress)
+    shares = scores[len(texts) : -1]
+    shares = np.exp(shares - np.logaddexp.reduce(shares, axis=1, keepdims=True))
+    return LabelScores(scores[: len(texts)], np.log(shares.mean(0)), scores[-1])
+
+
+# --- what a model is asked ------------------------------------------------------------------------
+
+
+class _Question(NamedTuple):
+    """An input of the model, and tokens of a word that are looked up in its output.
+
+    Args:
+        ids: of a decoder-only or masked model, or of the decoder.
+        source: of the encoder; empty if there is none.
+        first: the row that predicts the first token looked up; the others follow.
+    """
+
+    ids: tuple[int, ...]
+    source: tuple[int, ...]
+    first: int
+
+
+class _Asked:
+    """The distinct inputs of all prompts and words, and what is looked up in their outputs.
+
+    Words that need the same input share it: those of one token, and under a masked language model
+    those of the same number of tokens.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, prompt: Prompt) -> None:
+        self.model, self.tokenizer, self.prompt = model, tokenizer, prompt
+        self.paired = isinstance(model, ConditionalGeneration)
+        causal = isinstance(model, CausalLM) and isinstance(model.base_model, CausalModel)
+        check(
+            self.paired or causal or isinstance(model, MaskedLM),
+            _WHERE,
+            "model",
+            f"a {type(model).__name__}",
+            "a language model of fastplm.models: of GPT, GPT-2, T5 or BART, or a masked one",
+            "Load it with AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM.",
+            ArgumentTypeError,
+        )
+        self.sentinel = self.paired and _SENTINEL in tokenizer.get_vocab()
+        self.mark = "" if causal else _SENTINEL if self.sentinel else tokenizer.mask_token
+        check(
+            self.mark is not None and tokenizer.is_fast,
+            _WHERE,
+            "tokenizer",
+            f"a {type(tokenizer).__name__}{' without a mask token' if self.mark is None else ''}",
+            "a fast one, with a mask token or T5's sentinels",
+            "Load that of the checkpoint.",
+        )
+        before, _ = prompt.around(["\0"] * len(prompt.fields))
+        check(
+            not causal or before.count("\0") == len(prompt.fields),
+            _WHERE,
+            "template",
+            repr(prompt.template),
+            "{label} after the text, as a decoder reads only what is before it",
+            "Change the template.",
+        )
+        self.limit = longest_input(tokenizer, model.config)
+        self.cut = 0
+        #: {ids and source: number}
+        self.inputs: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        #: (input, row, token) of each token of each word of each label of each prompt.
+        self.looked_up: list[tuple[int, int, int]] = []
+        #: The prompt, label and word of each of these.
+        self.of: list[tuple[int, int, int]] = []
+        self.prompts = 0
+
+    def add(self, before: str, after: str) -> None:
+        """Ask for all words of all labels between these texts."""
+        for label, words in enumerate(self.prompt.labels.values()):
+            for number, word in enumerate(words):
+                tokens = self._word(before, word)
+                question = self._question(before, after, tokens)
+                key = question.ids, question.source
+                at = self.inputs.setdefault(key, len(self.inputs))
+                for row, token in enumerate(tokens, question.first):
+                    self.looked_up.append((at, row, token))
+                    self.of.append((self.prompts, label, number))
+        self.prompts += 1
+
+    def _ids(self, text: str, special: bool = True) -> list[int]:
+        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return encoded["input_ids"]
+
+    def _word(self, before: str, word: str) -> list[int]:
+        """The tokens of a word after this text."""
+        space = " " if before.endswith(" ") and not self.sentinel else ""
+        tokens = self._ids(space + word, special=False)
+        got = f"the word {word!r}, of which the tokenizer makes nothing"
+        check(len(tokens) > 0, _WHERE, "labels", got, "words with a token", "Change it.")
+        return tokens
+
+    def _question(self, before: str, after: str, tokens: list[int]) -> _Question:
+        """Where the tokens of a word are looked up."""
+        source: tuple[int, ...] = ()
+        if self.mark:
+            encoded = self.tokenizer(before + self.mark + after, verbose=False)
+            marked = encoded["input_ids"]
+            place = encoded.char_to_token(len(before))
+            if not self.paired:  # all tokens of the word are masked at once
+                mask = [marked[place]] * len(tokens)
+                return _Question((*marked[:place], *mask, *marked[place + 1 :]), (), place)
+            source = tuple(marked)
+        ids = self._before_word(before)
+        return _Question((*ids, *tokens[:-1]), source, len(ids) - 1)
+
+    def _before_word(self, before: str) -> list[int]:
+        """What a decoder has read when it comes to the word."""
+        if self.sentinel:
+            start = self.model.config.decoder_start_token_id
+            return [start, self.tokenizer.convert_tokens_to_ids(_SENTINEL)]
+        ids = self._ids(before.rstrip(" "))
+        if self.paired:
+            if ids and ids[-1] == self.tokenizer.eos_token_id:
+                del ids[-1]
+            return [self.model.config.decoder_start_token_id, *ids]
+        if not ids:
+            start = self.tokenizer.bos_token_id
+            expected = "text before {label}, as the tokenizer has no token for the beginning"
+            check(start is not None, _WHERE, "template", "none", expected, "Add some.")
+            ids = [start]
+        return ids
+
+    def fitted(self, texts: Sequence[str]) -> tuple[str, str]:
+        """What stands before the label and after it; texts are cut off where they are too long."""
+        words = [word for of_one in self.prompt.labels.values() for word in of_one]
+        texts, whole = list(texts), True
+        while True:
+            before, after = self.prompt.around(texts)
+            longest = max(len(self._word(before, word)) for word in words)
+            question = self._question(before, after, [0] * longest)
+            excess = max(len(question.ids), len(question.source)) - (self.limit or 1 << 40)
+            if excess <= 0:
+                self.cut += not whole
+                return before, after
+            whole = False
+            number = max(range(len(texts)), key=lambda i: len(texts[i]))
+            places = self.tokenizer(
+                texts[number],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )["offset_mapping"]
+            check(
+                len(places) > 0,
+                _WHERE,
+                "prompt",
+                f"{excess} tokens too many without any text",
+                f"room for a text in {self.limit} tokens, what this model takes",
+                "Give fewer examples, or shorter ones.",
+            )
+            texts[number] = texts[number][: places[max(0, len(places) - excess)][0]]
+
+    def scores(self, batch_tokens: int, progress: bool) -> np.ndarray:
+        """fp64 [prompts, labels]: the log-probabilities of labels."""
+        keys = list(self.inputs)
+        lengths = np.array([len(ids) + len(source) for ids, source in keys])
+        wanted = np.array(self.looked_up)
+        order = np.argsort(wanted[:, 0], kind="stable")
+        bounds = np.searchsorted(wanted[order, 0], np.arange(len(keys) + 1))
+        found = np.zeros(len(wanted))
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode(), progress_bar(int(lengths.sum()), _WHERE, progress) as bar:
+                for numbers in batches(lengths, batch_tokens):
+                    each = [order[bounds[i] : bounds[i + 1]] for i in numbers.tolist()]
+                    counts = [len(chosen) for chosen in each]
+                    chosen = np.concatenate(each)
+                    inputs = self._batch([keys[i] for i in numbers.tolist()])
+                    ids = inputs["decoder_input_ids" if self.paired else "input_ids"]
+                    places = np.repeat(np.arange(len(numbers)), counts) * ids.shape[1]
+                    rows, at = np.unique(places + wanted[chosen, 1], return_inverse=True)
+                    inputs["output_rows"] = torch.from_numpy(rows).to(ids.device)
+                    logits = self.model(**inputs).logits[:, 0]
+                    wide = torch.promote_types(logits.dtype, torch.float32)
+                    logs = logits.log_softmax(1, dtype=wide).cpu()
+                    found[chosen] = logs[at, wanted[chosen, 2]].numpy()
+                    bar.update(int(lengths[numbers].sum()))
+        finally:
+            self.model.train(training)
+        return self._of_labels(found)
+
+    def _batch(self, keys: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
+        """The model's inputs, padded."""
+
+        def padded(rows: list[tuple[int, ...]], prefix: str = "") -> dict[str, Tensor]:
+            ids = pad_sequence([torch.tensor(row) for row in rows], True, pad)
+            mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            device = self.model.device
+            return {
+                f"{prefix}input_ids": ids.to(device),
+                f"{prefix}attention_mask": mask.to(device),
+            }
+
+        pad = self.model.config.pad_token_id or 0
+        ids, sources = zip(*keys, strict=True)
+        if self.paired:
+            both = padded(list(sources)) | padded(list(ids), "decoder_")
+            return {**both, "use_cache": False}
+        causal = {} if self.mark else {"use_cache": False}
+        return {**padded(list(ids)), **causal}
+
+    def _of_labels(self, found: np.ndarray) -> np.ndarray:
+        """Sums of a word's tokens, then the mean probability of a label's words."""
+        words: dict[tuple[int, int, int], float] = {}
+        for key, value in zip(self.of, found.tolist(), strict=True):
+            words[key] = words.get(key, 0.0) + value
+        sizes = [len(of_one) for of_one in self.prompt.labels.values()]
+        return np.array(
+            [
+                [
+                    np.logaddexp.reduce([words[number, label, word] for word in range(size)])
+                    - np.log(size)
+                    for label, size in enumerate(sizes)
+                ]
+                for number in range(self.prompts)
+            ]
+        )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def run_prompt(args: PromptArguments) -> str:
+    """``fastplm prompt``: classify a file's texts; returns the line of accuracies.
+
+    Raises:
+        FastplmError: a file, the model or a setting is wrong.
+    """
+    out = None if args.out is None else Path(args.out)
+    if out is not None:
+        fix = "Choose another --out, or replace it with --overwrite."
+        free = args.overwrite or not out.exists()
+        args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
+        there = out.parent.is_dir()
+        args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
+    prompt = read_prompt(args.prompt)
+    examples = subset(_examples(args, args.data, prompt), args.max_samples)
+    if args.shots is not None and args.shots_data is not None:
+        shots = _shots(_examples(args, args.shots_data, prompt), args.shots, args.seed)
+        prompt = replace(prompt, examples=[(e.texts, e.target) for e in shots])
+    model, tokenizer = _load(args.model, bf16=args.bf16)
+    names = list(prompt.labels)
+    threads = f", {args.threads or torch.get_num_threads()} threads"
+    rows = {
+        "data": f"{args.data}: {len(examples):,} examples",
+        "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
+        "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown",
+        "device": f"{model.device}{threads if model.device.type == 'cpu' else ''}",
+    }
+    say(block(rows | ({"results": str(out)} if out else {})))
+    texts = [example.texts for example in examples]
+    options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "progress": True}
+    with using_threads(args.threads), warnings.catch_warnings(record=True) as warned:
+        scores = score_labels(model, tokenizer, prompt, texts, **options)
+    for warning in warned:
+        say(str(warning.message))
+    right = np.array([names.index(example.target) for example in examples])
+    chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
+    if out is not None:
+        _write(out, examples, names, chosen, scores)
+    usual = np.bincount(right).max() / len(right)
+    shown = "  ".join(f"{kind} {np.mean(found == right):.4f}" for kind, found in chosen.items())
+    return f"accuracy: {shown}  ({len(right):,} texts; the most frequent label: {usual:.4f})"
+
+
+def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
+    """The examples of a file, whose labels are those of the prompt."""
+    task = "classification" if len(prompt.fields) == 1 else "pair"
+    examples = read_examples(task, path, args.text_columns, args.label_column)
+    for example in examples:
+        check(
+            example.target in prompt.labels,
+            _WHERE,
+            "data",
+            f"{example.where}: the label {example.target!r}",
+            f"one of the prompt, {', '.join(prompt.labels)}",
+            "Add it to the labels of the prompt.",
+            DataError,
+        )
+    return examples
+
+
+def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
+    """Some examples, about as many of each label, in random order."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    by_label: dict[str, list[Example]] = {}
+    for i in order:
+        by_label.setdefault(examples[i].target, []).append(examples[i])
+    turns = (one for turn in zip_longest(*by_label.values()) for one in turn if one is not None)
+    chosen = list(islice(turns, count))
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def _load(folder: str | Path, *, bf16: bool) -> tuple[Any, Any]:
+    """(the language model, its tokenizer) of a checkpoint, on the GPU if there is one."""
+    tokenizer: Any = load_tokenizer(folder, needs=())
+    expected = "a checkpoint of a language model"
+
+    def load() -> Any:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        kind = "CausalLM" if config.model_type in ("gpt2", "openai-gpt") else "MaskedLM"
+        auto = getattr(models, f"AutoModelFor{'Seq2SeqLM' if config.is_encoder_decoder else kind}")
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        return auto.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, output_loading_info=True
+        )
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # weights that are missing are an error below
+    try:
+        model, info = loaded(_WHERE, "model", folder, expected, load)
+    finally:
+        logging.set_verbosity(before)
+    missing = sorted(info["missing_keys"])
+    check(
+        not missing,
+        _WHERE,
+        "model",
+        f"{folder}, without weights of {', '.join(missing[:3])}",
+        "a checkpoint with its language-model head",
+        "Take the checkpoint of the pre-training.",
+        DataError,
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _write(
+    out: Path,
+    examples: list[Example],
+    names: list[str],
+    chosen: dict[str, np.ndarray],
+    scores: LabelScores,
+) -> None:
+    """A table: the right label, those chosen, and the log-probability of each."""
+    lines = ["\t".join(["label", *chosen, *(f"log p({name})" for name in names)])]
+    for i, example in enumerate(examples):
+        found = [names[kind[i]] for kind in chosen.values()]
+        lines.append(
+            "\t".join([example.target, *found, *(f"{score:.6g}" for score in scores.texts[i])])
+        )
+    part = out.with_name(f".{out.name}.part")
+    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(part, out)

@@ -1,0 +1,330 @@
+"""Vectors of texts and words: the same as from the parent class, one text at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fastplm import cli
+from fastplm._checks import ArgumentValueError, DataError
+from fastplm.inference._encoder import load_encoder
+from fastplm.inference.arguments import POOLINGS, WORD_POOLINGS
+from fastplm.inference.embed import embed, sentence_transformers_settings
+from fastplm.models import AutoModel
+
+from ..models.conftest import FAMILIES, PREFIXES, every_family, pair, small_config
+from .conftest import TEXTS, hold, states_of
+
+WORDS = [["ab", "c"], [], ["\u200b", "klm", "d"], ["p"], ["hi"] * 4]
+LAYERS = (0, 1, 2)
+
+
+def pooled(rows, kind):
+    """[T, E] -> [E], as the name says."""
+    order = torch.arange(1, len(rows) + 1, dtype=rows.dtype)[:, None]
+    return {
+        "mean": lambda: rows.mean(0),
+        "cls": lambda: rows[0],
+        "first": lambda: rows[0],
+        "last": lambda: rows[-1],
+        "max": lambda: rows.max(0).values,
+        "sum": lambda: rows.sum(0),
+        "mean_sqrt_len": lambda: rows.sum(0) / len(rows) ** 0.5,
+        "weighted_mean": lambda: (rows * order).sum(0) / order.sum(),
+    }[kind]()
+
+
+def of_texts(parent, tokenizer, layers=(-1,), kinds=("mean",)):
+    vectors = []
+    for text in TEXTS:
+        states = states_of(parent, tokenizer(text)["input_ids"])
+        vectors.append(torch.cat([pooled(states[i], kind) for kind in kinds for i in layers]))
+    return torch.stack(vectors)
+
+
+def of_words(parent, tokenizer, kind, layers=(-1,)):
+    vectors = []
+    for words in WORDS:
+        encoded = tokenizer(words, is_split_into_words=True)
+        states = states_of(parent, encoded["input_ids"])
+        for number in range(len(words)):
+            tokens = [i for i, word in enumerate(encoded.word_ids()) if word == number]
+            rows = [state[tokens] for state in states]
+            empty = torch.zeros_like(rows[0].sum(0))
+            vectors.append(torch.cat([pooled(rows[i], kind) if tokens else empty for i in layers]))
+    return torch.stack(vectors)
+
+
+@every_family
+@pytest.mark.parametrize("layers, budget", [(LAYERS, 17), ((1,), 1), ((-1,), 1000)])
+def test_texts_are_those_of_the_parent_one_by_one(family, layers, budget, tokenizer):
+    """Every pooling, whatever shares a batch."""
+    options = {"pooling": POOLINGS, "layers": layers, "batch_tokens": budget}
+    hold(
+        *pair(f"{PREFIXES[family]}Model"),
+        lambda model: embed(model, tokenizer, TEXTS, **options),
+        lambda parent: of_texts(parent, tokenizer, layers, POOLINGS),
+    )
+
+
+@every_family
+@pytest.mark.parametrize("layers", [(-2, -1), (-1,)])
+def test_words_are_those_of_the_parent_one_by_one(family, layers, tokenizer):
+    def ours(model):
+        found = [
+            embed(model, tokenizer, WORDS, words=kind, layers=layers, batch_tokens=9)
+            for kind in WORD_POOLINGS
+        ]
+        return np.concatenate([vectors for each in found for vectors in each])
+
+    def theirs(parent):
+        return torch.cat([of_words(parent, tokenizer, kind, layers) for kind in WORD_POOLINGS])
+
+    hold(*pair(f"{PREFIXES[family]}Model"), ours, theirs)
+
+
+@pytest.mark.parametrize("combine, weights", [("mean", None), ("sum", None), ("concat", (2, -1))])
+def test_layers_are_combined(combine, weights, tokenizer):
+    model, parent = pair("BertModel")
+    kept = embed(model, tokenizer, TEXTS, layers=(0, 1), pooling="max")
+    factors = weights or ((0.5, 0.5) if combine == "mean" else (1, 1))
+
+    def theirs(parent):
+        vectors = []
+        for text in TEXTS:
+            states = states_of(parent, tokenizer(text)["input_ids"])
+            rows = sum(factor * states[i] for factor, i in zip(factors, (0, 1), strict=True))
+            vectors.append(pooled(rows, "max"))
+        return torch.stack(vectors)
+
+    options = {"layers": (0, 1), "combine": combine, "layer_weights": weights}
+    hold(model, parent, lambda m: embed(m, tokenizer, TEXTS, pooling="max", **options), theirs)
+    assert kept.shape == (len(TEXTS), 2 * model.config.hidden_size)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BartForConditionalGeneration", "T5Model"])
+def test_heads_and_decoders_are_left_out(name, tokenizer):
+    model, _ = pair(name)
+    inner = model.base_model
+    inner = getattr(inner, "encoder", None) if model.config.is_encoder_decoder else inner
+    assert np.array_equal(embed(model, tokenizer, TEXTS), embed(inner, tokenizer, TEXTS))
+
+
+def test_models_of_transformers_alone(tokenizer):
+    """Padded batches: of a class without a drop-in class, and of a parent."""
+    config = transformers.DistilBertConfig(
+        vocab_size=37, dim=16, hidden_dim=24, n_layers=2, n_heads=2, initializer_range=0.3
+    )
+    model = transformers.DistilBertModel(config).eval()
+    for theirs in (model, pair("BertModel")[1]):
+        hold(
+            theirs,
+            copy.deepcopy(theirs),
+            lambda m: embed(m, tokenizer, TEXTS, layers=(0, 1, 2)),
+            lambda m: of_texts(m, tokenizer, (0, 1, 2)),
+        )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_layer_above_the_chosen_ones_runs(family, tokenizer):
+    model, _ = pair(f"{PREFIXES[family]}Model")
+    backbone = model.encoder if model.config.is_encoder_decoder else model
+    blocks = getattr(backbone, "h", None) or getattr(backbone, "layers", None)
+    blocks = blocks or getattr(backbone, "block", None)
+    if blocks is None:
+        encoder = backbone.encoder
+        blocks = encoder.albert_layer_groups if family == "albert" else encoder.layer
+    ran = []
+    for block in set(blocks):
+        block.register_forward_hook(lambda *_: ran.append(1))
+    for layer in (0, 1, 2):
+        ran.clear()
+        embed(model, tokenizer, TEXTS, layers=(layer,), batch_tokens=1000)
+        assert len(ran) <= max(layer, 1)  # the embeddings are taken from the first layer's input
+
+
+def test_the_last_layer_computes_only_the_tokens_that_are_read(tokenizer):
+    model, _ = pair("BertModel")
+    rows = []
+    model.encoder.layer[-1].intermediate.register_forward_hook(
+        lambda module, inputs, output: rows.append(output.shape[-2])
+    )
+    embed(model, tokenizer, TEXTS, pooling="cls", batch_tokens=1000)
+    embed(model, tokenizer, WORDS, words="first", batch_tokens=1000)
+    # The pooler of this model reads the first token of each text, too.
+    assert rows == [len(TEXTS), 9 + len(WORDS)]  # nine of the words have a token
+
+
+def test_vectors_are_repeatable_in_a_model_that_is_being_trained(tokenizer):
+    model = AutoModel.from_config(small_config("bert", hidden_dropout_prob=0.5)).train()
+    first = embed(model, tokenizer, TEXTS)
+    assert np.array_equal(first, embed(model, tokenizer, TEXTS)) and model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_normalized_vectors_have_length_one(tokenizer):
+    model, _ = pair("BertModel")
+    plain = embed(model, tokenizer, TEXTS)
+    unit = embed(model, tokenizer, TEXTS, normalize=True)
+    np.testing.assert_allclose(unit * np.linalg.norm(plain, axis=1)[:, None], plain, rtol=1e-5)
+
+
+def test_words_that_are_cut_off_have_zeros(tokenizer):
+    model, _ = pair("BertModel")
+    texts = ["ab cd ef", ["g", "h"]]
+    with pytest.warns(UserWarning, match="1 of 2 texts were cut off after 5 tokens; 1 words"):
+        first, second = embed(model, tokenizer, texts, words="mean", max_length=5)
+    assert [vectors.shape[0] for vectors in (first, second)] == [3, 2]
+    assert first[:2].any(1).all() and not first[2].any() and second.any(1).all()
+    with pytest.raises(ArgumentValueError, match="`texts` got text 0, which has more than 5"):
+        embed(model, tokenizer, texts, words="mean", max_length=5, too_long="error")
+
+
+def test_a_text_without_a_token_has_zeros(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.backend_tokenizer.post_processor = None
+    model, _ = pair("GPT2Model")
+    vectors = embed(model, bare, ["", "ab"], pooling="last")
+    assert not vectors[0].any() and vectors[1].any()
+    assert embed(model, bare, []).shape == (0, 16)
+    assert embed(model, bare, [], words="first") == []
+    found = embed(model, tokenizer, ["", ["\u200b"]], words="max")
+    assert [vectors.shape for vectors in found] == [(0, 16), (1, 16)] and not found[1].any()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"pooling": "average"}, "`pooling` got 'average'; expected mean | cls"),
+        ({"pooling": ()}, "`pooling` got nothing"),
+        ({"words": "cls"}, "`words` got 'cls'; expected first | mean"),
+        ({"combine": "max"}, "`combine` got 'max'; expected concat"),
+        ({"layers": (3,)}, r"`layers` got \[3\]; expected numbers from -3 to 2"),
+        ({"layers": ()}, r"`layers` got \[\]"),
+        ({"layer_weights": (1, 2)}, "`layer_weights` got 2 numbers; expected 1"),
+        ({"too_long": "split"}, "`too_long` got 'split'"),
+        ({"batch_tokens": 0}, "`batch_tokens` got 0"),
+        ({"max_length": 21}, "`max_length` got 21; expected 3 to 16"),
+    ],
+)
+def test_bad_arguments(options, said, tokenizer):
+    model, _ = pair("BertModel")
+    with pytest.raises(ArgumentValueError, match=f"embed: {said}"):
+        embed(model, tokenizer, TEXTS, **options)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    """A folder as sentence-transformers writes it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    pair("BertForMaskedLM")[0].save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+MODULES = [
+    {"type": "sentence_transformers.models.Transformer", "path": ""},
+    {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
+]
+
+
+def write_modules(folder, modules=MODULES, pooling=None, **sentence):
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(modules))
+    pooling = pooling or {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(sentence))
+
+
+def test_settings_of_sentence_transformers(tmp_path):
+    assert sentence_transformers_settings(tmp_path) is None
+    write_modules(tmp_path, max_seq_length=8)
+    known = {"pooling": ("cls", "max"), "normalize": True, "max_length": 8}
+    assert sentence_transformers_settings(tmp_path) == known
+    write_modules(tmp_path, MODULES[:2], {"pooling_mode": "lasttoken"})
+    known = {"pooling": ("last",), "normalize": False, "max_length": None}
+    assert sentence_transformers_settings(tmp_path) == known
+    write_modules(tmp_path, [*MODULES, {"type": "x.Dense", "path": "3_Dense"}], do_lower_case=True)
+    with pytest.raises(DataError, match="ask for do_lower_case and Dense; .*name --pooling"):
+        sentence_transformers_settings(tmp_path)
+
+
+def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, capsys):
+    data, out = tmp_path / "texts.txt", tmp_path / "vectors.npy"
+    data.write_text("".join(f"{text}\n" for text in TEXTS))
+    words = ["embed", "--model", str(checkpoint), "--data", str(data), "--out", str(out)]
+    model, own = load_encoder("test", checkpoint)
+    layers = ["--layers", "-2", "-1"]
+    assert cli.main([*words, *layers, "--pooling", "max"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{len(TEXTS)} texts, 32 numbers each, in ")
+    assert "max of the tokens of each text, concat of layers -2 -1" in shown.err
+    expected = embed(model, own, TEXTS, layers=(-2, -1), pooling="max")
+    assert np.array_equal(np.load(out, mmap_mode="r"), expected)
+
+    assert cli.main([*words, "--overwrite", "--words", "sum", "--dtype", "float16"]) == 0
+    rows, offsets = np.load(out), np.load(tmp_path / "vectors.offsets.npy")
+    expected = embed(model, own, TEXTS, words="sum")
+    assert rows.dtype == np.float16 and len(offsets) == len(TEXTS) + 1
+    for i, vectors in enumerate(expected):
+        assert np.array_equal(rows[offsets[i] : offsets[i + 1]], vectors.astype(np.float16))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "texts.txt",
+        "vectors.npy",
+        "vectors.offsets.npy",
+    ]
+
+
+def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).symlink_to(path)
+    write_modules(folder, max_seq_length=5)
+    data, out = tmp_path / "texts.txt", tmp_path / "vectors.npy"
+    data.write_text("ab\nabcdef\n")
+    words = ["embed", "--model", str(folder), "--data", str(data), "--out", str(out)]
+    assert cli.main(words) == 0
+    assert "1 of 2 texts were cut off after 5 tokens." in capsys.readouterr().err
+    model, own = load_encoder("test", folder)
+    options = {"pooling": ("cls", "max"), "normalize": True}
+    expected = embed(model, own, ["ab", "abc"], **options)
+    assert np.array_equal(np.load(out), expected)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"out": "old.npy"}, "`out` got .*old.npy, which exists; .*--overwrite"),
+        ({"out": "vectors.txt"}, "a name that ends in .npy"),
+        ({"out": "no/such.npy"}, "a file in an existing folder"),
+        ({"data": "missing.txt"}, "a path that does not exist"),
+        ({"data": "empty.txt"}, "a file with texts"),
+        ({"model": "missing"}, "`directory` got missing"),
+        ({"layers": "7"}, "`layers` got"),
+        ({"layer-weights": "1 2"}, "`layer_weights` got 2 of them"),
+        ({"too-long": "error", "max-length": "3"}, "`texts` got text 0"),
+    ],
+)
+def test_errors_are_one_line(change, said, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("texts.txt", "ab\n"), ("empty.txt", ""), ("old.npy", "kept")):
+        (tmp_path / name).write_text(text)
+    given = {"model": checkpoint, "data": "texts.txt", "out": "new.npy", **change}
+    words = [w for k, v in given.items() for w in (f"--{k}", *str(v).split())]
+    assert cli.main(["embed", *words]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastplm: error: ")
+    assert re.search(said, line), line
+    assert (tmp_path / "old.npy").read_text() == "kept" and not (tmp_path / "new.npy").exists()
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,256 @@
+"""Label words scored by language models: the same as from the parent class, word by word."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fastplm import cli
+from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
+from fastplm.inference.prompt import CONTENT_FREE, LabelScores, Prompt, read_prompt, score_labels
+
+from ..models.conftest import FAMILIES, LANGUAGE_MODELS, pair
+from .conftest import hold
+
+LABELS = {"good": ["cd", "e"], "bad": ["fgh"], "none": ["k"]}
+PROMPT = Prompt("{text} a {label}", LABELS)
+SHOTS = [(("bc",), "good"), (("d",), "bad")]
+FEW_SHOT = Prompt("b {text} a {label}", LABELS, SHOTS, separator=" p ", premise="a {label}")
+TEXTS = [("ab",), ("p",), ("hij ab",), ("ab",)]
+SENTINEL = "<extra_id_0>"
+
+
+@pytest.fixture(scope="module")
+def words(tokenizer):
+    """The tokenizer with a mask token; and another one with T5's sentinel."""
+    masked, sentinel = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    masked.add_special_tokens({"mask_token": "[MASK]"})
+    sentinel.add_tokens([SENTINEL], special_tokens=True)
+    masked.model_max_length = sentinel.model_max_length = 60
+    return masked, sentinel
+
+
+def models(family, words):
+    name = LANGUAGE_MODELS[family]
+    options = {} if family == "t5" else {"max_position_embeddings": 60}
+    if family in ("gpt2", "openai"):
+        options = {"n_positions": 60}
+    model, parent = pair(name, vocab_size=37, **options)
+    return model, parent, words[family == "t5"]
+
+
+def by_hand(family, parent, tokenizer, before, word):
+    """The log-probability of a word after this text, one call a token if the tokens follow."""
+    tokens = tokenizer(word, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        if family not in ("gpt2", "openai", "t5", "bart"):
+            ids = tokenizer(before + " [MASK]" * len(tokens))["input_ids"]
+            logs = parent(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            places = [i for i, token in enumerate(ids) if token == tokenizer.mask_token_id]
+            return sum(logs[at, token] for at, token in zip(places, tokens, strict=True))
+        total = 0.0
+        for k, token in enumerate(tokens):
+            if family in ("gpt2", "openai"):
+                ids = tokenizer(before)["input_ids"] + tokens[:k]
+                logits = parent(input_ids=torch.tensor([ids])).logits
+            else:
+                mark = SENTINEL if family == "t5" else "[MASK]"
+                source = tokenizer(before + " " + mark)["input_ids"]
+                ids = [parent.config.decoder_start_token_id]
+                if family == "t5":
+                    ids += [tokenizer.convert_tokens_to_ids(SENTINEL)]
+                else:
+                    ids += tokenizer(before)["input_ids"]
+                logits = parent(
+                    input_ids=torch.tensor([source]),
+                    decoder_input_ids=torch.tensor([[*ids, *tokens[:k]]]),
+                ).logits
+            total = total + logits[0, -1].log_softmax(-1)[token]
+    return total
+
+
+def of_prompts(family, parent, tokenizer, befores):
+    """[prompts, labels]"""
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    torch.stack(
+                        [by_hand(family, parent, tokenizer, before, word) for word in of_one]
+                    )
+                    .exp()
+                    .mean()
+                    .log()
+                    for of_one in LABELS.values()
+                ]
+            )
+            for before in befores
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_scores_are_those_of_the_parent_word_by_word(family, words):
+    model, parent, tokenizer = models(family, words)
+    if family in ("gpt2", "openai", "bart"):  # which end in no token of the tokenizer
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.backend_tokenizer.post_processor = None
+    for prompt in (PROMPT, FEW_SHOT):
+        shown = "" if prompt is PROMPT else "b bc a cd p b d a fgh p b "
+        befores = [f"{shown}{text} a" for (text,) in TEXTS]
+
+        def ours(model, prompt=prompt, tokenizer=tokenizer):
+            return score_labels(model, tokenizer, prompt, TEXTS, batch_tokens=30).texts
+
+        def theirs(parent, befores=befores, tokenizer=tokenizer):
+            return of_prompts(family, parent, tokenizer, befores)
+
+        hold(model, parent, ours, theirs)
+
+
+def test_calibration(words):
+    """Zhao et al.: over the mean share without content; Holtzman et al.: over the premise."""
+    model, parent, tokenizer = models("bert", words)
+    scores = score_labels(model, tokenizer, FEW_SHOT, TEXTS)
+    shown = "b bc a cd p b d a fgh p b "
+    free = of_prompts("bert", parent, tokenizer, [f"{shown}{text} a" for text in CONTENT_FREE[1:2]])
+    assert torch.isfinite(free).all()
+    premise = of_prompts("bert", parent, tokenizer, ["a"])[0]
+    np.testing.assert_allclose(scores.premise, premise.numpy(), rtol=1e-4)
+    assert np.exp(scores.content_free).sum() == pytest.approx(1)
+    scores = LabelScores(np.log([[0.6, 0.4], [0.8, 0.2]]), np.log([0.7, 0.3]), np.log([0.2, 0.9]))
+    assert scores.chosen().tolist() == [0, 0]
+    assert scores.chosen("contextual").tolist() == [1, 0]
+    assert scores.chosen("pmi").tolist() == [0, 0]
+
+
+def test_words_share_inputs(words):
+    """Words of one token need one input of a decoder, and words of equal length one mask."""
+    model, _, tokenizer = models("gpt2", words)
+    computed = []
+    model.transformer.wte.register_forward_hook(lambda m, i, output: computed.append(output.shape))
+    prompt = Prompt("{text} a {label}", {"x": ["b"], "y": ["c", "d"]})
+    score_labels(model, tokenizer, prompt, [("p",)] * 5)
+    distinct = 1 + len(CONTENT_FREE)  # the premise is that with the empty text
+    ids = [tokenizer(f"{text} a".strip())["input_ids"] for text in ("p", *CONTENT_FREE)]
+    assert sum(shape[-2] for shape in computed) == sum(map(len, ids)) and len(ids) == distinct
+
+
+def test_texts_that_are_too_long_are_cut_off(words):
+    model, _, tokenizer = models("bert", words)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = 12
+    with pytest.warns(UserWarning, match="1 of 2 texts were cut off: a prompt has 12 tokens"):
+        long = score_labels(model, tokenizer, PROMPT, [("a" * 40,), ("b",)])
+    short = score_labels(model, tokenizer, PROMPT, [("a" * 6,), ("b",)])  # 6 + a + 3 + 2 = 12
+    assert np.array_equal(long.texts, short.texts)
+    with pytest.raises(ArgumentValueError, match="`prompt` got .* tokens too many"):
+        score_labels(model, tokenizer, FEW_SHOT, [("b",)])
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"template": "{text}"}, r"`template` got places \['text'\]"),
+        ({"template": "{text} {label} {label}"}, "`template` got places"),
+        ({"template": "{text"}, "`template` got places .*braces"),
+        ({"labels": {"a": ["b"]}}, "`labels` got 1 labels"),
+        ({"labels": {"a": ["b"], "c": []}}, "`labels` got 2 labels and 1 words"),
+        ({"examples": [(("a",), "d")]}, "`examples` got 'd'"),
+        ({"examples": [(("a", "b"), "good")]}, "`examples` got 2 texts where"),
+    ],
+)
+def test_bad_prompts(options, said):
+    with pytest.raises(ArgumentValueError, match=f"prompt: {said}"):
+        Prompt(**{"template": "{text} {label}", "labels": LABELS, **options})
+
+
+def test_bad_models(words):
+    model, _, tokenizer = models("gpt2", words)
+    with pytest.raises(ArgumentTypeError, match="`model` got a GPT2Model"):
+        score_labels(model.transformer, tokenizer, PROMPT, TEXTS)
+    with pytest.raises(ArgumentValueError, match="{label} after the text"):
+        score_labels(model, tokenizer, Prompt("{label} {text}", LABELS), TEXTS)
+    with pytest.raises(ArgumentValueError, match="`texts` got 2 texts where the template has 1"):
+        score_labels(model, tokenizer, PROMPT, [("a", "b")])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(words, tmp_path, monkeypatch):
+    """A checkpoint, a prompt and examples."""
+    model, _, tokenizer = models("bert", words)
+    model.save_pretrained(tmp_path / "model")
+    model.bert.save_pretrained(tmp_path / "headless")
+    for name in ("model", "headless"):
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "prompt.json").write_text(
+        json.dumps({"template": "{text} a {label} b", "labels": {"0": "cd", "1": ["fg", "k"]}})
+    )
+    (tmp_path / "data.tsv").write_text("label\ttext\n" + "0\tab c\n1\tp\n" * 4 + "1\tabc\n")
+    (tmp_path / "other.tsv").write_text("label\ttext\n2\tab\n")
+    (tmp_path / "old.tsv").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+COMMAND = "prompt --model model --prompt prompt.json --data data.tsv"
+
+
+def test_the_command_writes_predictions(folder, capsys):
+    words = f"{COMMAND} --out found.tsv --shots 3 --shots-data data.tsv".split()
+    assert cli.main(words) == 0
+    shown = capsys.readouterr()
+    found = re.fullmatch(
+        r"accuracy: none (\S+)  contextual \S+  pmi \S+  \(9 texts; the most .*: 0\.5556\)\n",
+        shown.out,
+    )
+    assert found and "2 labels, 3 examples shown" in shown.err
+    head, *rows = [line.split("\t") for line in (folder / "found.tsv").read_text().splitlines()]
+    assert head == ["label", "none", "contextual", "pmi", "log p(0)", "log p(1)"]
+    assert len(rows) == 9
+    right = sum(row[0] == row[1] for row in rows) / 9
+    assert float(found[1]) == pytest.approx(right, abs=1e-4)
+    assert all((row[1] == "1") == (float(row[5]) > float(row[4])) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("--out old.tsv", "`out` got old.tsv, which exists"),
+        ("--data other.tsv", "`data` got other.tsv:2: the label '2'; expected one of the prompt"),
+        ("--prompt data.tsv", "`prompt` got data.tsv .*expected JSON"),
+        ("--prompt missing.json", "`prompt` got missing.json .No such file"),
+        ("--model headless", "`model` got headless, without weights of cls"),
+        ("--shots 2", "`shots` got 2 with --shots-data None"),
+    ],
+)
+def test_errors_are_one_line(change, said, folder, capsys):
+    assert cli.main([*COMMAND.split(), *change.split()]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastplm: error: ") and re.search(said, line), line
+    assert (folder / "old.tsv").read_text() == "kept"
+
+
+def test_prompts_of_files(tmp_path):
+    path = tmp_path / "prompt.json"
+    content = {
+        "template": "{text1} a {text2} {label}",
+        "labels": {"x": "b", "y": ["c"]},
+        "examples": [["p", "k", "x"]],
+        "premise": "{label}",
+    }
+    path.write_text(json.dumps(content))
+    prompt = read_prompt(path)
+    assert prompt.around(["d", "e"]) == ("p a k b\n\nd a e ", "")
+    assert prompt.without_text() == ("", "")
+    path.write_text(json.dumps(content | {"shots": 3}))
+    with pytest.raises(DataError, match="unexpected keyword argument 'shots'"):
+        read_prompt(path)
