@@ -1,0 +1,1 @@
+"""What is done with trained models: scores of texts, vectors of words and texts."""
