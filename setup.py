@@ -29,6 +29,7 @@ PACKAGES = [
     "fastplm.models",
     "fastplm.data",
     "fastplm.train",
+    "fastplm.inference",
     "fastplm.triton_kernels",
     "fastplm.triton_kernels.attention",
     "fastplm.triton_kernels.linear_cross_entropy",

@@ -14,7 +14,7 @@ from fastplm._registry import OPS
 
 ROOT = Path(__file__).parent.parent
 #: From top to bottom: a package may import those after it, never those before.
-LAYERS = ("cli", "train", "data", "models", "hf", "nn", "ops", "reference")
+LAYERS = ("cli", "inference", "train", "data", "models", "hf", "nn", "ops", "reference")
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -19,16 +19,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import ArgumentTypeError, check, check_choice, check_int, message
+from fastplm.inference.score_arguments import BATCH_TOKENS, METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.models.encoder_decoder import EncoderDecoderModel
 from fastplm.nn._rows import IGNORE_INDEX
 
-#: Which tokens are masked where one is scored.
-METHODS = ("original", "within_word_l2r")
-#: The tokens of a batch.
-BATCH_TOKENS = 2048
 # Texts that the tokenizer gets at once.
 _ENCODED_TOGETHER = 1024
 # Letters of a text that an error shows.
@@ -143,7 +140,9 @@ def pseudo_log_likelihood(
         places = torch.cat([text.scored[chosen] for text, chosen in parts])
         places += torch.arange(len(rows)) * inputs["input_ids"].shape[1]
         labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
-        labels.view(-1)[places] = torch.cat([text.ids[text.scored[chosen]] for text, chosen in parts])
+        labels.view(-1)[places] = torch.cat(
+            [text.ids[text.scored[chosen]] for text, chosen in parts]
+        )
         return {**inputs, "labels": labels, "masked_positions": places}
 
     sizes = [(len(text.scored), len(text.ids)) for text in encoded]
@@ -196,11 +195,14 @@ def log_likelihood(
     """
     where = "log_likelihood"
     paired = isinstance(model, ConditionalGeneration | EncoderDecoderModel)
+    backbone = getattr(model, "base_model", None)
+    causal = isinstance(model, CausalLM) and getattr(backbone, "_is_causal", lambda: True)()
     check(
-        paired or isinstance(model, CausalLM),
+        paired or causal,
         where,
         "model",
-        f"a {type(model).__name__}",
+        f"a {type(model).__name__}"
+        + (" without is_decoder" if isinstance(model, CausalLM) else ""),
         "a decoder or an encoder-decoder of fastplm.models with a language-model head",
         "Use pseudo_log_likelihood for masked language models.",
     )
@@ -245,9 +247,7 @@ def log_likelihood(
         return {**_padded([text.ids[:-1] for text in texts], tokenizer), "shift_labels": labels}
 
     # A text without tokens to score is not computed.
-    sizes = [
-        (1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in encoded
-    ]
+    sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in encoded]
     return _scores(where, model, tokenizer, encoded, batch, sizes, batch_tokens, progress)
 
 
