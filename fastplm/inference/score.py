@@ -4,7 +4,7 @@
     -> the model's loss of each label -> log-probabilities, in the order of the texts
 
 Under a masked language model a text of n tokens is computed n times, each time with another token
-masked. The last layer and the head compute only the masked tokens, and nothing computes full logits.
+masked. The last layer and the head compute only the masked tokens, and there are no full logits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def perplexity(scores: Iterable[TextScore]) -> float:
 
     NaN without tokens, infinity where it is too large for a float.
 
-    Source: Salazar et al. 2020 (arXiv 1910.14659), section 2.3.
+    Source: Salazar et al. 2020 (arXiv 1910.14659), section 2.
     """
     total, count = 0.0, 0
     for score in scores:
@@ -91,8 +91,8 @@ def pseudo_log_likelihood(
     Tokens that the tokenizer adds, such as [CLS] and [SEP], are not scored.
 
     Args:
-        model: a masked language model of ``fastplm.models``, such as ``BertForMaskedLM``; of ELECTRA
-            it is the generator, ``ElectraForMaskedLM``.
+        model: a masked language model of ``fastplm.models``, such as ``BertForMaskedLM``; of
+            ELECTRA it is the generator, ``ElectraForMaskedLM``.
         tokenizer: that of the checkpoint, with a mask token; for "within_word_l2r" a fast one.
         texts: any number. An empty one has no tokens and the sum 0.
         method: "original" or "within_word_l2r".
@@ -107,8 +107,8 @@ def pseudo_log_likelihood(
         ArgumentValueError, ArgumentTypeError: a model, tokenizer or choice of another kind; a text
             that is longer than the model's positions, without ``truncate``.
 
-    Source: Salazar et al. 2020 (arXiv 1910.14659), equation 1; Kauf and Ivanova 2023 (arXiv
-        2305.10588), section 3.
+    Source: Salazar et al. 2020 (arXiv 1910.14659), section 2; Kauf and Ivanova 2023 (arXiv
+        2305.10588), PLL-word-l2r.
     """
     where = "pseudo_log_likelihood"
     check_choice(where, "method", method, METHODS)
@@ -165,10 +165,10 @@ def log_likelihood(
     ``log p(w) = sum over t of log p(w_t | w_1, …, w_(t-1))``, of an encoder-decoder also given a
     source text.
 
-    - A decoder (GPT, GPT-2) has no probability for the first token, since nothing is before it. It is
-      not scored, unless ``bos`` puts a token there.
-    - An encoder-decoder (BART, T5, BERT2BERT) scores all tokens that its tokenizer makes of the text,
-      also those that it adds, such as </s>: they are the labels of its training.
+    - A decoder (GPT, GPT-2) has no probability for the first token, since nothing is before it.
+      It is not scored, unless ``bos`` puts a token there.
+    - An encoder-decoder (BART, T5, BERT2BERT) scores all tokens that its tokenizer makes of the
+      text, also those that it adds, such as </s>: they are the labels of its training.
 
     Args:
         model: a decoder or an encoder-decoder of ``fastplm.models`` with a language-model head.
@@ -177,8 +177,8 @@ def log_likelihood(
         sources: of an encoder-decoder, one for each text; None = empty texts, of which the encoder
             reads the tokens that the tokenizer adds.
         bos: put the tokenizer's beginning-of-text token before each text of a decoder.
-        batch_tokens: the most tokens of a batch, those of the sources among them; a longer text is a
-            batch of its own.
+        batch_tokens: the most tokens of a batch, those of the sources among them; a longer text is
+            a batch of its own.
         truncate: cut texts and sources that are longer than the model's positions.
         progress: called after each batch with (tokens computed, all tokens to compute).
 
@@ -190,8 +190,8 @@ def log_likelihood(
             decoder, or not one for each text; a text that is longer than the model's positions,
             without ``truncate``.
 
-    Source: Bengio et al. 2003, "A Neural Probabilistic Language Model", section 1.1; of pairs Yuan et
-        al. 2021 (BARTScore, arXiv 2106.11520), equation 2, whose score is the mean.
+    Source: Bengio et al. 2003, "A Neural Probabilistic Language Model", section 1; of pairs Yuan
+        et al. 2021 (BARTScore, arXiv 2106.11520), section 3.
     """
     where = "log_likelihood"
     paired = isinstance(model, ConditionalGeneration | EncoderDecoderModel)

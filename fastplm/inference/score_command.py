@@ -322,7 +322,7 @@ def _json(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) 
                 del text["source"]
     if by == "token":
         for text, some in zip(content["texts"], report.tokens, strict=True):
-            text["tokens"] = some
+            text["by_token"] = some
     return json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
