@@ -112,6 +112,10 @@ def write_files(folder: Path) -> None:
     t5 = configuration("t5-tiny", vocab_size=len(pieces), tokenizer=pieces)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "google-t5/t5-small")
     pieces.save_pretrained(folder / "google-t5/t5-small")
+    shutil.copytree(folder / "google-t5/t5-small", folder / "path/to/t5")
+    sentences = [sentence(i) for i in range(6)]
+    (folder / "sentences.txt").write_text("\n".join(sentences))
+    (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "train.tsv",

@@ -47,6 +47,7 @@ SMALL = {
     "pretrain": "--steps 2 --batch-size 2 --block-size 32 --vocab-size 400 --precision fp32",
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
+    "score": "--threads 1",
 }
 
 
