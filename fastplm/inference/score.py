@@ -374,7 +374,7 @@ def _batches(
         copies, length = sizes[index]
         first = 0
         while first < copies:
-            fit = room // length or int(not parts)
+            fit = max(room // length, 0 if parts else 1)
             if fit:
                 last = min(copies, first + fit)
                 parts.append((index, first, last))

@@ -441,6 +441,7 @@ def test_the_loss_of_each_label_adds_up_to_the_mean(name):
         labelled = labelled[:, 1:]  # each is predicted from those before it
     assert each.shape == (int(labelled.sum()),) and each.dtype is torch.float32
     assert torch.equal(each.sum() / len(each), mean)
+    assert torch.equal(model(**inputs, reduction="none", num_items_in_batch=7).loss, each)
     found = gradients(model, each.sum() / len(each))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
