@@ -96,7 +96,7 @@ def score_file(args: ScoreArguments) -> str:
         report = _METRICS[metric](args, lines, config)
         seconds = time.perf_counter() - begun
     if report.cut:
-        say(f"{report.cut} of {len(lines)} texts were longer than the model takes, and were cut.")
+        say(f"texts longer than the model takes, cut: {report.cut} of {len(lines)}")
     shown = ", ".join(f"{name} {_short(value)}" for name, value in report.corpus.items())
     say(f"{shown}; {seconds:.1f} s")
     head = {"model": str(args.model), "data": str(args.data), "metric": metric}
@@ -148,7 +148,7 @@ def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
         DataError,
     )
     if blank:
-        say(f"{blank} blank lines of {args.data} are left out.")
+        say(f"blank lines of {args.data}, left out: {blank}")
     return lines
 
 

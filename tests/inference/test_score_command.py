@@ -238,5 +238,5 @@ def test_texts_that_are_cut_are_counted(checkpoints, tmp_path, capsys):
     words = ["score", "--model", checkpoints / "bert", "--data", path, "--truncate"]
     assert main([str(word) for word in words]) == 0
     shown = capsys.readouterr()
-    assert "1 of 2 texts were longer than the model takes, and were cut." in shown.err
+    assert "texts longer than the model takes, cut: 1 of 2" in shown.err
     assert int(_rows(shown.out)[1]["tokens"]) == 30
