@@ -126,6 +126,15 @@ def _prompt(**settings: Any) -> int:
     return 0
 
 
+def _score(**settings: Any) -> int:
+    from fastplm.inference.score_arguments import ScoreArguments
+    from fastplm.inference.score_command import score_file
+
+    with _running():
+        print(score_file(ScoreArguments(**settings)), end="")
+    return 0
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     import torch
@@ -175,6 +184,7 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     from fastplm.classic.arguments import ClassicArguments
     from fastplm.inference.arguments import EmbedArguments, PromptArguments
+    from fastplm.inference.score_arguments import ScoreArguments
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
@@ -268,4 +278,12 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(prompt, PromptArguments)
+    score = command(
+        _score,
+        "how probable a language model finds texts",
+        description="Print the log-likelihood, or under a masked language model the "
+        "pseudo-log-likelihood, and the perplexity of the texts in a file. More: docs/scoring.md.",
+        **shown,
+    )
+    add_settings(score, ScoreArguments)
     return parser

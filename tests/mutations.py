@@ -44,6 +44,8 @@ DISTILLED = "tests/ops/test_linear_distillation.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 COLLATE = "fastplm/data/_collate.py"
 PAIRS = "fastplm/data/pairs.py"
+SCORE = "fastplm/inference/score.py"
+SCORES = "tests/inference/test_score.py -k"
 
 MUTATIONS = (
     # --- ops: attention
@@ -577,6 +579,42 @@ MUTATIONS = (
         "return bool(self.config.is_decoder)",
         "return not self.config.is_decoder",
         f"{CONTRACT} 'equals and RobertaForCausalLM'",
+    ),
+    # --- inference
+    Mutation(SCORE, "return places == scored", "return places >= scored", f"{SCORES} pseudo"),
+    Mutation(
+        SCORE,
+        " & (places >= scored)",
+        "",
+        f"{SCORES} pseudo",
+    ),
+    Mutation(
+        SCORE,
+        "(added == 0).nonzero().flatten()",
+        "torch.arange(len(ids))",
+        f"{SCORES} 'pseudo and loop'",
+    ),
+    Mutation(
+        SCORE,
+        "key=lambda index: -sizes[index][1]",
+        "key=lambda index: sizes[index][1]",
+        f"{SCORES} batches_hold",
+    ),
+    Mutation(SCORE, "max(room // length, 0 if parts else 1)", "1", f"{SCORES} batches_hold"),
+    Mutation(
+        SCORE,
+        "labels = pad_sequence([text.ids[1:] for",
+        "labels = pad_sequence([text.ids[:-1] for",
+        f"{SCORES} decoder",
+    ),
+    Mutation(SCORE, "    model.eval()\n", "", f"{SCORES} in_training"),
+    Mutation(
+        ROWS,
+        """    if reduction == "none":
+        normalizer = None
+""",
+        "",
+        f"{CONTRACT} loss_of_each",
     ),
 )
 

@@ -1,1 +1,1 @@
-"""What is done with a trained model: vectors and scores of texts."""
+"""What is done with trained models: scores of texts, vectors of words and texts."""

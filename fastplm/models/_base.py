@@ -232,6 +232,14 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
     check(False, where, "input_ids", got, expected, fix)
 
 
+def most_positions(config: Any) -> int | None:
+    """The most tokens of a sequence, by the configuration of a model; None = any number."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type == "roberta":
+        positions -= config.pad_token_id + 1  # the first rows belong to no position
+    return positions
+
+
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:
     """Check ids against the vocabulary, on eager CPU tensors only: elsewhere it would be a sync."""
     if input_ids is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,14 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mas
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor
+from fastplm._checks import (
+    INTEGER,
+    check,
+    check_choice,
+    check_dtype,
+    check_shape,
+    check_tensor,
+)
 from fastplm.models._base import FastplmModel, TiedLookup
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -22,6 +29,9 @@ from fastplm.nn._rows import (
     labels_at,
     vocabulary_loss,
 )
+
+#: How the losses of the labels become one.
+REDUCTIONS = ("mean", "none")
 
 #: Arguments of a decoder's forward. All others are passed on to the user's loss function.
 _INPUTS = (
@@ -108,14 +118,15 @@ class LabelledRows:
         normalizer: int | Tensor | None,
         *,
         dense: bool,
+        reduction: str = "mean",
     ) -> Tensor:
-        """The mean cross-entropy at the labelled tokens.
+        """The cross-entropy at the labelled tokens.
 
         Args:
             hidden: the last hidden state of the backbone.
             transform: the layers before the projection; None = there are none.
             normalizer: the denominator; None = the number of labels.
-            dense: as in ``vocabulary_loss``.
+            dense, reduction: as in ``vocabulary_loss``.
         """
         if self.all_rows:
             rows = ops.gather_rows(hidden.flatten(0, 1), self.positions)
@@ -128,6 +139,7 @@ class LabelledRows:
             normalizer,
             None if self.lookup is None else self.lookup.weight,
             dense=dense,
+            reduction=reduction,
         )
 
 
@@ -147,6 +159,7 @@ class MaskedLM(FastplmModel):
         masked_positions: Tensor | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
         **inputs: Any,
     ) -> MaskedLMOutput:
         """Like the parent, with these differences.
@@ -158,6 +171,8 @@ class MaskedLM(FastplmModel):
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: of this batch.
+            reduction: "none" = the loss of each label, fp32 [P], in the order of the positions, 0
+                in unused slots.
             inputs: of the model without head, such as ``unpad``.
 
         Returns:
@@ -167,6 +182,7 @@ class MaskedLM(FastplmModel):
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
+        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         transform, decoder = self._head()
         loss = logits = labelled = None
         if labels is not None:
@@ -176,7 +192,9 @@ class MaskedLM(FastplmModel):
         outputs = self.base_model(**inputs, return_dict=True)
         if labelled is not None:
             hidden, dense = outputs.last_hidden_state, masked_positions is not None
-            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=dense)
+            loss = labelled.loss(
+                hidden, transform, num_items_in_batch, dense=dense, reduction=reduction
+            )
         if labels is None or output_logits:
             logits = _logits(transform, decoder, outputs.last_hidden_state)
         return MaskedLMOutput(
@@ -324,6 +342,7 @@ class CausalLM(FastplmModel):
         logits_to_keep: int | Tensor = 0,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
         shift_labels: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
@@ -336,6 +355,8 @@ class CausalLM(FastplmModel):
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: of this batch.
+            reduction: "none" = the loss of each label, in their order, and never that of a
+                ``loss_function``: fp32 [P], P as of ``labelled_positions``.
             shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
             inputs: of the model without head, such as ``unpad``.
 
@@ -346,6 +367,7 @@ class CausalLM(FastplmModel):
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
+        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         transform, decoder = self._head()
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
@@ -353,7 +375,7 @@ class CausalLM(FastplmModel):
         ignored = inputs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
-        own_loss = targets is not None and hasattr(self, "_loss_function")
+        own_loss = targets is not None and hasattr(self, "_loss_function") and reduction == "mean"
         inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
         loss = logits = labelled = None
         if targets is not None and own_loss:
@@ -364,7 +386,9 @@ class CausalLM(FastplmModel):
         outputs = self.base_model(**inputs, return_dict=True)
         if labelled is not None:
             hidden = outputs.last_hidden_state
-            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=True)
+            loss = labelled.loss(
+                hidden, transform, num_items_in_batch, dense=True, reduction=reduction
+            )
         if targets is None or output_logits or own_loss:
             hidden = outputs.last_hidden_state
             if isinstance(logits_to_keep, int):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import check_shape, check_tensor
+from fastplm._checks import check_choice, check_shape, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
@@ -27,7 +27,7 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
-from fastplm.models._heads import ScaledLoss, shape_of
+from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of
 from fastplm.models._ragged import (
     RaggedBatch,
     Rows,
@@ -377,6 +377,7 @@ class ConditionalGeneration(FastplmModel):
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
         **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """Like the parent, with these differences.
@@ -387,6 +388,8 @@ class ConditionalGeneration(FastplmModel):
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: of this batch.
+            reduction: "none" = the loss of each label, in their order: fp32 [P], P as of
+                ``labelled_positions``.
             inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
@@ -396,6 +399,7 @@ class ConditionalGeneration(FastplmModel):
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
                 fit.
         """
+        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         lookup = SharedLookup(self.lm_head, self._embedding_kind)
         positions = targets = None
         if labels is not None:
@@ -426,6 +430,7 @@ class ConditionalGeneration(FastplmModel):
                 lookup.weight,
                 bias,
                 dense=True,
+                reduction=reduction,
             )
         if labels is None or output_logits:
             logits = self.lm_head(hidden)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from torch import Tensor
@@ -183,6 +183,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         use_cache: bool | None = None,
         output_logits: bool = False,
         num_items_in_batch: int | Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
         unpad: bool | int | None = None,
         decoder_unpad: bool | int | None = None,
         **inputs: Any,
@@ -199,6 +200,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: of this batch.
+            reduction: "none" = the loss of each label, as of the decoder.
             unpad, decoder_unpad: of encoder and decoder: None = leave padding out where possible;
                 False = keep it; an int = a capacity, the number of packed rows, which fixes all
                 shapes.
@@ -216,6 +218,14 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
         if labels is None or not ours[1]:
+            check(
+                reduction == "mean",
+                type(self).__name__,
+                "reduction",
+                f"{reduction!r} without labels or with a {type(decoder).__name__}",
+                "labels and a decoder of fastplm.models",
+                "Leave it out.",
+            )
             if ours[0]:
                 inputs["unpad"] = unpad
             if ours[1]:
@@ -278,6 +288,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             use_cache=bool(use_cache),
             shift_labels=labels,
             num_items_in_batch=num_items_in_batch,
+            reduction=reduction,
             output_logits=output_logits,
             unpad=decoder_unpad,
             return_dict=True,

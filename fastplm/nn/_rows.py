@@ -135,8 +135,9 @@ def vocabulary_loss(
     bias: Tensor | None = None,
     *,
     dense: bool,
+    reduction: str = "mean",
 ) -> Tensor:
-    """The mean cross-entropy of ``decoder(rows)``; without full logits if it is a linear layer.
+    """The cross-entropy of ``decoder(rows)``; without full logits if it is a linear layer.
 
     Args:
         rows: [P, E].
@@ -146,10 +147,13 @@ def vocabulary_loss(
         weight: used instead of the decoder's weight; None = the decoder's weight.
         bias: [V], added to the decoder's logits.
         dense: whether most rows have a target.
+        reduction: "mean", or "none" for the loss of each row.
 
     Returns:
-        fp32 [], 0 without targets.
+        fp32 [], 0 without targets; or fp32 [P], 0 in rows without target.
     """
+    if reduction == "none":
+        normalizer = None
     if is_plain(decoder, nn.Linear, Linear):
         own: Any = decoder
         if bias is None or own.bias is None:
@@ -161,12 +165,15 @@ def vocabulary_loss(
             own.weight if weight is None else weight,
             targets,
             linear_bias=bias,
+            reduction=reduction,
             normalizer=as_normalizer(normalizer, rows.device),
             expected_targets=rows.shape[0] if dense else None,
         )
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if reduction == "none":
+        return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
     return total / as_normalizer(count, rows.device)

@@ -147,6 +147,9 @@ def write_files(folder: Path) -> None:
     ):
         model.save_pretrained(folder / "path/to" / name)
         words.save(folder / "path/to" / name)
+    sentences = [sentence(i) for i in range(6)]
+    (folder / "sentences.txt").write_text("\n".join(sentences))
+    (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))
     # Those of benchmarks/finetuning.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",

@@ -50,6 +50,7 @@ SMALL = {
     "classic": "--steps 2 --batch-size 4 --hidden 16 --embedding 8",
     "embed": "--batch-tokens 512",
     "prompt": "--max-samples 4",
+    "score": "--threads 1",
 }
 
 

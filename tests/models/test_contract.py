@@ -426,3 +426,47 @@ def test_generation_gives_the_parents_tokens(name, padding, cache, search):
         pytest.fail("no model generates different tokens")
     assert expected.shape == (ROWS, 8)
     assert torch.equal(generate(ours), expected)
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS.values(), "BertLMHeadModel", "BartForCausalLM"])
+def test_the_loss_of_each_label_adds_up_to_the_mean(name):
+    """And so do the gradients: with both reductions the same numbers are added."""
+    model, _ = pair(name)
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
+    mean = model(**inputs).loss
+    expected = gradients(model, mean)
+    each = model(**inputs, reduction="none").loss
+    labelled = inputs["labels"] != -100
+    if name.endswith("LMHeadModel"):
+        labelled = labelled[:, 1:]  # each is predicted from those before it
+    assert each.shape == (int(labelled.sum()),) and each.dtype is torch.float32
+    assert torch.equal(each.sum() / len(each), mean)
+    assert torch.equal(model(**inputs, reduction="none", num_items_in_batch=7).loss, each)
+    found = gradients(model, each.sum() / len(each))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with pytest.raises(ArgumentValueError, match="`reduction` got 'sum'; expected mean | none"):
+        model(**inputs, reduction="sum")
+
+
+def test_the_loss_of_each_label_comes_in_the_order_of_the_positions():
+    model, parent = pair("BertForMaskedLM")
+    inputs = inputs_of("BertForMaskedLM", model.config, PADDINGS["right"])
+    labels = inputs["labels"]
+    positions = torch.cat(
+        ((labels.flatten() != -100).nonzero().flatten().flip(0), torch.tensor([-1]))
+    )
+    given = {"masked_positions": positions, "reduction": "none"}
+    single = {"loss": _loss_at(parent, inputs, positions[:-1])}
+    with KeptDouble():
+        loss = model.double()(**inputs, **given).loss
+        gold = {"loss": _loss_at(parent.double(), inputs, positions[:-1])}
+    assert loss[-1] == 0
+    check_in_fp64({"loss": loss[:-1].detach()}, gold, single)
+
+
+def _loss_at(parent, inputs, positions):
+    logits = parent(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+    targets = inputs["labels"].flatten()[positions]
+    rows = logits.detach().flatten(0, 1)[positions]
+    return torch.nn.functional.cross_entropy(rows, targets, reduction="none")

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import fastplm
 from fastplm import ops
 from fastplm.reference.maxsim import maxsim_ref
-from fastplm.testing import BudgetExceeded, assert_within_budget, poisoned_memory
+from fastplm.testing import assert_within_budget
 
 from ..pairwise import pairwise
 from ..samples import ends_of

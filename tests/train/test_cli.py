@@ -11,7 +11,17 @@ import fastplm
 from fastplm.cli import _parser, main
 from fastplm.train.demo import LEAST_STEPS
 
-COMMANDS = ("info", "measure", "demo", "pretrain", "finetune", "embed", "prompt")
+COMMANDS = (
+    "info",
+    "measure",
+    "demo",
+    "pretrain",
+    "finetune",
+    "classic",
+    "embed",
+    "prompt",
+    "score",
+)
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])

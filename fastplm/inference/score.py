@@ -1,0 +1,446 @@
+"""How probable a language model finds texts: log-likelihood and pseudo-log-likelihood.
+
+    texts -> token ids -> longest first -> batches of so many tokens, without padding
+    -> the model's loss of each label -> log-probabilities, in the order of the texts
+
+Under a masked language model a text of n tokens is computed n times, each time with another token
+masked. The last layer and the head compute only the masked tokens, and there are no full logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fastplm._checks import ArgumentTypeError, check, check_choice, check_int, message
+from fastplm.inference.score_arguments import BATCH_TOKENS, METHODS
+from fastplm.models._base import most_positions
+from fastplm.models._heads import CausalLM, MaskedLM
+from fastplm.models._seq2seq import ConditionalGeneration
+from fastplm.models.encoder_decoder import EncoderDecoderModel
+from fastplm.nn._rows import IGNORE_INDEX
+
+# Texts that the tokenizer gets at once.
+_ENCODED_TOGETHER = 1024
+# Letters of a text that an error shows.
+_SHOWN = 30
+
+
+class TextScore(NamedTuple):
+    """The scores of a text.
+
+    Args:
+        tokens: the n tokens that are scored, as the tokenizer writes them.
+        log_probs: [n], natural logarithms, on the CPU; fp32, or fp64 of a model in fp64.
+        truncated: whether the text, or its source, was longer than the model takes and was cut.
+    """
+
+    tokens: list[str]
+    log_probs: Tensor
+    truncated: bool = False
+
+    @property
+    def sum(self) -> float:
+        """The (pseudo-)log-likelihood of the text; 0 without tokens."""
+        return float(self.log_probs.double().sum())
+
+    @property
+    def perplexity(self) -> float:
+        """As ``perplexity`` of this text alone."""
+        return perplexity([self])
+
+
+def perplexity(scores: Iterable[TextScore]) -> float:
+    """The (pseudo-)perplexity of texts, ``exp(-sum of log-probabilities / number of tokens)``.
+
+    NaN without tokens, infinity where it is too large for a float.
+
+    Source: Salazar et al. 2020 (arXiv 1910.14659), section 2.
+    """
+    total, count = 0.0, 0
+    for score in scores:
+        total, count = total + score.sum, count + len(score.tokens)
+    try:
+        return math.exp(-total / count) if count else math.nan
+    except OverflowError:
+        return math.inf
+
+
+def pseudo_log_likelihood(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    method: str = "original",
+    batch_tokens: int = BATCH_TOKENS,
+    truncate: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[TextScore]:
+    """The pseudo-log-likelihood of texts under a masked language model.
+
+    ``PLL(w) = sum over t of log p(w_t | the other tokens)``. With "original" w_t alone is masked;
+    with "within_word_l2r" the tokens after w_t in its word are masked, too, because a word of many
+    tokens would else get too high a score: each token is easy to guess from the others.
+
+    Tokens that the tokenizer adds, such as [CLS] and [SEP], are not scored.
+
+    Args:
+        model: a masked language model of ``fastplm.models``, such as ``BertForMaskedLM``; of
+            ELECTRA it is the generator, ``ElectraForMaskedLM``.
+        tokenizer: that of the checkpoint, with a mask token; for "within_word_l2r" a fast one.
+        texts: any number. An empty one has no tokens and the sum 0.
+        method: "original" or "within_word_l2r".
+        batch_tokens: the most tokens of a batch; a longer text is a batch of its own.
+        truncate: cut texts that are longer than the model's positions.
+        progress: called after each batch with (tokens computed, all tokens to compute).
+
+    Returns:
+        One ``TextScore`` a text, in the order of the texts.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: a model, tokenizer or choice of another kind; a text
+            that is longer than the model's positions, without ``truncate``.
+
+    Source: Salazar et al. 2020 (arXiv 1910.14659), section 2; Kauf and Ivanova 2023 (arXiv
+        2305.10588), PLL-word-l2r.
+    """
+    where = "pseudo_log_likelihood"
+    check_choice(where, "method", method, METHODS)
+    check(
+        isinstance(model, MaskedLM),
+        where,
+        "model",
+        f"a {type(model).__name__}",
+        "a masked language model of fastplm.models, such as BertForMaskedLM",
+        "Use log_likelihood for other language models.",
+    )
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    for lacks, what in (
+        (mask_id is None, "without a mask token"),
+        (method == "within_word_l2r" and not tokenizer.is_fast, "that is not a fast one"),
+    ):
+        got = f"a {type(tokenizer).__name__} {what}"
+        expected = "a fast tokenizer with a mask token"
+        check(not lacks, where, "tokenizer", got, expected, "Use that of the checkpoint.")
+    encoded = _encoded(where, "texts", tokenizer, texts, most_positions(model.config), truncate)
+
+    def batch(parts: list[_Part]) -> dict[str, Tensor]:
+        """Copies of texts, a label in each."""
+        rows: list[Tensor] = []
+        for text, chosen in parts:
+            hidden = _hidden(text, text.scored[chosen], method)
+            rows += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
+        inputs = _padded(rows, tokenizer)
+        places = torch.cat([text.scored[chosen] for text, chosen in parts])
+        places += torch.arange(len(rows)) * inputs["input_ids"].shape[1]
+        labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+        labels.view(-1)[places] = torch.cat(
+            [text.ids[text.scored[chosen]] for text, chosen in parts]
+        )
+        return {**inputs, "labels": labels, "masked_positions": places}
+
+    sizes = [(len(text.scored), len(text.ids)) for text in encoded]
+    return _scores(where, model, tokenizer, encoded, batch, sizes, batch_tokens, progress)
+
+
+def log_likelihood(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    sources: Sequence[str] | None = None,
+    bos: bool = False,
+    batch_tokens: int = BATCH_TOKENS,
+    truncate: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[TextScore]:
+    """The log-likelihood of texts under a model that writes them from left to right.
+
+    ``log p(w) = sum over t of log p(w_t | w_1, …, w_(t-1))``, of an encoder-decoder also given a
+    source text.
+
+    - A decoder (GPT, GPT-2) has no probability for the first token, since nothing is before it.
+      It is not scored, unless ``bos`` puts a token there.
+    - An encoder-decoder (BART, T5, BERT2BERT) scores all tokens that its tokenizer makes of the
+      text, also those that it adds, such as </s>: they are the labels of its training.
+
+    Args:
+        model: a decoder or an encoder-decoder of ``fastplm.models`` with a language-model head.
+        tokenizer: that of the checkpoint.
+        texts: any number.
+        sources: of an encoder-decoder, one for each text; None = empty texts, of which the encoder
+            reads the tokens that the tokenizer adds.
+        bos: put the tokenizer's beginning-of-text token before each text of a decoder.
+        batch_tokens: the most tokens of a batch, those of the sources among them; a longer text is
+            a batch of its own.
+        truncate: cut texts and sources that are longer than the model's positions.
+        progress: called after each batch with (tokens computed, all tokens to compute).
+
+    Returns:
+        One ``TextScore`` a text, in the order of the texts.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: a model or tokenizer of another kind; sources for a
+            decoder, or not one for each text; a text that is longer than the model's positions,
+            without ``truncate``.
+
+    Source: Bengio et al. 2003, "A Neural Probabilistic Language Model", section 1; of pairs Yuan
+        et al. 2021 (BARTScore, arXiv 2106.11520), section 3.
+    """
+    where = "log_likelihood"
+    paired = isinstance(model, ConditionalGeneration | EncoderDecoderModel)
+    backbone = getattr(model, "base_model", None)
+    causal = isinstance(model, CausalLM) and getattr(backbone, "_is_causal", lambda: True)()
+    check(
+        paired or causal,
+        where,
+        "model",
+        f"a {type(model).__name__}"
+        + (" without is_decoder" if isinstance(model, CausalLM) else ""),
+        "a decoder or an encoder-decoder of fastplm.models with a language-model head",
+        "Use pseudo_log_likelihood for masked language models.",
+    )
+    start = getattr(tokenizer, "bos_token_id", None)
+    fix = "Leave it out."
+    check(paired or sources is None, where, "sources", "some for a decoder", "None", fix)
+    check(not (paired and bos), where, "bos", "True for an encoder-decoder", "False", fix)
+    expected = "a tokenizer with a beginning-of-text token"
+    check(not bos or start is not None, where, "bos", "True for another", expected, fix)
+    limit = most_positions(getattr(model.config, "decoder", model.config))
+    before = [start] if bos else []
+    encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate, before)
+    if paired:
+        given = [""] * len(texts) if sources is None else sources
+        fix = "Give one for each text."
+        check(len(given) == len(texts), where, "sources", len(given), f"{len(texts)}", fix)
+        limit = most_positions(getattr(model.config, "encoder", model.config))
+        encoded = [
+            text._replace(
+                scored=torch.arange(len(text.ids)),
+                source=source.ids,
+                truncated=text.truncated or source.truncated,
+            )
+            for text, source in zip(
+                encoded,
+                _encoded(where, "sources", tokenizer, given, limit, truncate),
+                strict=True,
+            )
+        ]
+        empty = [i for i, text in enumerate(encoded) if not len(text.source)]
+        got = f"no token in text {empty[:1]}"
+        check(not empty, where, "sources", got, "a token or more", "Give other sources.")
+    else:
+        encoded = [text._replace(scored=torch.arange(1, len(text.ids))) for text in encoded]
+
+    def batch(parts: list[_Part]) -> dict[str, Tensor]:
+        texts = [text for text, _ in parts]
+        if paired:
+            labels = pad_sequence([text.ids for text in texts], True, IGNORE_INDEX)
+            return {**_padded([text.source for text in texts], tokenizer), "labels": labels}
+        labels = pad_sequence([text.ids[1:] for text in texts], True, IGNORE_INDEX)
+        return {**_padded([text.ids[:-1] for text in texts], tokenizer), "shift_labels": labels}
+
+    # A text without tokens to score is not computed.
+    sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in encoded]
+    return _scores(where, model, tokenizer, encoded, batch, sizes, batch_tokens, progress)
+
+
+# --- texts as tokens ------------------------------------------------------------------------------
+
+
+class _Text(NamedTuple):
+    """The tokens of a text.
+
+    Args:
+        ids: int64 [T].
+        scored: int64 [n], the places of the tokens that are scored, ascending.
+        words: int64 [T], the same number in tokens of one word.
+        source: int64 [S], of an encoder-decoder.
+        truncated: whether it was cut.
+    """
+
+    ids: Tensor
+    scored: Tensor
+    words: Tensor
+    source: Tensor
+    truncated: bool
+
+
+#: A text of a batch, and which of its scored tokens belong to it.
+_Part = tuple[_Text, slice]
+
+
+def _encoded(
+    where: str,
+    argument: str,
+    tokenizer: Any,
+    texts: Sequence[str],
+    limit: int | None,
+    truncate: bool,
+    before: Sequence[int] = (),
+) -> list[_Text]:
+    """The tokens of texts; the scored ones are those that the tokenizer did not add.
+
+    Args:
+        where, argument: what error messages call the function and the texts.
+        limit: the most tokens of a text; None = any number.
+        truncate: cut longer texts.
+        before: ids in front of each text, which are not scored.
+    """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        got = "a str" if isinstance(texts, str) else "an element that is not a str"
+        fix = "Put a single text into a list."
+        raise ArgumentTypeError(message(where, argument, got, "a sequence of str", fix))
+    found: list[_Text] = []
+    for start in range(0, len(texts), _ENCODED_TOGETHER):
+        some = list(texts[start : start + _ENCODED_TOGETHER])
+        options = {
+            "return_special_tokens_mask": True,
+            "return_attention_mask": False,
+            "return_token_type_ids": False,
+            "verbose": False,  # of lengths, which are checked here
+        }
+        together = tokenizer(some, **options)
+        for i, text in enumerate(some):
+            encoding, index = together, i
+            length = len(before) + len(together["input_ids"][i])
+            truncated = limit is not None and length > limit
+            if truncated:
+                got = f"text {start + i}, {text[:_SHOWN]!r}…, of {length} tokens"
+                expected = f"{limit} at most, the positions of this model"
+                fix = "Shorten it, or cut it with truncate=True (--truncate)."
+                check(truncate, where, argument, got, expected, fix)
+                room = limit - len(before)
+                encoding, index = tokenizer([text], truncation=True, max_length=room, **options), 0
+            ids = torch.tensor([*before, *encoding["input_ids"][index]], dtype=torch.int64)
+            added = torch.tensor([*(1 for _ in before), *encoding["special_tokens_mask"][index]])
+            words = encoding.word_ids(index) if tokenizer.is_fast else [None] * len(ids)
+            words = [*(None for _ in before), *words]
+            # A token of no word is a word of its own.
+            numbers = [-1 - j if word is None else word for j, word in enumerate(words)]
+            found.append(
+                _Text(
+                    ids,
+                    (added == 0).nonzero().flatten(),
+                    torch.tensor(numbers, dtype=torch.int64),
+                    ids.new_empty(0),
+                    truncated,
+                )
+            )
+    return found
+
+
+def _hidden(text: _Text, scored: Tensor, method: str) -> Tensor:
+    """bool [n, T]: the tokens that are masked where each of ``scored`` [n] is scored."""
+    places, scored = torch.arange(len(text.ids)), scored[:, None]
+    if method == "original":
+        return places == scored
+    return (text.words == text.words[scored]) & (places >= scored)
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def _padded(rows: list[Tensor], tokenizer: Any) -> dict[str, Tensor]:
+    """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
+    pad = tokenizer.pad_token_id
+    input_ids = pad_sequence(rows, True, 0 if pad is None else pad)
+    lengths = torch.tensor([len(row) for row in rows])
+    seqlen = input_ids.shape[1]
+    if int(lengths.min()) == seqlen:
+        return {"input_ids": input_ids}
+    mask = torch.arange(seqlen) < lengths[:, None]
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def _batches(
+    sizes: Sequence[tuple[int, int]], batch_tokens: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Lists of (text, first copy, last copy + 1), the longest texts first.
+
+    Args:
+        sizes: of each text the number of its copies, and the tokens of one.
+        batch_tokens: the most tokens of a batch, unless one copy has more.
+    """
+    parts: list[tuple[int, int, int]] = []
+    room = batch_tokens
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index][1]):
+        copies, length = sizes[index]
+        first = 0
+        while first < copies:
+            fit = max(room // length, 0 if parts else 1)
+            if fit:
+                last = min(copies, first + fit)
+                parts.append((index, first, last))
+                room -= (last - first) * length
+                first = last
+            else:
+                yield parts
+                parts, room = [], batch_tokens
+    if parts:
+        yield parts
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _scores(
+    where: str,
+    model: Any,
+    tokenizer: Any,
+    texts: list[_Text],
+    batch: Callable[[list[_Part]], dict[str, Tensor]],
+    sizes: list[tuple[int, int]],
+    batch_tokens: int,
+    progress: Callable[[int, int], object] | None,
+) -> list[TextScore]:
+    """The scores of all texts.
+
+    Args:
+        batch: the model's inputs, with a label for each scored token of the parts.
+        sizes: of each text the number of its copies, one for each scored token or one for all of
+            them, and the tokens of one.
+    """
+    fix = "Lower it if memory is short."
+    check_int(where, "batch_tokens", batch_tokens, 1, 1 << 40, fix)
+    device = next(model.parameters()).device
+    losses: list[list[Tensor]] = [[] for _ in texts]
+    done, total = 0, sum(copies * length for copies, length in sizes)
+    with _evaluating(model):
+        for planned in _batches(sizes, batch_tokens):
+            parts = [
+                (texts[index], slice(first, last) if sizes[index][0] > 1 else slice(None))
+                for index, first, last in planned
+            ]
+            inputs = {name: value.to(device) for name, value in batch(parts).items()}
+            counts = [len(text.scored[chosen]) for text, chosen in parts]
+            # Where labels are not counted, those of unused slots come last.
+            found = model(**inputs, reduction="none").loss[: sum(counts)]
+            for (index, *_), some in zip(planned, found.cpu().split(counts), strict=True):
+                losses[index].append(some)
+            done += sum((last - first) * sizes[index][1] for index, first, last in planned)
+            if progress is not None:
+                progress(done, total)
+    nothing = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32))
+    return [
+        TextScore(
+            tokenizer.convert_ids_to_tokens(text.ids[text.scored].tolist()),
+            -torch.cat([nothing, *some]),
+            text.truncated,
+        )
+        for text, some in zip(texts, losses, strict=True)
+    ]

@@ -1,0 +1,343 @@
+"""``fastplm score``: the scores of a file of texts, as a table or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from fastplm import models
+from fastplm._checks import DataError
+from fastplm.data import load_tokenizer
+from fastplm.data._files import lines_of
+from fastplm.data._folder import say
+from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
+from fastplm.inference.score_arguments import METHODS, ScoreArguments
+from fastplm.train._run import using_threads
+from fastplm.train._run_folder import loaded
+from fastplm.train.report import block
+
+# The names of classes that write from left to right.
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
+# Seconds between two states of a bar; in a log each of them is a line.
+_ON_A_TERMINAL, _IN_A_LOG = 0.2, 30.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file: its number from 1 on, its text, and what stands before a tab or None."""
+
+    number: int
+    text: str
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a metric finds, as names and values.
+
+    Args:
+        texts: of each text.
+        tokens: of each token of each text.
+        corpus: of all texts.
+        cut: how many texts were cut.
+    """
+
+    texts: list[dict[str, Any]]
+    tokens: list[list[dict[str, Any]]]
+    corpus: dict[str, Any]
+    cut: int = 0
+
+
+def score_file(args: ScoreArguments) -> str:
+    """Score a file; returns the results, or nothing if they are written to a file.
+
+    Raises:
+        FastplmError: a file, the model or a setting is wrong.
+    """
+    out = None if args.out is None else Path(args.out)
+    if out is not None:
+        free = args.overwrite or not os.path.lexists(out)
+        fix = "Name another file, or replace it with --overwrite."
+        args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
+        args.check(
+            "out",
+            out.parent.is_dir() and not out.is_dir(),
+            "a file in a folder that exists",
+            "Make the folder, or name another file.",
+            error=DataError,
+        )
+    config = _config(args)
+    usual = "log-likelihood" if _writes(config) else "pseudo-log-likelihood"
+    metric = args.metric or usual
+    likelihood = metric.endswith("log-likelihood")
+    fix = "Leave the option out."
+    expected = f"{usual}, the one for a {config.model_type} model of this kind"
+    args.check("metric", metric == usual or not likelihood, expected, fix)
+    lines = read_lines(args, paired=config.is_encoder_decoder)
+    with using_threads(args.threads):
+        begun = time.perf_counter()
+        report = _METRICS[metric](args, lines, config)
+        seconds = time.perf_counter() - begun
+    if report.cut:
+        say(f"texts longer than the model takes, cut: {report.cut} of {len(lines)}")
+    shown = ", ".join(f"{name} {_short(value)}" for name, value in report.corpus.items())
+    say(f"{shown}; {seconds:.1f} s")
+    head = {"model": str(args.model), "data": str(args.data), "metric": metric}
+    if metric == "pseudo-log-likelihood":
+        head["method"] = args.method or METHODS[0]
+    text = (_json if args.format == "json" else _table)(args.by, lines, report, head)
+    if out is None:
+        return text
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, out)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    say(f"written to {out}")
+    return ""
+
+
+def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
+    """The lines of a file that are not blank.
+
+    Args:
+        paired: whether a tab parts a source from its text; either all lines have one, or none.
+    """
+    lines, blank = [], 0
+    for number, line in enumerate(lines_of(Path(args.data)), 1):
+        text = line.rstrip("\n")
+        if not text.strip():
+            blank += 1
+            continue
+        source: str | None = None
+        if paired:
+            *before, text = text.split("\t")
+            got = f"{args.data}:{number}: {len(before)} tabs"
+            fix = "Correct the line."
+            args.check("data", len(before) < 2, "one at most", fix, got, DataError)
+            source = before[0] if before else None
+            alike = not lines or (source is None) == (lines[0].source is None)
+            expected = "a tab in all lines, between a source and its text, or in none"
+            args.check("data", alike, expected, fix, got, DataError)
+        lines.append(Line(number, text, source))
+    args.check(
+        "data",
+        bool(lines),
+        "a text or more, one a line",
+        "Check the file.",
+        f"{args.data}, a file without text",
+        DataError,
+    )
+    if blank:
+        say(f"blank lines of {args.data}, left out: {blank}")
+    return lines
+
+
+# --- likelihoods ----------------------------------------------------------------------------------
+
+
+def _likelihood(
+    args: ScoreArguments, lines: list[Line], config: Any, *, pseudo: bool = False
+) -> Report:
+    causal = not config.is_encoder_decoder
+    args.check(
+        "method",
+        pseudo or args.method is None,
+        "none, as only pseudo-log-likelihood masks tokens",
+        "Leave it out.",
+    )
+    fix = "Leave it out."
+    args.check("bos", causal and not pseudo or not args.bos, "a GPT or GPT-2", fix, "another model")
+    tokenizer: Any = load_tokenizer(args.model, needs=("mask",) if pseudo else ())
+    kind = "MaskedLM" if pseudo else "CausalLM" if causal else "Seq2SeqLM"
+    model = _model(args, config, getattr(models, f"AutoModelFor{kind}"))
+    texts = [line.text for line in lines]
+    options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "truncate": args.truncate}
+    metric: Callable[..., list[TextScore]] = log_likelihood
+    if pseudo:
+        metric = pseudo_log_likelihood
+        options["method"] = args.method or METHODS[0]
+    elif causal:
+        options["bos"] = args.bos
+    elif lines[0].source is not None:
+        options["sources"] = [line.source for line in lines]
+    with _bar("scoring") as progress, _precision(args, model.device):
+        scores = metric(model, tokenizer, texts, progress=progress, **options)
+    names = ("pseudo_log_likelihood", "pseudo_perplexity")
+    if not pseudo:
+        names = ("log_likelihood", "perplexity")
+    return Report(
+        [
+            {"tokens": len(score.tokens), names[0]: score.sum, names[1]: score.perplexity}
+            for score in scores
+        ],
+        [
+            [
+                {"token": token, "log_prob": value}
+                for token, value in zip(score.tokens, score.log_probs.tolist(), strict=True)
+            ]
+            for score in scores
+        ],
+        {
+            "texts": len(scores),
+            "tokens": sum(len(score.tokens) for score in scores),
+            names[0]: math.fsum(score.sum for score in scores),
+            names[1]: perplexity(scores),
+        },
+        sum(score.truncated for score in scores),
+    )
+
+
+#: What computes the report of a metric from the lines of a file.
+_METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
+    "log-likelihood": _likelihood,
+    "pseudo-log-likelihood": functools.partial(_likelihood, pseudo=True),
+}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def _config(args: ScoreArguments) -> Any:
+    load = functools.partial(AutoConfig.from_pretrained, args.model, local_files_only=True)
+    return loaded("score", "model", args.model, "a checkpoint with its config.json", load)
+
+
+def _writes(config: Any) -> bool:
+    """Whether the model of a configuration writes texts from left to right."""
+    saved = (config.architectures or [""])[0]
+    return (
+        config.is_encoder_decoder
+        or getattr(config, "is_decoder", False)
+        or saved.endswith(_CAUSAL)
+        or config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )
+
+
+def _model(args: ScoreArguments, config: Any, auto: Any) -> Any:
+    """The checkpoint with its language-model head, on a GPU if there is one."""
+    expected = "a checkpoint of a language model that this metric is for"
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # weights that are missing are an error below
+    load = functools.partial(
+        auto.from_pretrained,
+        args.model,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    try:
+        model, loading = loaded("score", "model", args.model, expected, load)
+    finally:
+        logging.set_verbosity(before)
+    lost = sorted(loading["missing_keys"])
+    args.check(
+        "model",
+        not lost,
+        f"all weights of a {type(model).__name__}, its head among them",
+        "Take a checkpoint that was trained with this head, of ELECTRA the generator.",
+        f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}",
+        DataError,
+    )
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    say(
+        block(
+            {
+                "data": str(args.data),
+                "model": f"{args.model}, {type(model).__name__}",
+                "precision": "bf16 (autocast)" if args.bf16 else "fp32",
+                "device": f"{model.device}, {torch.get_num_threads()} CPU threads",
+            }
+        )
+    )
+    return model
+
+
+def _precision(args: ScoreArguments, device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function of (done, all) that draws a bar on stderr, with the time to go."""
+    each = _ON_A_TERMINAL if sys.stderr.isatty() else _IN_A_LOG
+    with tqdm(desc=what, unit=" tokens", unit_scale=True, mininterval=each) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _table(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) -> str:
+    rows = [report.corpus]
+    if by == "text":
+        rows = [{"line": line.number, **row} for line, row in zip(lines, report.texts, strict=True)]
+    elif by == "token":
+        rows = [
+            {"line": line.number, **row}
+            for line, some in zip(lines, report.tokens, strict=True)
+            for row in some
+        ]
+    shown = io.StringIO()
+    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
+    table.writerow(rows[0] if rows else ("line",))
+    table.writerows([_digits(value) for value in row.values()] for row in rows)
+    return shown.getvalue()
+
+
+def _json(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) -> str:
+    content: dict[str, Any] = {**head, "corpus": report.corpus}
+    if by != "corpus":
+        content["texts"] = [
+            {"line": line.number, "text": line.text, "source": line.source, **row}
+            for line, row in zip(lines, report.texts, strict=True)
+        ]
+        for text in content["texts"]:
+            if text["source"] is None:
+                del text["source"]
+    if by == "token":
+        for text, some in zip(content["texts"], report.tokens, strict=True):
+            text["by_token"] = some
+    return json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _digits(value: Any) -> Any:
+    return f"{value:.8g}" if isinstance(value, float) else value
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
