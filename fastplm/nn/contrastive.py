@@ -108,7 +108,8 @@ class ContrastiveLoss(nn.Module):
         count = query.shape[0]
         if positive is None:
             positive = torch.arange(count, device=query.device)
-        positive = positive.view(count, -1)  # [B, P]
+        if positive.dim() == 1:
+            positive = positive[:, None]  # [B, P]
         if self.normalize:
             query, document = _unit(query), _unit(document)
         scaled = (query / self.temperature).to(query.dtype)
@@ -118,8 +119,9 @@ class ContrastiveLoss(nn.Module):
         # A row for each pair: its document looks for its query.
         places = positive.shape[1]
         pair = torch.arange(count, device=query.device)[:, None].expand(-1, places)
-        pair = torch.where(positive >= 0, pair, -1).reshape(-1, 1)
-        weight = (positive >= 0) / (positive >= 0).sum(1, keepdim=True).clamp(min=1)
+        used = positive >= 0
+        pair = torch.where(used, pair, -1).reshape(-1, 1)
+        weight = used.double() / used.sum(1, keepdim=True).clamp(min=1)
         rows = ops.gather_rows(document, positive.flatten())
         scaled = (rows / self.temperature).to(rows.dtype)
         reverse = self._find(scaled, query, pair, query_id, weight.flatten())
@@ -160,8 +162,7 @@ class ContrastiveLoss(nn.Module):
             others = ops.gather_rows(table, positive.flatten()).view(*positive.shape, -1)
             similarity = (others.to(loss.dtype) * rows[:, None].to(loss.dtype)).sum(2)
             loss = loss - (similarity * share).sum(1)
-        if weight is None:
-            weight = (target >= 0).to(loss.dtype)
+        weight = (target >= 0 if weight is None else weight).to(loss.dtype)
         return (loss * weight).sum() / weight.sum().clamp(min=torch.finfo(loss.dtype).tiny)
 
     def _check(
@@ -176,6 +177,8 @@ class ContrastiveLoss(nn.Module):
         for name, rows in (("query", query), ("document", document)):
             check_tensor(where, name, rows, ndim=2)
             check_dtype(where, name, rows, FLOATING)
+            got, fix = f"shape {tuple(rows.shape)}", "Leave out an empty batch."
+            check(rows.numel() > 0, where, name, got, "at least one row", fix)
         check_same(where, query=query, document=document)
         fix = "Both come from encoders of one width."
         sizes = f"{document.shape[1]} columns", f"{query.shape[1]}, as `query` has"

@@ -199,6 +199,7 @@ def test_it_compiles_in_one_graph():
     ("change", "said"),
     (
         (dict(query=torch.zeros(3)), "`query` got 1 dimensions"),
+        (dict(query=torch.zeros(0, WIDTH)), r"`query` got shape \(0, 48\); expected at least one"),
         (dict(document=torch.zeros(13, 7)), "`document` got 7 columns; expected 48"),
         (dict(document=torch.zeros(5, WIDTH)), "`document` got 5 rows; expected at least 13"),
         (dict(document=torch.zeros(13, WIDTH).half()), "`document` got torch.float16"),

@@ -233,7 +233,7 @@ def test_a_row_that_all_others_chose(device, backend, dtype):
     with torch.no_grad():
         inputs["key"][7] = inputs["query"][:300].float().mean(0).mul(9).to(dtype)
     match = run(backend, **inputs, normalize=False)
-    assert (match.query_index[:300] == 7).sum() > 250
+    assert (match.query_index[:300] == 7).sum() > 200
     check(backend, inputs, normalize=False)
 
 
