@@ -283,5 +283,4 @@ class GradCache(nn.Module):
         chunks = zip(*(leaves[at].split(self.chunk_size) for at in cut), strict=True)
         # By position: of tensors in keywords checkpoint() does not see the device whose generator
         # it is to set back.
-        found = [checkpoint(run, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat(found)
+        return torch.cat([checkpoint(run, *chunk, use_reentrant=False) for chunk in chunks])
