@@ -42,6 +42,8 @@ RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
+MAXSIM = "fastplm/ops/maxsim.py"
+CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
 PAIRS = "fastplm/data/pairs.py"
 SCORE = "fastplm/inference/score.py"
@@ -115,6 +117,62 @@ MUTATIONS = (
         "used = (saved.positions >= 0).nonzero().squeeze(1)",
         "used = (saved.positions > 0).nonzero().squeeze(1)",
         "tests/ops/test_gather_rows.py -k torch",
+    ),
+    # --- ops: maxsim
+    Mutation(
+        MAXSIM,
+        "match_k = torch.where(later.bool(), match, match_k)",
+        "match_k = match",
+        "tests/ops/test_maxsim.py -k several_tiles",
+    ),
+    Mutation(
+        MAXSIM,
+        "torch.cat([index[:queries] + queries, index[queries:]])",
+        "torch.cat([index[:queries], index[queries:]])",
+        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+    ),
+    Mutation(
+        MAXSIM,
+        "torch.cat([_wide(query), _wide(key)]).masked_fill_(alone[:, None], 0.0)",
+        "torch.cat([_wide(query), _wide(key)])",
+        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+    ),
+    Mutation(
+        MAXSIM,
+        "total.sub_(rows.mul_(along)).mul_(scale)",
+        "total.mul_(scale)",
+        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+    ),
+    Mutation(
+        "triton_kernels/maxsim.py",
+        "tl.where(later, start + at, place)",
+        "tl.where(later, at, place)",
+        "tests/ops/test_maxsim.py -k 'first_row and triton'",
+    ),
+    Mutation(
+        "triton_kernels/maxsim.py",
+        "return (other > best) |",
+        "return (other >= best) |",
+        "tests/ops/test_maxsim.py -k 'first_row and triton'",
+    ),
+    # --- nn: contrastive
+    Mutation(
+        CONTRASTIVE,
+        "share[:, 0] -= used[:, 0].to(loss.dtype)",
+        "pass",
+        "tests/nn/test_contrastive.py -k all_similarities",
+    ),
+    Mutation(
+        CONTRASTIVE,
+        "torch.where(positive >= 0, first[positive.clamp(min=0)], -1)",
+        "positive",
+        "tests/nn/test_contrastive.py -k all_similarities",
+    ),
+    Mutation(
+        CONTRASTIVE,
+        "reverse = self._find(scaled, query, pair, query_id, weight.flatten())",
+        "reverse = self._find(scaled, query, pair, query_id)",
+        "tests/nn/test_contrastive.py -k all_similarities",
     ),
     # --- ops: losses
     Mutation(

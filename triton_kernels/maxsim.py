@@ -29,13 +29,24 @@ from fastplm.triton_kernels._launch import (
     upcast_dot,
 )
 
-# (16-bit?, short sets?) -> arch -> (BLOCK_Q, BLOCK_K, BLOCK_E, num_warps, num_stages).
+# Kind of call -> arch -> (BLOCK_Q, BLOCK_K, BLOCK_E, num_warps, num_stages). "uneven": the width is
+# no multiple of 16, so elements are loaded one at a time, which needs registers.
 # Not measured on a device yet: chosen by the compile tests, which allow no spills.
 _TABLE = {
-    (True, True): {80: (64, 64, 64, 4, 3)},
-    (True, False): {80: (128, 128, 32, 8, 3), 90: (128, 128, 64, 8, 3)},
-    (False, True): {80: (64, 64, 32, 8, 2)},
-    (False, False): {80: (64, 64, 32, 8, 2)},
+    "long": {
+        80: (128, 128, 32, 8, 3),
+        86: (64, 64, 32, 8, 3),
+        90: (128, 128, 64, 8, 3),
+        100: (64, 64, 32, 8, 3),
+    },
+    "short": {
+        80: (64, 64, 64, 4, 3),
+        86: (64, 64, 32, 8, 3),
+        90: (64, 64, 64, 4, 3),
+        100: (64, 64, 32, 8, 3),
+    },
+    "uneven": {80: (64, 64, 32, 8, 3)},
+    "fp32": {80: (64, 32, 32, 8, 2), 100: (32, 32, 32, 4, 2)},
 }
 # Sets of at most so many rows are short.
 _SHORT = 64
@@ -43,11 +54,16 @@ _BLOCK_N = 256  # keys of a program that compares tiles
 
 
 @triton.jit
-def _largest(x, AXIS: tl.constexpr):
-    """The largest along an axis and the first place of it; NaN, at any place, if there is one."""
-    is_nan = x != x
-    best, place = tl.max(tl.where(is_nan, float("inf"), x), AXIS, return_indices=True)
-    return tl.where(tl.max(is_nan.to(tl.int32), AXIS) > 0, float("nan"), best), place
+def _largest(s, AXIS: tl.constexpr):
+    """The largest along an axis and the first place of it; a NaN is larger than all."""
+    is_nan = s != s
+    best = tl.max(tl.where(is_nan, float("-inf"), s), AXIS)
+    offs = tl.expand_dims(tl.arange(0, s.shape[AXIS]), 1 - AXIS)
+    # One reduction finds the place and whether there is a NaN: its places come before all others.
+    many: tl.constexpr = s.shape[AXIS]
+    found = s == tl.expand_dims(best, AXIS)
+    at = tl.min(tl.where(is_nan, offs - many, tl.where(found, offs, many)), AXIS)
+    return tl.where(at < 0, float("nan"), best), tl.where(at < 0, at + many, at)
 
 
 @triton.jit
@@ -72,11 +88,11 @@ def _maxsim_fwd_kernel(
     # sizes
     num_keys,
     tiles_q,
+    width,
     # strides
     stride_qn,
     stride_kn,
     # constexprs
-    WIDTH: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -93,20 +109,23 @@ def _maxsim_fwd_kernel(
         return
     if NORMALIZE:
         scale_q = tl.load(scale_q_ptr + row_q, mask=mask_q, other=0.0)
+    # 64 bits for the corner of a tile, 32 for the way inside.
+    tile_q_ptr = q_ptr + (first_q + tile * BLOCK_Q) * stride_qn
     best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     place = tl.zeros([BLOCK_Q], tl.int32)
     for start in range(0, length_k, BLOCK_K):
         row_k = first_k + start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         mask_k = row_k < end_k
+        tile_k_ptr = k_ptr + (first_k + start) * stride_kn
         s = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        for first_e in range(0, WIDTH, BLOCK_E):
+        for first_e in range(0, width, BLOCK_E):
             offs_e = first_e + tl.arange(0, BLOCK_E)
-            mask_e = offs_e < WIDTH
-            ptrs = q_ptr + row_q[:, None] * stride_qn + offs_e[None, :]
+            mask_e = offs_e < width
+            ptrs = tile_q_ptr + tl.arange(0, BLOCK_Q)[:, None] * stride_qn + offs_e[None, :]
             q = tl.load(ptrs, mask=mask_q[:, None] & mask_e[None, :], other=0.0)
-            ptrs = k_ptr + row_k[None, :] * stride_kn + offs_e[:, None]
-            k = tl.load(ptrs, mask=mask_k[None, :] & mask_e[:, None], other=0.0)
-            s = dot(q, k, s, UPCAST)  # [BLOCK_Q, BLOCK_K]
+            ptrs = tile_k_ptr + tl.arange(0, BLOCK_K)[:, None] * stride_kn + offs_e[None, :]
+            k = tl.load(ptrs, mask=mask_k[:, None] & mask_e[None, :], other=0.0)
+            s = dot(q, tl.trans(k), s, UPCAST)  # [BLOCK_Q, BLOCK_K]
         if NORMALIZE:
             scale_k = tl.load(scale_k_ptr + row_k, mask=mask_k, other=0.0)
             s = s * scale_q[:, None] * scale_k[None, :]
@@ -173,9 +192,13 @@ def maxsim_fwd(
         score, index: fp32 and int64 [Nq + Nk], written where a row has a match.
     """
     (queries, width), keys, device = query.shape, key.shape[0], query.device
-    pairs, short = cu_seqlens_q.shape[0] - 1, max(max_seqlen_q, max_seqlen_k) <= _SHORT
-    configs = _TABLE[query.element_size() == 2, short]
-    config = configs[nearest_arch(arch_of(device), tuple(configs))]
+    pairs = cu_seqlens_q.shape[0] - 1
+    kind = "short" if max(max_seqlen_q, max_seqlen_k) <= _SHORT else "long"
+    if query.element_size() == 4:
+        kind = "fp32"
+    elif width % 16:
+        kind = "uneven"
+    config = _TABLE[kind][nearest_arch(arch_of(device), tuple(_TABLE[kind]))]
     block_q, block_k, block_e, warps, stages = config
     tiles_q = cdiv(max_seqlen_q, block_q)
     several = tiles_q > 1
@@ -198,9 +221,9 @@ def maxsim_fwd(
         tile_index_ptr=tile_index,
         num_keys=keys,
         tiles_q=tiles_q,
+        width=width,
         stride_qn=query.stride(0),
         stride_kn=key.stride(0),
-        WIDTH=width,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         BLOCK_E=min(block_e, max(16, next_power_of_2(width))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastplm.nn.attention import FusedAttention
+from fastplm.nn.contrastive import ContrastiveLoss, GradCache
 from fastplm.nn.dropout import Dropout
 from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
@@ -20,11 +21,13 @@ from fastplm.nn.token_masker import TokenMasker
 __all__ = [
     "AlbertMLMHead",
     "BertMLMHead",
+    "ContrastiveLoss",
     "Dropout",
     "ElectraMLMHead",
     "ElectraRTDHead",
     "FusedAttention",
     "GELU",
+    "GradCache",
     "Linear",
     "MLMHead",
     "RMSNorm",

@@ -51,7 +51,7 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     query: Tensor
     key: Tensor
-    index: Tensor
+    match: Tensor
     normalize: bool
 
 
@@ -130,9 +130,13 @@ def maxsim(
     call.check_lengths()
     if backend == "eager":
         return maxsim_ref(*call[:6], normalize=normalize)
-    tensors = (last_dim_contiguous(query), last_dim_contiguous(key))
-    ends = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-    score, index = OP(Call(*tensors, *ends, *call[4:]), backend, watched)
+    call = call._replace(
+        query=last_dim_contiguous(query),
+        key=last_dim_contiguous(key),
+        cu_seqlens_q=cu_seqlens_q.contiguous(),
+        cu_seqlens_k=cu_seqlens_k.contiguous(),
+    )
+    score, index = OP(call, backend, watched)
     queries = query.shape[0]
     return MaxSim(score[:queries], index[:queries], score[queries:], index[queries:])
 
@@ -314,7 +318,7 @@ def _smoke(device: torch.device) -> None:
 OP = Op(
     "maxsim",
     Call,
-    results=("score", "index"),
+    results=("score", "match"),
     fake=lambda call, backend: _results(call),
     reference=maxsim_ref,
     eager=lambda call: maxsim_ref(*call[:6], normalize=call.normalize),

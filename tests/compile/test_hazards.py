@@ -400,6 +400,15 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("linear_distillation_rows", "narrow: 2-byte ld of teacher_bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_cross_entropy_scale", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
     ("linear_cross_entropy_scale", "narrow: 8-byte ld of order_ptr"): (ARCHS, ONCE),
+    ("maxsim_fwd", "drained: a loop waits for all of its copies, of k_ptr, q_ptr"): (
+        (80, 90),
+        TILES,
+    ),
+    ("maxsim_fwd", "late: 0 iterations ahead of 2, the copies of k_ptr, q_ptr"): ((100,), TILES),
+    ("maxsim_keys", "narrow: 8-byte ld of tile_index_ptr"): (
+        ARCHS,
+        "a set begins at any row",
+    ),
     ("replaced_token_loss_bwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_bwd", "narrow: 4-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_fwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),

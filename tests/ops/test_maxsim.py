@@ -8,6 +8,8 @@ import importlib
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fastplm
 from fastplm import ops
@@ -73,6 +75,11 @@ def pairs_of(inputs):
         ends[0][:-1], ends[0][1:], ends[1][:-1], ends[1][1:], strict=True
     ):
         yield slice(start_q, end_q), slice(start_k, end_k)
+
+
+def module():
+    """The package has the function of this name."""
+    return importlib.import_module("fastplm.ops.maxsim")
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -141,10 +148,9 @@ def assert_matches(match, inputs, normalize=True):
 
 def test_products_in_several_tiles(monkeypatch):
     """Where one pair is larger than the buffers."""
-    module = importlib.import_module("fastplm.ops.maxsim")  # the package has the function
     inputs = make("cpu", [70, 3, 5], [40, 9, 5])
     plain = run("torch", **inputs)
-    monkeypatch.setattr(module, "_GROUP", 300)
+    monkeypatch.setattr(module(), "_GROUP", 300)
     calls = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *a, out: (calls.append(out.shape), bmm(*a, out=out)))
@@ -152,3 +158,105 @@ def test_products_in_several_tiles(monkeypatch):
     tiled = run("torch", **inputs)
     assert_close(tuple(tiled), tuple(plain))
     assert max(shape.numel() for shape in calls) <= 300 and len(calls) > 10
+
+
+def test_no_similarities_of_a_whole_pair_are_kept(device):
+    """Nor of a whole batch: less memory than they would need, forward and backward."""
+    inputs = make(device, [1500] * 2, [1400] * 2, width=16)
+    inputs |= {name: inputs[name].requires_grad_() for name in ("query", "key")}
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for one in tree_leaves(result):
+                if isinstance(one, torch.Tensor):
+                    self.most = max(self.most, one.numel())
+            return result
+
+    largest = {}
+    for backend in ("eager", "torch"):
+        with Largest() as mode:
+            both_scores(functools.partial(run, backend), **inputs).sum().backward()
+        largest[backend] = mode.most
+    assert largest["eager"] >= 2 * 1500 * 1400
+    assert largest["torch"] <= max(module()._GROUP, 2 * 2902 * 16)
+
+
+# --- matches --------------------------------------------------------------------------------------
+
+
+@each_backend
+@pytest.mark.parametrize("size", (3, 70, 200))
+def test_of_equal_similarities_the_first_row_is_the_match(device, backend, size):
+    """Also where the equal ones are in different tiles."""
+    ends = torch.tensor([0, size], dtype=torch.int32, device=device)
+    query = torch.ones(size, 16, device=device)
+    query[0] = 0
+    match = run(
+        backend,
+        **dict(query=query, key=query, cu_seqlens_q=ends, cu_seqlens_k=ends),
+        **dict(max_seqlen_q=size, max_seqlen_k=size, normalize=False),
+    )
+    expected = torch.ones(size, dtype=torch.int64, device=device)
+    expected[0] = 0  # its similarities are all 0
+    assert torch.equal(match.query_index, expected) and torch.equal(match.key_index, expected)
+
+
+@each_backend
+def test_nan_reaches_its_own_pair_alone(device, backend):
+    inputs = make(device, [70, 5, 66], [66, 4, 130])
+    inputs["query"][71] = NAN  # of the second pair
+    inputs["key"][150] = NAN  # of the third
+    match, expected = run(backend, **inputs), maxsim_ref(**inputs)
+    for one, other in zip(match, expected, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+    assert match.query_score[:70].isfinite().all() and match.key_score[66:70].isnan().all()
+    at = expected.query_score.isfinite()
+    assert torch.equal(match.query_index[at], expected.query_index[at])
+
+
+@each_backend
+def test_a_row_of_zeros_has_similarity_0(device, backend):
+    inputs = make(device, [3, 2], [4, 3])
+    inputs["query"][1] = 0
+    inputs["query"][3:5] = 0  # of a whole set
+    check(backend, inputs)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_row_that_all_others_chose(device, backend, dtype):
+    """Its gradient is a sum over all of them, in fp32."""
+    inputs = make(device, [300, 2], [40, 3], dtype=dtype)
+    with torch.no_grad():
+        inputs["key"][7] = inputs["query"][:300].float().mean(0).mul(9).to(dtype)
+    match = run(backend, **inputs, normalize=False)
+    assert (match.query_index[:300] == 7).sum() > 200
+    check(backend, inputs, normalize=False)
+
+
+@each_backend
+def test_upstream_gradients_of_rows_without_a_match_do_not_matter(device, backend):
+    inputs = make(device, *LENGTHS["sets without rows"])
+    grads = []
+    for wrong in (0.0, NAN):
+        tensors = [inputs[name].detach().requires_grad_() for name in ("query", "key")]
+        match = run(backend, **inputs | dict(zip(("query", "key"), tensors, strict=True)))
+        upstream = [
+            torch.ones_like(score).masked_fill(index < 0, wrong)
+            for score, index in (match[:2], match[2:])
+        ]
+        grads.append(torch.autograd.grad(match[::2], tensors, upstream))
+    assert all(map(torch.equal, *grads))
+    assert all(grad.isfinite().all() for grad in grads[0])
+
+
+def test_lengths_are_looked_at_on_the_cpu_by_a_compiled_function_too():
+    compiled = torch.compile(ops.maxsim, fullgraph=True, backend="aot_eager")
+    inputs = make("cpu", [3, 4], [2, 5])
+    compiled(**inputs)
+    inputs["cu_seqlens_q"][1] = 9
+    with pytest.raises(ValueError, match="maxsim: `cu_seqlens_q` got"):
+        compiled(**inputs)

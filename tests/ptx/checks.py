@@ -26,6 +26,7 @@ from fastplm.reference.attention import attention_ref, attention_varlen_ref  # n
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.linear_distillation import linear_distillation_ref  # noqa: E402
+from fastplm.reference.maxsim import maxsim_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
 from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
 from ptx.emulate import emulated  # noqa: E402
@@ -142,6 +143,29 @@ def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
     positions[300:580:2] = 149
     inputs = dict(input=drawn(dtype, 150, width), positions=positions)
     return hold(arch, ops.gather_rows, gather_rows_ref, inputs, ["input"], seeds)
+
+
+def maxsim(arch, dtype, width, seeds=(0, 1)) -> list[str]:
+    """Sets of several tiles, of one, and none; and spare rows."""
+    torch.manual_seed(0)
+    sizes_q, sizes_k = torch.tensor([150, 3, 0]), torch.tensor([70, 140, 2])
+    inputs = dict(
+        query=drawn(dtype, 155, width),
+        key=drawn(dtype, 212, width),
+        cu_seqlens_q=torch.nn.functional.pad(sizes_q.cumsum(0), (1, 0)).int(),
+        cu_seqlens_k=torch.nn.functional.pad(sizes_k.cumsum(0), (1, 0)).int(),
+        max_seqlen_q=150,
+        max_seqlen_k=140,
+    )
+
+    def scores(function):
+        def call(**inputs):
+            match = function(**inputs)
+            return torch.cat([match.query_score, match.key_score])
+
+        return call
+
+    return hold(arch, scores(ops.maxsim), scores(maxsim_ref), inputs, ["query", "key"], seeds)
 
 
 def replaced_token_loss(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:

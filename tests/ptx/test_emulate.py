@@ -60,6 +60,11 @@ def test_gather_rows(emulate, arch, dtype):
 
 
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_maxsim(emulate, arch, dtype):
+    emulate("maxsim", arch=arch, dtype=dtype, width=80)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
 def test_replaced_token_loss(emulate, arch, dtype):
     emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
 
