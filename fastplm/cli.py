@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``finetune``, ``demo``, ``info`` and ``measure``."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``distill``, ``demo`` and others."""
 
 from __future__ import annotations
 
@@ -82,6 +82,17 @@ def _pretrain(**settings: Any) -> int:
     return 0
 
 
+def _distill(**settings: Any) -> int:
+    from fastplm.train.distill import DistillArguments, distill
+    from fastplm.train.report import summary
+
+    with _running():
+        metrics = distill(DistillArguments(**settings))
+    if metrics:
+        print(summary(metrics))
+    return 0
+
+
 def _finetune(**settings: Any) -> int:
     from fastplm.train.finetune import FinetuneArguments, finetune, summary
 
@@ -145,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
+        DistillArguments,
         FinetuneArguments,
         PretrainArguments,
         add_settings,
@@ -210,4 +222,14 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(finetune, FinetuneArguments)
+    distill = command(
+        _distill,
+        "train a small model to answer as a larger one does",
+        description="Distil a teacher into a smaller student. Recipes: distilbert (predictions at "
+        "the masked tokens, labels and last hidden states; also GPT-2), tinybert (attention and "
+        "hidden states of several layers), minilm and minilm-v2 (attention and relations of one "
+        "layer), electra (a discriminator), multilingual (sentence vectors, from parallel text).",
+        **shown,
+    )
+    add_settings(distill, DistillArguments)
     return parser

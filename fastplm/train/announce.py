@@ -15,20 +15,25 @@ from fastplm.train.report import block
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from fastplm.train.arguments import PretrainArguments
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
 
 
 def pretraining(
-    args: PretrainArguments,
+    args: Any,
     data: RunData,
     model: PreTrainedModel,
     training_arguments: TrainingArguments,
     done: int,
+    name: str | None = None,
+    **others: str,
 ) -> str:
-    """The lines that a pre-training prints first."""
+    """The lines that a pre-training prints first, or a run like it.
+
+    ``name`` says what model it is, by default architecture and objective; ``others`` are more
+    lines.
+    """
     from fastplm.train.pretrain_data import HELD_OUT
 
     held_out = len(data.all) - len(data.store)
@@ -46,9 +51,10 @@ def pretraining(
         f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
         "held out": tail,
         "vocabulary": f"{len(data.tokenizer):,} tokens{_from_cache('vocabulary', args, data)}",
-        "model": f"{args.arch}, {args.objective}: {sizes} parameters, about "
+        "model": f"{name or f'{args.arch}, {args.objective}'}: {sizes} parameters, about "
         f"{flops_a_token(model, args.block_size) / 1e6:,.1f} MFLOP a token (6 N + 12 layers width "
         "length; N without embeddings and vocabulary head)",
+        **others,
         "training": f"steps {done + 1:,} to {args.steps:,}, {samples_a_step:,} samples of "
         f"{args.block_size} tokens each"
         if done < args.steps
@@ -88,7 +94,7 @@ def flops_a_token(model: nn.Module, length: int) -> float:
     return total
 
 
-def _files(args: PretrainArguments, data: RunData) -> str:
+def _files(args: Any, data: RunData) -> str:
     if not isinstance(data.documents, TextFiles):
         return ", ".join(map(str, args.corpus))
     names = [str(path) for path, *_ in data.documents.files]
@@ -96,11 +102,11 @@ def _files(args: PretrainArguments, data: RunData) -> str:
     return ", ".join(names[:_NAMED_FILES]) + (f" and {more:,} more files" if more > 0 else "")
 
 
-def _from_cache(what: str, args: PretrainArguments, data: RunData) -> str:
+def _from_cache(what: str, args: Any, data: RunData) -> str:
     return f" (found in {args.cache})" if what in data.cached else ""
 
 
-def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -> str:
+def _precision(args: Any, training_arguments: TrainingArguments) -> str:
     name = "bf16" if training_arguments.bf16 else "fp32"
     if args.precision != "auto":
         return f"{name}, as --precision says"
