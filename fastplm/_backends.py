@@ -46,6 +46,7 @@ OP_NAMES = (
     "gelu",
     "linear",
     "linear_cross_entropy",
+    "linear_distillation",
     "mask_tokens",
     "replaced_token_loss",
     "rms_norm",

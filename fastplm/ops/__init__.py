@@ -13,6 +13,7 @@ from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_sample,
 )
+from fastplm.ops.linear_distillation import linear_distillation, linear_distillation_topk
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.ops.rms_norm import rms_norm
@@ -20,12 +21,14 @@ from fastplm.reference.attention import T5RelativeBias
 from fastplm.reference.bart_noise import NoisedText
 from fastplm.reference.corrupt_spans import CorruptedSpans
 from fastplm.reference.linear_cross_entropy import RowStatistics
+from fastplm.reference.linear_distillation import LinearDistillation
 from fastplm.reference.mask_tokens import MaskedTokens
 from fastplm.reference.replaced_token_loss import DetectionCounts
 
 __all__ = [
     "CorruptedSpans",
     "DetectionCounts",
+    "LinearDistillation",
     "MaskedTokens",
     "NoisedText",
     "RowStatistics",
@@ -40,6 +43,8 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_with_sample",
+    "linear_distillation",
+    "linear_distillation_topk",
     "mask_tokens",
     "replaced_token_loss",
     "rms_norm",

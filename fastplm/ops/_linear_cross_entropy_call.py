@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fastplm._declare import Arg, Size
 # Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
 _LOGITS_ALIGNMENT = 64
 # Before the order of rows stand their counts.
-_ORDER_HEAD = 4
+ORDER_HEAD = 4
 
 _ROW_INDEX = Arg("[N]", (torch.int64,), "Pass one a row.")
 
@@ -65,7 +65,12 @@ class Saved(NamedTuple):
     need_linear_bias: bool
 
 
-def check_targets(target: Tensor, linear_weight: Tensor, ignore_index: int) -> None:
+def check_targets(
+    target: Tensor,
+    linear_weight: Tensor,
+    ignore_index: int,
+    where: str = "linear_cross_entropy",
+) -> None:
     """Every target of a CPU tensor is ``ignore_index`` or lies in [0, V)."""
     vocab = linear_weight.shape[0]
     if target.device.type != "cpu" or target.numel() == 0:
@@ -74,7 +79,7 @@ def check_targets(target: Tensor, linear_weight: Tensor, ignore_index: int) -> N
     if low < 0 or high >= vocab:
         raise ArgumentValueError(
             message(
-                "linear_cross_entropy",
+                where,
                 "target",
                 f"target {low if low < 0 else high}",
                 f"{ignore_index} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
@@ -110,11 +115,11 @@ def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
         call.target.new_empty(rows if call.seed is not None else 0),
         call.input.new_empty(logits if kept_rows else (0,)),
         call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
-        call.target.new_empty(_ORDER_HEAD + rows if on_triton else 0),
+        call.target.new_empty(ORDER_HEAD + rows if on_triton else 0),
     )
 
 
-def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(saved: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias to be written; without elements where not needed."""
     bias = saved.linear_weight if saved.linear_bias is None else saved.linear_bias
     return (

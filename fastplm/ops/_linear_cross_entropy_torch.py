@@ -13,7 +13,8 @@ The backward computes the logits of each chunk again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,10 @@ def torch_forward(
         output.zero_()
     argmax.fill_(-1)
     sample.fill_(-1)
-    rows = _cpu_positions(call.target != call.ignore_index)
+    rows = cpu_positions(call.target != call.ignore_index)
     if rows.numel() == 0:
         return
-    for counted, kept in _parts(rows, call.kept_rows):
+    for counted, kept in parts_of_rows(rows, call.kept_rows):
         statistics = _Statistics(call, counted)
         if kept:
             _keep_logits(call, counted, statistics, grad_logits)
@@ -64,14 +65,21 @@ def torch_forward(
 
 
 def torch_backward(
-    grad_loss: Tensor, saved: Saved, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
+    grad_loss: Tensor,
+    saved: Any,
+    grad_input: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    recomputed: Callable[..., None] | None = None,
 ) -> None:
-    """Write the outputs of ``fastplm::linear_cross_entropy_bwd``."""
+    """Write the outputs of ``fastplm::linear_cross_entropy_bwd``, or of an op that keeps the same:
+    ``recomputed`` is then its backward of rows without logits."""
+    recomputed = recomputed or _backward_of_recomputed
     grad_input.zero_()
     if _HUGE_PAGES and grad_weight.nbytes >= _LARGE:
         torch.ops.fastplm_C.ask_for_huge_pages(grad_weight)
-    rows = _cpu_positions(saved.target != saved.ignore_index)
-    parts = _parts(rows, saved.grad_logits.shape[0])
+    rows = cpu_positions(saved.target != saved.ignore_index)
+    parts = parts_of_rows(rows, saved.grad_logits.shape[0])
     if not parts:
         grad_weight.zero_()
         grad_bias.zero_()
@@ -79,14 +87,14 @@ def torch_backward(
         weight, bias = grad_weight, grad_bias
         if number:
             weight, bias = torch.empty_like(weight), torch.empty_like(bias)
-        backward = _backward_of_kept if kept else _backward_of_recomputed
+        backward = _backward_of_kept if kept else recomputed
         backward(grad_loss, saved, counted, grad_input, weight, bias)
         if number:
             grad_weight += weight
             grad_bias += bias
 
 
-def _parts(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
+def parts_of_rows(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
     """The rows that keep their logits and those that do not, without empty parts."""
     parts = (rows[:kept_rows], True), (rows[kept_rows:], False)
     return [(counted, kept) for counted, kept in parts if counted.numel()]
@@ -97,7 +105,7 @@ class _Statistics:
 
     def __init__(self, call: Call, rows: Tensor) -> None:
         count = rows.shape[0]
-        values = call.input.new_empty(4, count, dtype=_wide(call.input))
+        values = call.input.new_empty(4, count, dtype=wide_dtype(call.input))
         self.m_i, self.l_i, self.picked, self.mean = values  # the last two relative to m_i
         self.argmax, self.sample = rows.new_zeros(2, count)
         self.level = rows.new_empty(0)
@@ -129,11 +137,11 @@ class _Statistics:
 def _keep_logits(call: Call, rows: Tensor, statistics: _Statistics, grad_logits: Tensor) -> None:
     compact = call.input[rows]
     logits = grad_logits[: rows.shape[0]]
-    _product(compact, call.linear_weight, call.linear_bias, logits)
+    product(compact, call.linear_weight, call.linear_bias, logits)
     target = call.target[rows, None]
-    for here in _row_blocks(*logits.shape):
+    for here in row_blocks(*logits.shape):
         kept = logits[here]
-        z = kept if kept.dtype is _wide(kept) else kept.to(_wide(kept))
+        z = kept if kept.dtype is wide_dtype(kept) else kept.to(wide_dtype(kept))
         p = _row_block(call, z, target[here], statistics, here)
         grad_target = _grad_target(statistics.log_probability()[here], call, z.shape[1])
         if call.label_smoothing:
@@ -202,16 +210,16 @@ def _backward_of_kept(
     share = grad_loss / scale.masked_fill(scale == 0, 1.0)
     if saved.need_linear_weight:
         compact = (saved.input[rows] * share[:, None]).to(grad_logits.dtype)
-        _mm_into(grad_weight, grad_logits.t(), compact)
+        mm_into(grad_weight, grad_logits.t(), compact)
         grad_weight.mul_(scale)
     if saved.need_linear_bias:
         total = grad_loss.new_zeros(vocab)
-        for here in _row_blocks(*grad_logits.shape):
+        for here in row_blocks(*grad_logits.shape):
             total += grad_loss[here] @ grad_logits[here].to(total.dtype)
         grad_bias.copy_(total)
 
 
-def _row_blocks(count: int, vocab: int) -> Iterator[slice]:
+def row_blocks(count: int, vocab: int) -> Iterator[slice]:
     size = max(1, _CHUNK_ELEMENTS // vocab)
     for start in range(0, count, size):
         yield slice(start, start + size)
@@ -225,8 +233,8 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
     vocab = call.linear_weight.shape[0]
     picked = statistics.picked
     maxima, sums, means, sampled_sums, likeliest = [], [], [], [], []
-    for start, _, logits, _ in _logit_chunks(compact, call.linear_weight, call.linear_bias):
-        column, inside = _locate(target, start, logits)
+    for start, _, logits, _ in logit_chunks(compact, call.linear_weight, call.linear_bias):
+        column, inside = locate(target, start, logits)
         picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
         if _ROWS_IN_CPP and logits.dtype is torch.float32:
             if call.need_argmax:
@@ -249,7 +257,7 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
             m_c = logits.amax(1)
         maxima.append(m_c)
         # -inf - -inf is NaN: a row with nothing in this chunk keeps a reference point of 0.
-        logits.sub_(_pivot(m_c)[:, None])
+        logits.sub_(pivot(m_c)[:, None])
         if call.label_smoothing:
             means.append(logits.sum(1) / vocab)
         if call.seed is not None and call.temperature != 1.0:
@@ -264,7 +272,7 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
     if call.label_smoothing:
         columns = _chunk_sizes(rows.shape[0], vocab)
         share = torch.tensor(columns, dtype=m_c.dtype)[:, None] / vocab
-        statistics.mean = (torch.stack(means) + share * (_pivot(m_c) - statistics.m_i)).sum(0)
+        statistics.mean = (torch.stack(means) + share * (pivot(m_c) - statistics.m_i)).sum(0)
     if call.seed is not None:
         l_c = torch.stack(sampled_sums) if sampled_sums else l_c
         weights = ((m_c - statistics.m_i) / call.temperature).exp() * l_c
@@ -280,15 +288,15 @@ def _sample_in_chunks(
     sample = torch.zeros_like(chosen)
     start = 0
     for chunk, columns in enumerate(_chunk_sizes(compact.shape[0], call.linear_weight.shape[0])):
-        here = _cpu_positions(chosen == chunk)
+        here = cpu_positions(chosen == chunk)
         if here.numel():
             tile = slice(start, start + columns)
             bias = None if call.linear_bias is None else call.linear_bias[tile]
             logits = compact.new_empty(here.shape[0], columns)
-            _product(compact[here], call.linear_weight[tile], bias, logits)
-            z = logits.to(_wide(logits)) - statistics.m_i[here, None]
+            product(compact[here], call.linear_weight[tile], bias, logits)
+            z = logits.to(wide_dtype(logits)) - statistics.m_i[here, None]
             # Its own maximum, or a tile far below the row's would underflow.
-            z -= _pivot(z.amax(1))[:, None]
+            z -= pivot(z.amax(1))[:, None]
             sample[here] = start + _inverse_cdf((z / call.temperature).exp_(), rest[here])
         start += columns
     return sample.masked_fill_(~weights.sum(1).isfinite(), 0)
@@ -308,9 +316,9 @@ def _backward_of_recomputed(
     scale = grad_loss / saved.row_sum[rows, None]
     grad_picked = grad_loss * _grad_target(saved.log_probability[rows, None], saved, vocab)
     grad_rows = compact.new_zeros(compact.shape, dtype=row_max.dtype)
-    chunks = _logit_chunks(compact, saved.linear_weight, saved.linear_bias)
+    chunks = logit_chunks(compact, saved.linear_weight, saved.linear_bias)
     for start, weight, logits, scratch in chunks:
-        column, inside = _locate(target, start, logits)
+        column, inside = locate(target, start, logits)
         grad_logits = logits.sub_(row_max).exp_().mul_(scale)
         if saved.label_smoothing:
             grad_logits.sub_(grad_loss, alpha=saved.label_smoothing / vocab)
@@ -321,14 +329,14 @@ def _backward_of_recomputed(
             grad_bias[here] = grad_logits.sum(0)
         grad_logits = scratch.copy_(grad_logits)
         if saved.need_linear_weight:
-            _mm_into(grad_weight[here], grad_logits.t(), compact)
+            mm_into(grad_weight[here], grad_logits.t(), compact)
         if saved.need_input:
             grad_rows += grad_logits @ weight
     if saved.need_input:
         grad_input[rows] = grad_rows.to(grad_input.dtype)
 
 
-def _logit_chunks(
+def logit_chunks(
     rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """(first column, its rows of the weight, fp32 logits, scratch in the dtype of the products).
@@ -340,14 +348,14 @@ def _logit_chunks(
     sizes = _chunk_sizes(count, vocab)
     products = rows.new_empty(count * sizes[0])
     logits = products
-    if rows.dtype is not _wide(rows):
-        logits = products.new_empty(count * sizes[0], dtype=_wide(rows))
+    if rows.dtype is not wide_dtype(rows):
+        logits = products.new_empty(count * sizes[0], dtype=wide_dtype(rows))
     start = 0
     for columns in sizes:
         tile = slice(start, start + columns)
         weight = linear_weight[tile].to(rows.dtype)
         scratch = products[: count * columns].view(count, columns)
-        _product(rows, weight, None if linear_bias is None else linear_bias[tile], scratch)
+        product(rows, weight, None if linear_bias is None else linear_bias[tile], scratch)
         chunk = scratch
         if logits is not products:
             chunk = logits[: scratch.numel()].view(count, columns).copy_(scratch)
@@ -360,14 +368,14 @@ def _chunk_sizes(count: int, vocab: int) -> list[int]:
     return [min(columns, vocab - start) for start in range(0, vocab, columns)]
 
 
-def _locate(target: Tensor, start: int, chunk: Tensor) -> tuple[Tensor, Tensor]:
+def locate(target: Tensor, start: int, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """(column of each target in this chunk [rows, 1], whether it lies there [rows])."""
     column = target - start
     inside = (column >= 0) & (column < chunk.shape[1])
     return column.clamp(0, chunk.shape[1] - 1)[:, None], inside
 
 
-def _pivot(maximum: Tensor) -> Tensor:
+def pivot(maximum: Tensor) -> Tensor:
     return maximum.masked_fill(maximum.isneginf(), 0.0)
 
 
@@ -402,11 +410,11 @@ def _inverse_cdf_and_rest(weights: Tensor, level: Tensor) -> tuple[Tensor, Tenso
     return column.squeeze(1), rest.clamp_(0, 1).squeeze(1)
 
 
-def _cpu_positions(mask: Tensor) -> Tensor:
+def cpu_positions(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """``out = rows weight^T + bias``, in the dtype of ``rows``."""
     weight = weight.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
@@ -418,7 +426,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
         torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype is not a.dtype:
         out.copy_(a @ b)
     elif is_ours(a, b) and out.is_contiguous():
@@ -438,6 +446,6 @@ def multiplies_in(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if supported is None or supported() else torch.float32
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of statistics: fp32, or fp64 of fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -279,7 +279,7 @@ def _vocabulary_pass(
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    operands = _autocast(*operands)
+    operands = autocast_operands(*operands)
     call = Call(
         *operands,
         target,
@@ -352,7 +352,7 @@ def _eager(call: Call) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     return loss, sample, statistics
 
 
-def _autocast(
+def autocast_operands(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
@@ -369,10 +369,7 @@ def _kept_rows(
     expected: int | None,
     backend: str,
 ) -> int:
-    """How many rows keep their logits for a backward: if there is one and it pays, those that fit.
-
-    All, or so many that their products are worth launching apart from those of the others.
-    """
+    """How many rows keep their logits for a backward: if there is one and it pays, those that fit."""
     learns = (tensor is not None and tensor.requires_grad for tensor in operands)
     if not (torch.is_grad_enabled() and any(learns)):
         return 0
@@ -384,6 +381,11 @@ def _kept_rows(
         on_cpu = backend == "torch"
         pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
         budget = _LOGITS_BUDGET if pays else 0
+    return rows_that_fit(rows, input, linear_weight, budget)
+
+
+def rows_that_fit(rows: int, input: Tensor, linear_weight: Tensor, budget: int) -> int:
+    """All rows whose logits fit in so many bytes, or so many that they are worth their launches."""
     row_bytes = logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
     if rows * row_bytes <= budget:
         return rows
@@ -404,7 +406,7 @@ def _reduced(call: Call, loss: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return loss.sum() / denominator, denominator, *others
 
 
-def _grad_of_rows(grad: Tensor, saved: Saved) -> Tensor:
+def grad_of_rows(grad: Tensor, saved: Any) -> Tensor:
     """[N], from the gradient of the reduced loss."""
     if saved.denominator is not None:
         grad = grad / saved.denominator
@@ -420,7 +422,7 @@ def _torch_forward(call: Call) -> tuple[Tensor, ...]:
 
 def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     grads = empty_gradients(saved)
-    torch_backward(_grad_of_rows(grad, saved), saved, *grads)
+    torch_backward(grad_of_rows(grad, saved), saved, *grads)
     return grads
 
 
@@ -440,7 +442,7 @@ def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor
     grads, arguments = empty_gradients(saved), saved._asdict()
     for name in ("weight", "bias"):
         arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
-    arguments["grad_loss"] = _grad_of_rows(grad, saved)
+    arguments["grad_loss"] = grad_of_rows(grad, saved)
     del arguments["denominator"]
     kernels(_NAME).linear_cross_entropy_bwd(*grads, **arguments)
     return grads

@@ -52,16 +52,8 @@ def linear_cross_entropy_ref(
         ``ignore_index`` nor in [0, V) has a NaN loss and NaN gradients.
     """
     counts = target != ignore_index
-    known = (target >= 0) & (target < linear_weight.shape[0])
-    logits = _logits(input, linear_weight, linear_bias, counts)
-    loss = F.cross_entropy(
-        logits,
-        target.masked_fill(~(counts & known), 0),
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
-    loss = loss * torch.ones_like(loss).masked_fill(counts & ~known, float("nan"))
-    loss = loss.masked_fill(~counts, 0.0)
+    logits = logits_of_rows(input, linear_weight, linear_bias, counts)
+    loss = cross_entropy_of_rows(logits, target, counts, label_smoothing)
     return reduce_loss(loss, counts, reduction, normalizer)
 
 
@@ -76,7 +68,7 @@ def row_statistics_ref(
 ) -> RowStatistics:
     """``RowStatistics`` of the same logits; arguments as in ``linear_cross_entropy_ref``."""
     counts = target != ignore_index
-    logits = _logits(input, linear_weight, linear_bias, counts)
+    logits = logits_of_rows(input, linear_weight, linear_bias, counts)
     nll = linear_cross_entropy_ref(
         input,
         linear_weight,
@@ -119,7 +111,7 @@ def sample_ref(
         int64 [N]; -1 in ignored rows, 0 in a row with a NaN or an infinite largest logit.
     """
     counts = target != ignore_index
-    logits = _logits(input, linear_weight, linear_bias, counts)
+    logits = logits_of_rows(input, linear_weight, linear_bias, counts)
     level = uniform_level(seed, input.shape[0], sample_index, position, input.device)
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
     # fp64: rounding of an fp32 sum would change the probabilities of the last tokens.
@@ -164,7 +156,22 @@ def uniform_level(
     return uniform(word)
 
 
-def _logits(
+def cross_entropy_of_rows(
+    logits: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """[N], 0 in rows that do not count, NaN in those whose target is not in [0, V)."""
+    known = (target >= 0) & (target < logits.shape[1])
+    loss = F.cross_entropy(
+        logits,
+        target.masked_fill(~(counts & known), 0),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    loss = loss * torch.ones_like(loss).masked_fill(counts & ~known, float("nan"))
+    return loss.masked_fill(~counts, 0.0)
+
+
+def logits_of_rows(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,

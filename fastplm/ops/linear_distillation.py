@@ -1,0 +1,525 @@
+"""``ops.linear_distillation``: the public functions, and its backends.
+
+``_linear_distillation_call.py`` declares the arguments, ``_linear_distillation_torch.py`` is the
+backend "torch". What keeps logits and multiplies is shared with ``linear_cross_entropy``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastplm._checks import (
+    FLOATING,
+    check,
+    check_choice,
+    check_dtype,
+    check_number,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    values_are_known,
+)
+from fastplm._registry import Op, needs_dispatch
+from fastplm.ops._common import (
+    check_reduction,
+    last_dim_contiguous,
+    torch_rejects,
+)
+from fastplm.ops._linear_cross_entropy_call import check_targets, empty_gradients
+from fastplm.ops._linear_cross_entropy_torch import multiplies_in
+from fastplm.ops._linear_distillation_call import Call, Saved, check_indices, empty_outputs
+from fastplm.ops._linear_distillation_torch import torch_backward, torch_forward
+from fastplm.ops.linear_cross_entropy import (
+    autocast_operands,
+    grad_of_rows,
+    rows_that_fit,
+)
+from fastplm.reference._reduce import denominator_of, reduce_loss
+from fastplm.reference.linear_distillation import (
+    LinearDistillation,
+    kl_of_limit,
+    linear_distillation_ref,
+    linear_distillation_topk_ref,
+    probabilities_of_rows,
+    rows_chosen,
+)
+
+_NAME = "linear_distillation"
+DIVERGENCES = ("forward_kl", "reverse_kl", "js")
+_FP32 = torch.finfo(torch.float32)
+
+# Keeping D saves the products of both sides in the backward, at the price of passes over the logits
+# of both: so from the widths at which ``linear_cross_entropy`` keeps those of one.
+_KEEP_FROM_WIDTH = 2 * 184
+_KEEP_FROM_WIDTH_ON_A_CPU = 192
+_LOGITS_BUDGET = 2 << 30
+
+
+def linear_distillation(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    distillation_weight: float = 1.0,
+    cross_entropy_weight: float = 0.0,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: Tensor | None = None,
+    logits_budget: int | None = None,
+    expected_targets: int | None = None,
+) -> LinearDistillation:
+    """Distillation over a vocabulary: the student's softmax is drawn to the teacher's, both of
+    linear layers, and neither's logits need be stored.
+
+    ``z = input W^T + b``, ``q = softmax(z / T)``; ``p`` of the teacher in the same way;
+    ``loss[n] = distillation_weight T^2 D(p[n], q[n]) + cross_entropy_weight CE(z[n], target[n])``
+
+    with ``D`` one of
+
+    - "forward_kl": ``KL(p || q) = sum_v p[v] log(p[v] / q[v])``
+    - "reverse_kl": ``KL(q || p)``
+    - "js": ``beta KL(p || m) + (1 - beta) KL(q || m)``, ``m = beta p + (1 - beta) q``, the
+      generalized Jensen-Shannon divergence; ``beta=0.5`` is the ordinary one. It tends to 0 at both
+      ends of ``beta``, and divided by ``beta`` to ``KL(p || q)`` at 0, divided by ``1 - beta`` to
+      ``KL(q || p)`` at 1. At the ends themselves it stands for these: ``beta=0`` is "forward_kl",
+      ``beta=1`` is "reverse_kl", as in Liger and TRL.
+
+    Args:
+        input: [N, E], the student's rows, fp32, fp16 or bf16 (fp64 on the CPU); any strides whose
+            last is 1.
+        linear_weight: [V, E], device of ``input``, and its dtype or fp32; any strides whose last
+            is 1.
+        teacher_input: [N, Et], the teacher's rows; of any of these dtypes. The teacher's tensors
+            are constants: no gradient flows to them, also if they require one.
+        teacher_weight: [V, Et], dtype of ``teacher_input`` or fp32. The vocabularies of both are
+            one.
+        target: int64 [N], for the cross-entropy; ``ignore_index`` takes a row out of both parts of
+            the loss and out of every gradient.
+        linear_bias: [V], dtype of ``linear_weight``.
+        teacher_bias: [V], dtype of ``teacher_weight``.
+        temperature: T, over 0. It divides the logits of both sides in the divergence; the
+            cross-entropy is that of temperature 1.
+        divergence: "forward_kl" | "reverse_kl" | "js".
+        beta: in [0, 1], of "js": the teacher's share of the mixture.
+        distillation_weight: of the divergence, which also gets T^2: gradients of soft targets
+            shrink with 1 / T^2, so the two parts keep their relation at every temperature.
+        cross_entropy_weight: 0 or more, of the cross-entropy; over 0 only with ``target``.
+        mask: bool [N], True = the row counts. Content of rows that do not count never matters, and
+            they cost nothing in the matrix products (see ``expected_targets``).
+        ignore_index: the target of ignored rows; may lie inside [0, V).
+        reduction: "mean" over the rows that count | "sum" | "none".
+        normalizer: 0-d tensor that replaces the mean's denominator (the number of rows of a whole
+            accumulated batch); only with ``reduction="mean"``.
+        logits_budget: bytes. The gradient of the student's logits, in the dtype of ``input``, is
+            kept from the forward to the backward, of all rows or of the first that fit (at least
+            4,096); the logits of both sides are computed again, tile by tile, for the others; 0
+            never keeps any. The teacher's are never kept. Default: 2 GiB where ``E + Et`` is at
+            least 736 (on a CPU 192), else nothing.
+        expected_targets: how many rows should count, if the caller knows it without asking the
+            device; as in ``linear_cross_entropy``. A CPU counts them where it sees them.
+
+    Returns:
+        ``LinearDistillation(loss, distillation, cross_entropy)``: ``distillation`` is the
+        divergence without its weight and without T^2, ``cross_entropy`` is without its weight, and
+        0 without targets. These two have no gradient and are reduced as the loss is. 0-d, or [N]
+        for "none", 0 in rows that do not count; fp32 (fp64 for an fp64 ``input``).
+
+    Numerics:
+        Products of each side in the dtype of its rows; softmax, sums and loss in fp32. Gradients
+        as in ``linear_cross_entropy``. A probability of 0 times the logarithm of 0 is 0. A weight
+        of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero gradients.
+
+    Determinism:
+        Forward and backward repeat bit for bit on one backend (on the CPU for one number of
+        threads); no atomics.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or choices that do not fit;
+            on the CPU also a target outside [0, V). On CUDA, and where a compiled function runs
+            the eager backend, finding that target would wait for the device: the row's
+            cross-entropy is NaN, and so are the gradients.
+        BackendError: a forced backend cannot run the call.
+
+    Examples:
+        >>> rows, weight = torch.zeros(3, 8), torch.randn(4, 8)  # all logits are 0
+        >>> bias = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        >>> ops.linear_distillation(rows, weight, rows, weight, teacher_bias=bias).loss
+        tensor(0.1011)
+
+    Source: Hinton, Vinyals and Dean 2015 (arXiv 1503.02531), section 2, for soft targets and T^2;
+        Agarwal et al. 2024 (GKD, arXiv 2306.13649), section 2, for the generalized Jensen-Shannon
+        divergence; the running sums of Milakov and Gimelshein 2018 (arXiv 1805.02867).
+    Reference: ``fastplm.reference.linear_distillation.linear_distillation_ref``.
+    """
+    return _distilled(
+        _NAME,
+        (input, linear_weight, linear_bias),
+        (teacher_input, teacher_weight, teacher_bias),
+        None,
+        target,
+        mask,
+        ignore_index=ignore_index,
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        distillation_weight=distillation_weight,
+        cross_entropy_weight=cross_entropy_weight,
+        normalizer=normalizer,
+        reduction=reduction,
+        logits_budget=logits_budget,
+        expected_targets=expected_targets,
+    )
+
+
+def linear_distillation_topk(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_indices: Tensor,
+    teacher_probabilities: Tensor,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    renormalize: bool = True,
+    temperature: float = 1.0,
+    distillation_weight: float = 1.0,
+    cross_entropy_weight: float = 0.0,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: Tensor | None = None,
+    logits_budget: int | None = None,
+    expected_targets: int | None = None,
+) -> LinearDistillation:
+    """``linear_distillation`` from stored soft targets: the K likeliest words of each row.
+
+    ``D(p, q) = sum_k p[k] log(p[k] / q[indices[k]])``, the forward KL; the reverse one is infinite
+    where the teacher's probability is 0.
+
+    Args:
+        teacher_indices: int64 [N, K], a row's words, each once.
+        teacher_probabilities: [N, K], their probabilities at this ``temperature``, of any floating
+            dtype; a constant. A place with probability 0 is not read, whatever its index: it
+            fills up rows of fewer words.
+        renormalize: True: the probabilities are divided by their sum, so the words not given have
+            probability 0, and the minimum is 0. False: they are taken as they are, and the words
+            not given have no term; with a sum S under 1, D is then S times the renormalized one
+            plus S log S, so its minimum is that, below 0, at the same student.
+        temperature: T, over 0, of the student's logits in the divergence.
+        the others: as in ``linear_distillation``.
+
+    Returns, Numerics, Determinism, Raises: as ``linear_distillation``; on the CPU also an index
+        outside [0, V) is an error, elsewhere the row's divergence is NaN.
+
+    Examples:
+        >>> rows, weight = torch.zeros(1, 8), torch.randn(4, 8)  # all logits are 0
+        >>> indices, probabilities = torch.tensor([[2, 0]]), torch.tensor([[0.6, 0.2]])
+        >>> ops.linear_distillation_topk(rows, weight, indices, probabilities).loss  # 3/4 and 1/4
+        tensor(0.8240)
+
+    Source: as ``linear_distillation``; Tan et al. 2019 (arXiv 1902.10461), section 3.2, for stored
+        top-K distributions.
+    Reference: ``fastplm.reference.linear_distillation.linear_distillation_topk_ref``.
+    """
+    where = "linear_distillation_topk"
+    for name, given in (
+        ("teacher_indices", teacher_indices),
+        ("teacher_probabilities", teacher_probabilities),
+    ):
+        check_tensor(where, name, given, ndim=2)
+    check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)
+    check(
+        isinstance(renormalize, bool),
+        where,
+        "renormalize",
+        repr(renormalize),
+        "True or False",
+        "True divides the probabilities of a row by their sum.",
+    )
+    return _distilled(
+        where,
+        (input, linear_weight, linear_bias),
+        (None, None, None),
+        (teacher_indices, teacher_probabilities, renormalize),
+        target,
+        mask,
+        ignore_index=ignore_index,
+        divergence="forward_kl",
+        beta=0.5,
+        temperature=temperature,
+        distillation_weight=distillation_weight,
+        cross_entropy_weight=cross_entropy_weight,
+        normalizer=normalizer,
+        reduction=reduction,
+        logits_budget=logits_budget,
+        expected_targets=expected_targets,
+    )
+
+
+def _distilled(
+    where: str,
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
+    given: tuple[Tensor, Tensor, bool] | None,
+    target: Tensor | None,
+    mask: Tensor | None,
+    *,
+    ignore_index: int,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    distillation_weight: float,
+    cross_entropy_weight: float,
+    normalizer: Tensor | None,
+    reduction: str,
+    logits_budget: int | None,
+    expected_targets: int | None,
+) -> LinearDistillation:
+    """A call with a teacher's rows and table, or with its ``given`` probabilities."""
+    check_tensor(where, "input", student[0], ndim=2)
+    check_tensor(where, "linear_weight", student[1], ndim=2)
+    if given is None:
+        check_tensor(where, "teacher_input", teacher[0], ndim=2)
+        check_tensor(where, "teacher_weight", teacher[1], ndim=2)
+    for name, tensor in (("linear_bias", student[2]), ("teacher_bias", teacher[2])):
+        if tensor is not None:
+            check_tensor(where, name, tensor, ndim=1)
+    check_reduction(where, student[0], reduction, normalizer)
+    check_choice(where, "divergence", divergence, DIVERGENCES)
+    share = "0.5 is the ordinary one; near 0 it goes to the forward KL."
+    check_number(where, "beta", beta, 0.0, 1.0, "a share in [0, 1]", share)
+    hint = "Usual values are 1 to 4."
+    expected = "a number over 0, finite and normal in fp32"
+    check_number(where, "temperature", temperature, _FP32.tiny, _FP32.max, expected, hint)
+    for name, weight in (
+        ("distillation_weight", distillation_weight),
+        ("cross_entropy_weight", cross_entropy_weight),
+    ):
+        check_number(where, name, weight, 0.0, _FP32.max, "a number of 0 or more", "0 leaves it out.")
+    for name, value, unit, hint in (
+        ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
+        ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
+    ):
+        if value is not None:
+            check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
+    check(
+        target is not None or cross_entropy_weight == 0,
+        where,
+        "target",
+        f"None with cross_entropy_weight={cross_entropy_weight}",
+        "targets for the cross-entropy",
+        "Pass them, or leave the weight at 0.",
+    )
+    if mask is not None:
+        check_tensor(where, "mask", mask, ndim=1)
+        check_dtype(where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts.")
+        check_shape(where, "mask", mask, student[0].shape[:1], "[N]")
+        check_same_device(where, input=student[0], mask=mask)
+    student, teacher = autocast_operands(*student), _constants(teacher)
+    has_target = target is not None
+    call = Call(
+        *student,
+        *teacher,
+        *((None, None) if given is None else given[:2]),
+        rows_chosen(student[0], None, None, ignore_index) if target is None else target,
+        has_target,
+        ignore_index,
+        kl_of_limit(divergence, beta),
+        float(beta),
+        float(temperature),
+        float(distillation_weight),
+        float(cross_entropy_weight),
+        0,
+        normalizer,
+        reduction,
+    )
+    OP.check(call, where)
+    watched = needs_dispatch(call)
+    backend = OP.resolve(call, watched)
+    chosen = rows_chosen(call.input, call.target, mask, ignore_index)
+    if given is not None:
+        dtype = torch.promote_types(call.input.dtype, torch.float32)
+        probabilities = probabilities_of_rows(given[1], chosen != ignore_index, given[2], dtype)
+        call = call._replace(teacher_probabilities=probabilities)
+    call = call._replace(target=chosen)
+    if backend == "eager":
+        return _eager(call)
+    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
+    divides = normalizer is not None and normalizer.requires_grad
+    call = call._replace(
+        **{
+            name: last_dim_contiguous(value)
+            for name, value in call._asdict().items()
+            if isinstance(value, Tensor) and value.dim() > 0
+        },
+        kept_rows=_kept_rows(call, logits_budget, expected_targets, backend),
+        normalizer=None if divides else normalizer,
+        reduction="sum" if divides else reduction,
+    )
+    parts = OP(call, backend, watched)[:3]
+    if divides:
+        parts = (reduce_loss(part, None, reduction, normalizer) for part in parts)
+    return LinearDistillation(*parts)
+
+
+def _constants(
+    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    input, weight, bias = (None if one is None else one.detach() for one in teacher)
+    if input is None or weight is None:
+        return None, None, None
+    return autocast_operands(input, weight, bias)
+
+
+def _eager(call: Call) -> LinearDistillation:
+    if call.has_target and values_are_known(call.target):
+        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
+    check_indices(call)
+    options: dict[str, Any] = dict(
+        # Targets that are none still say which rows count.
+        target=call.target if call.has_target else None,
+        mask=call.target != call.ignore_index,
+        linear_bias=call.linear_bias,
+        temperature=call.temperature,
+        distillation_weight=call.distillation_weight,
+        cross_entropy_weight=call.cross_entropy_weight,
+        ignore_index=call.ignore_index,
+        reduction=call.reduction,
+        normalizer=call.normalizer,
+    )
+    if call.teacher_input is None or call.teacher_weight is None:
+        assert call.teacher_indices is not None and call.teacher_probabilities is not None
+        return linear_distillation_topk_ref(
+            call.input,
+            call.linear_weight,
+            call.teacher_indices,
+            call.teacher_probabilities,
+            renormalize=False,  # they are what they shall be
+            **options,
+        )
+    return linear_distillation_ref(
+        call.input,
+        call.linear_weight,
+        call.teacher_input,
+        call.teacher_weight,
+        teacher_bias=call.teacher_bias,
+        divergence=call.divergence,
+        beta=call.beta,
+        **options,
+    )
+
+
+def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: str) -> int:
+    """How many rows keep D for a backward: if there is one and it pays, those that fit."""
+    learns = (call.input, call.linear_weight, call.linear_bias)
+    if not (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in learns)):
+        return 0
+    rows = call.input.shape[0]
+    on_cpu = backend == "torch"
+    if on_cpu and multiplies_in(call.input) is not call.input.dtype:
+        return 0  # a CPU without 16-bit products makes them in fp32
+    if on_cpu and values_are_known(call.target):
+        rows = int((call.target != call.ignore_index).sum())
+    elif expected is not None:
+        rows = min(rows, expected)
+    elif not on_cpu and budget is None:
+        rows = 0  # a GPU multiplies kept rows whether they count or not
+    if budget is None:
+        width = call.input.shape[1] + (0 if call.teacher_input is None else call.teacher_input.shape[1])
+        pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else 2 * _KEEP_FROM_WIDTH)
+        budget = _LOGITS_BUDGET if pays else 0
+    return rows_that_fit(rows, call.input, call.linear_weight, budget)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+def _reduced(
+    call: Call, loss: Tensor, distillation: Tensor, cross_entropy: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """The outputs of a forward of rows, with the reduction of the first three and its denominator:
+    [] for "mean", else without elements."""
+    parts = loss, distillation, cross_entropy
+    if call.reduction != "mean":
+        if call.reduction == "sum":
+            loss, distillation, cross_entropy = (part.sum() for part in parts)
+        return loss, distillation, cross_entropy, loss.new_empty(0), *others
+    denominator = denominator_of(loss, call.target != call.ignore_index, call.normalizer)
+    return *(part.sum() / denominator for part in parts), denominator, *others
+
+
+def _torch_forward(call: Call) -> tuple[Tensor, ...]:
+    outputs = empty_outputs(call, "torch")
+    _check_values(call)
+    torch_forward(call, *outputs[:-2])
+    return _reduced(call, *outputs)
+
+
+def _check_values(call: Call) -> None:
+    if call.has_target:
+        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
+    check_indices(call)
+
+
+def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grads = empty_gradients(saved)
+    torch_backward(grad_of_rows(grad, saved), saved, *grads)
+    return grads
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+def _smoke(device: torch.device) -> None:
+    input = torch.randn(5, 16, device=device, requires_grad=True)
+    weight = torch.randn(11, 16, device=device, requires_grad=True)
+    teacher = torch.randn(5, 24, device=device), torch.randn(11, 24, device=device)
+    target = torch.tensor([0, 10, -100, 3, 4], device=device)
+    for divergence in DIVERGENCES:
+        for budget in (0, 1 << 20):
+            loss, *_ = linear_distillation(
+                input,
+                weight,
+                *teacher,
+                target,
+                divergence=divergence,
+                cross_entropy_weight=0.5,
+                logits_budget=budget,
+            )
+            loss.backward()
+
+
+OP = Op(
+    _NAME,
+    Call,
+    results=(
+        "loss",
+        "distillation",
+        "cross_entropy",
+        "denominator",
+        "statistics",
+        "grad_logits",
+        "slots",
+        "order",
+    ),
+    fake=lambda call, backend: _reduced(call, *empty_outputs(call, backend)),
+    reference=linear_distillation_ref,
+    eager=_eager,
+    smoke=_smoke,
+    saved=Saved,
+    gradients=("input", "linear_weight", "linear_bias"),
+    fake_backward=lambda grad, saved: empty_gradients(saved),
+    unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
+)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
