@@ -192,9 +192,7 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
         yield here, _Tile(0, z, t, tuple(buffers[:3]))  # type: ignore[arg-type]
 
 
-def _tiles_of_columns(
-    call: Any, rows: Tensor
-) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
+def _tiles_of_columns(call: Any, rows: Tensor) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
     """Chunks of the vocabulary of these rows; with the student's rows and the chunk of its weight,
     and memory, all in the dtype of its products."""
     compact = call.input[rows].to(multiplies_in(call.input))

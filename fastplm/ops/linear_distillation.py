@@ -306,7 +306,9 @@ def _distilled(
         ("distillation_weight", distillation_weight),
         ("cross_entropy_weight", cross_entropy_weight),
     ):
-        check_number(where, name, weight, 0.0, _FP32.max, "a number of 0 or more", "0 leaves it out.")
+        check_number(
+            where, name, weight, 0.0, _FP32.max, "a number of 0 or more", "0 leaves it out."
+        )
     for name, value, unit, hint in (
         ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
         ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
@@ -323,7 +325,9 @@ def _distilled(
     )
     if mask is not None:
         check_tensor(where, "mask", mask, ndim=1)
-        check_dtype(where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts.")
+        check_dtype(
+            where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts."
+        )
         check_shape(where, "mask", mask, student[0].shape[:1], "[N]")
         check_same_device(where, input=student[0], mask=mask)
     student, teacher = autocast_operands(*student), _constants(teacher)
@@ -423,7 +427,9 @@ def _eager(call: Call) -> LinearDistillation:
 def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: str) -> int:
     """How many rows keep D for a backward: if there is one and it pays, those that fit."""
     learns = (call.input, call.linear_weight, call.linear_bias)
-    if not (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in learns)):
+    if not (
+        torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in learns)
+    ):
         return 0
     rows = call.input.shape[0]
     on_cpu = backend == "torch"
@@ -436,7 +442,9 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
     elif not on_cpu and budget is None:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:
-        width = call.input.shape[1] + (0 if call.teacher_input is None else call.teacher_input.shape[1])
+        width = call.input.shape[1] + (
+            0 if call.teacher_input is None else call.teacher_input.shape[1]
+        )
         pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else 2 * _KEEP_FROM_WIDTH)
         budget = _LOGITS_BUDGET if pays else 0
     return rows_that_fit(rows, call.input, call.linear_weight, budget)

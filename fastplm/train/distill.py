@@ -354,7 +354,7 @@ def change_vocabulary(
     if copied and both:
         target, source = torch.tensor(both).T
         new[target] = old[source]
-    student.resize_token_embeddings(len(tokenizer))
+    student.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     student.get_input_embeddings().weight.copy_(new)
     student.config.pad_token_id = tokenizer.pad_token_id
     student.get_input_embeddings().padding_idx = tokenizer.pad_token_id

@@ -170,7 +170,7 @@ class VocabularyDistillation(Distillation):
         hidden, chosen, decoder = rows(self.student)
         with torch.no_grad():
             expected, teacher_rows, teacher_decoder = rows(self.teacher)
-        vocabulary = linear_distillation(
+        vocabulary = ops.linear_distillation(
             chosen,
             decoder.weight,
             teacher_rows,
@@ -183,6 +183,7 @@ class VocabularyDistillation(Distillation):
             distillation_weight=args.soft_weight,
             cross_entropy_weight=args.hard_weight,
             normalizer=as_normalizer(num_items_in_batch, chosen.device),
+            expected_targets=chosen.shape[0],
         )
         result = {
             "loss": vocabulary.loss,
@@ -196,25 +197,6 @@ class VocabularyDistillation(Distillation):
             result["loss"] = result["loss"] + args.hidden_weight * apart
             result["hidden_loss"] = apart
         return result
-
-
-def linear_distillation(*args: Any, **kwargs: Any) -> Any:
-    """``ops.linear_distillation``."""
-    # TO BE REPLACED by the op.
-    from types import SimpleNamespace
-
-    import torch.nn.functional as F
-
-    rows, weight, teacher_rows, teacher_weight, targets = args
-    keep = targets != IGNORE_INDEX
-    logits = F.linear(rows, weight, kwargs["linear_bias"]).float()[keep]
-    teacher = F.linear(teacher_rows, teacher_weight, kwargs["teacher_bias"]).float()[keep]
-    t, count = kwargs["temperature"], kwargs["normalizer"]
-    q, p = (logits / t).log_softmax(-1), (teacher / t).log_softmax(-1)
-    soft = (p.exp() * (p - q)).sum() / count
-    hard = F.cross_entropy(logits, targets[keep], reduction="sum") / count
-    loss = kwargs["distillation_weight"] * t**2 * soft + kwargs["cross_entropy_weight"] * hard
-    return SimpleNamespace(loss=loss, distillation=soft.detach(), cross_entropy=hard.detach())
 
 
 def projection(student: Any, teacher: Any) -> nn.Module:
@@ -576,7 +558,7 @@ def sentence_vectors(
     if pooling == "cls":
         inputs: dict[str, Any] = {"attention_mask": attention_mask, "output_rows": "first"}
         hidden = model.base_model(input_ids, **inputs, return_dict=True).last_hidden_state
-        return hidden[:, 0].float()
+        return hidden[:, 0].to(torch.promote_types(hidden.dtype, torch.float32))
     outputs = model.base_model(input_ids, attention_mask=attention_mask, return_dict=True)
     mask = attention_mask[..., None]
     hidden = outputs.last_hidden_state.to(torch.promote_types(outputs[0].dtype, torch.float32))
