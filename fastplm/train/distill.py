@@ -91,6 +91,7 @@ class Distilling(Pretraining):
         super().__init__(args)
         self.teacher_tokenizer: Any = None
         self._teacher: Any = None
+        self._model: Any = None
 
     @property
     def title(self) -> str:
@@ -114,13 +115,17 @@ class Distilling(Pretraining):
     # --- text ---
 
     def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
-        teacher = self.teacher  # its errors come before the text is tokenized
-        self.teacher_tokenizer = load_tokenizer(
-            self.args.teacher, ("eos",) if _is_causal(teacher.config) else ("pad", "cls", "sep")
-        )
+        # Models that do not fit are found before the text is tokenized.
+        causal = _is_causal(self.teacher.config)
+        needs = ("eos",) if causal else ("pad", "cls", "sep")
+        self.teacher_tokenizer = load_tokenizer(self.args.teacher, needs)
         if self.args.recipe == "multilingual":
-            return self._prepare_pairs(training_arguments)
-        return prepare_data(self._of_pretraining(), training_arguments, None)
+            data = self._prepare_pairs(training_arguments)
+            self._model = self.make_model(data.tokenizer)
+        else:
+            self._model = self.make_model(self.teacher_tokenizer)
+            data = prepare_data(self._of_pretraining(), training_arguments, None)
+        return data
 
     def _of_pretraining(self) -> PretrainArguments:
         """The settings of a pre-training that reads the same text."""
@@ -174,10 +179,7 @@ class Distilling(Pretraining):
         data: RunData,
         callbacks: list[TrainerCallback],
     ) -> tuple[Any, Any]:
-        from transformers import set_seed
-
-        set_seed(self.args.seed)
-        model = self.make_model(data.tokenizer)
+        model = self._model
         # Of the last layer MiniLM trains only what comes before attention.
         training_arguments.ddp_find_unused_parameters = not model.trains_all
         collator = self._collator(data.tokenizer)
@@ -196,7 +198,10 @@ class Distilling(Pretraining):
 
     def make_model(self, tokenizer: PreTrainedTokenizerBase) -> Distillation:
         """The student and its teacher before the first step."""
+        from transformers import set_seed
+
         args, teacher = self.args, self.teacher
+        set_seed(args.seed)
         student = make_student(args, teacher, tokenizer, self.teacher_tokenizer)
         _check_pair(args, student, teacher)
         kind: Any = KINDS[args.recipe]

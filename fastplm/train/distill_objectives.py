@@ -19,7 +19,7 @@ from fastplm import ops
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
 from fastplm.models._heads import shifted
 from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at
+from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
 from fastplm.train.distill_losses import (
     cosine_distance,
     detection_divergence,
@@ -167,7 +167,11 @@ class VocabularyDistillation(Distillation):
                 chosen = ops.gather_rows(hidden.flatten(0, 1), positions)
             return hidden, chosen if transform is None else transform(chosen), decoder
 
+        name = "clm_loss" if causal else "mlm_loss"
         hidden, chosen, decoder = rows(self.student)
+        if not (args.soft_weight or args.hidden_weight):  # as if there were no teacher
+            hard = vocabulary_loss(chosen, decoder, targets, num_items_in_batch, dense=True)
+            return weighted({name: (args.hard_weight, hard)})
         with torch.no_grad():
             expected, teacher_rows, teacher_decoder = rows(self.teacher)
         vocabulary = ops.linear_distillation(
@@ -187,7 +191,7 @@ class VocabularyDistillation(Distillation):
         )
         result = {
             "loss": vocabulary.loss,
-            "clm_loss" if causal else "mlm_loss": vocabulary.cross_entropy,
+            name: vocabulary.cross_entropy,
             "soft_loss": vocabulary.distillation,
         }
         if args.hidden_weight:

@@ -237,8 +237,8 @@ def test_distilbert(divergence):
     assert all(weight.grad is None for weight in teacher.parameters())
 
 
-def attentions(plain, batch, **options):
-    """Attention probabilities, and the values' projections, that Transformers' eager layers have."""
+def attentions(plain, batch):
+    """Outputs with Transformers' attention probabilities; what each layer's projections returned."""
     found: list[torch.Tensor] = []
     hooks = [
         getattr(layer.attention.self, name).register_forward_hook(
@@ -296,7 +296,8 @@ def test_minilm(recipe):
             return 0.5 / 3 / 24 * sum(divergence((a, a), (b, b), 4) for a, b in pairs)
         # Transformers' own probabilities, padding among the keys with none.
         p, q = theirs.attentions[-1], ours.attentions[-1]
-        terms = torch.where(MASK[:, None, None], p * (p.log() - q.log()), 0.0)
+        p, q = (x.masked_fill(~MASK[:, None, None], 1) for x in (p, q))
+        terms = p * (p.log() - q.log())
         attention = terms.sum(-1).transpose(1, 2)[MASK].sum() / HEADS
         a, b = ours_projected[-1][2], their_projected[-1][2]
         return 0.5 / 24 * (attention + divergence((a, a), (b, b)))
