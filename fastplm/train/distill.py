@@ -135,8 +135,8 @@ class Distilling(Pretraining):
             arch, objective = "electra-tiny", "rtd"
         elif _is_causal(self.teacher.config):
             arch, objective = "gpt2-tiny", "clm"
-        same = ("corpus", "steps", "out", "block_size", "batch_size", "seed", "cache")
-        same += ("gradient_accumulation", "workers")
+        same = [*("corpus", "steps", "out", "block_size", "batch_size", "seed", "cache")]
+        same += ["gradient_accumulation", "workers"]
         settings = {name: getattr(args, name) for name in same}
         return PretrainArguments(
             arch=arch, objective=objective, tokenizer=args.teacher, warmup=0, **settings

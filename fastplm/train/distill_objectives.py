@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,15 @@ class Distillation(PreTrainedModel):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor,
         labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
         sample_index: Tensor | None = None,
         teacher_input_ids: Tensor | None = None,
         teacher_attention_mask: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        num_tokens_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
+        num_items_in_batch: int | Tensor = 1,
+        num_tokens_in_batch: int | Tensor = 1,
+        num_sequences_in_batch: int | Tensor = 1,
     ) -> dict[str, Tensor]:
         """The loss of a batch, and its parts without their weights.
 
@@ -104,7 +104,45 @@ class Distillation(PreTrainedModel):
         Returns:
             ``loss`` and parts that end with ``_loss``, fp32 [].
         """
+        counts = (num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch)
+        batch = Batch(
+            input_ids,
+            attention_mask,
+            labels,
+            masked_positions,
+            sample_index,
+            teacher_input_ids,
+            teacher_attention_mask,
+            *(as_normalizer(count, input_ids.device) for count in counts),
+        )
+        return self.losses(batch)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """What ``forward`` returns."""
         raise NotImplementedError
+
+
+class Batch(NamedTuple):
+    """The arguments of ``Distillation.forward``; ``items``, ``tokens`` and ``sequences`` are 0-d.
+
+    ``labels`` are there for recipes that have some, ``teacher_…`` where the teacher reads others.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Any
+    masked_positions: Tensor | None
+    sample_index: Tensor | None
+    teacher_input_ids: Any
+    teacher_attention_mask: Any
+    items: Tensor
+    tokens: Tensor
+    sequences: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, T], the tokens."""
+        return self.attention_mask.bool()
 
 
 def constant(owner: nn.Module, **models: nn.Module) -> None:
@@ -136,31 +174,22 @@ class VocabularyDistillation(Distillation):
         if shifts_labels(self.student):
             self.loss_type = "ForCausalLM"  # the Trainer counts labels by it
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        num_tokens_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
-        assert labels is not None
-        args, causal = self.settings, shifts_labels(self.student)
-        targets: Any = shifted(labels) if causal else labels
-        positions, targets = labels_at("distill", targets, targets.shape, masked_positions)
-        inputs: dict[str, Any] = {"attention_mask": attention_mask}
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        args: Any = self.settings
+        causal = shifts_labels(self.student)
+        labels: Any = shifted(batch.labels) if causal else batch.labels
+        positions, targets = labels_at("distill", labels, labels.shape, batch.masked_positions)
+        inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if causal:
             inputs["use_cache"] = False
-            inputs["extra_rows"] = shifted(labels) != IGNORE_INDEX
+            inputs["extra_rows"] = labels != IGNORE_INDEX
         elif not args.hidden_weight:
             inputs["output_rows"] = positions
 
         def rows(model: Any) -> tuple[Tensor, Tensor, nn.Linear]:
             transform, decoder = model._head()
-            hidden = model.base_model(input_ids, **inputs, return_dict=True).last_hidden_state
+            outputs = model.base_model(batch.input_ids, **inputs, return_dict=True)
+            hidden = outputs.last_hidden_state
             if "output_rows" in inputs:
                 chosen = hidden[:, 0]
             else:
@@ -170,7 +199,7 @@ class VocabularyDistillation(Distillation):
         name = "clm_loss" if causal else "mlm_loss"
         hidden, chosen, decoder = rows(self.student)
         if not (args.soft_weight or args.hidden_weight):  # as if there were no teacher
-            hard = vocabulary_loss(chosen, decoder, targets, num_items_in_batch, dense=True)
+            hard = vocabulary_loss(chosen, decoder, targets, batch.items, dense=True)
             return weighted({name: (args.hard_weight, hard)})
         with torch.no_grad():
             expected, teacher_rows, teacher_decoder = rows(self.teacher)
@@ -186,7 +215,7 @@ class VocabularyDistillation(Distillation):
             divergence=args.divergence,
             distillation_weight=args.soft_weight,
             cross_entropy_weight=args.hard_weight,
-            normalizer=as_normalizer(num_items_in_batch, chosen.device),
+            normalizer=batch.items,
             expected_targets=chosen.shape[0],
         )
         result = {
@@ -195,9 +224,7 @@ class VocabularyDistillation(Distillation):
             "soft_loss": vocabulary.distillation,
         }
         if args.hidden_weight:
-            mask = None if attention_mask is None else attention_mask.bool()
-            apart = cosine_distance(self.projection(hidden), expected, mask)
-            apart = apart / as_normalizer(num_tokens_in_batch, apart.device)
+            apart = cosine_distance(self.projection(hidden), expected, batch.mask) / batch.tokens
             result["loss"] = result["loss"] + args.hidden_weight * apart
             result["hidden_loss"] = apart
         return result
@@ -228,29 +255,18 @@ class LayerDistillation(Distillation):
         """(weight, sum over tokens) of each loss."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        num_tokens_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
-        ragged = unpadded(attention_mask, None, None)  # both models leave the same rows out
-        mask = None
-        if attention_mask is not None and (
-            ragged is not None or not values_can_be_read(attention_mask)
-        ):
-            mask = attention_mask.bool()
-        inputs = (input_ids, attention_mask, ragged, self.hidden_states)
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        ragged = unpadded(batch.attention_mask, None, None)  # both models leave out the same rows
+        whole = ragged is None and values_can_be_read(batch.attention_mask)
+        inputs = (batch.input_ids, batch.attention_mask, ragged, self.hidden_states)
         ours, theirs = self.chosen()
         student = layer_outputs(self.student, ours, *inputs)
         with torch.no_grad():
             teacher = layer_outputs(self.teacher, theirs, *inputs)
-        count = as_normalizer(num_tokens_in_batch, input_ids.device)
-        parts = self.parts(student, teacher, mask)
-        return weighted({name: (weight, part / count) for name, (weight, part) in parts.items()})
+        parts = self.parts(student, teacher, None if whole else batch.mask)
+        return weighted(
+            {name: (weight, part / batch.tokens) for name, (weight, part) in parts.items()}
+        )
 
 
 @dataclass
@@ -453,31 +469,20 @@ class DetectionDistillation(Distillation):
     def constants(self) -> list[Any]:
         return [self.teacher, self.generator]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        num_tokens_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
         seen: list[Any] = []
         hook = self.student.base_model.register_forward_hook(
             lambda module, args, output: seen.append(output)
         )
         try:
             found = self.joint(
-                input_ids,
-                attention_mask,
-                labels=labels,
-                masked_positions=masked_positions,
-                sample_index=sample_index,
-                num_items_in_batch=num_items_in_batch,
-                num_tokens_in_batch=num_tokens_in_batch,
+                batch.input_ids,
+                batch.attention_mask,
+                labels=batch.labels,
+                masked_positions=batch.masked_positions,
+                sample_index=batch.sample_index,
+                num_items_in_batch=batch.items,
+                num_tokens_in_batch=batch.tokens,
                 output_replaced_ids=True,
                 unpad=False,  # blocks have no padding
             )
@@ -485,24 +490,21 @@ class DetectionDistillation(Distillation):
             hook.remove()
         hidden = seen[0].last_hidden_state
         with torch.no_grad():
-            outputs = self.teacher.base_model(
-                found.replaced_ids, attention_mask=attention_mask, unpad=False, return_dict=True
-            )
-            expected = outputs.last_hidden_state
+            expected = self.teacher.base_model(
+                found.replaced_ids,
+                attention_mask=batch.attention_mask,
+                unpad=False,
+                return_dict=True,
+            ).last_hidden_state
             teacher_logits = self.teacher.logits(self.teacher.features(expected))
-        mask = None if attention_mask is None else attention_mask.bool()
-        count: Any = as_normalizer(num_tokens_in_batch, input_ids.device)
         logits = self.student.logits(self.student.features(hidden))
         args = self.settings
-        temperature = args.temperature
-        soft = detection_divergence(logits, teacher_logits, temperature, mask) / count
+        soft = detection_divergence(logits, teacher_logits, args.temperature, batch.mask)
+        apart = cosine_distance(self.projection(hidden), expected, batch.mask)
         parts = {
             "rtd_loss": (args.hard_weight, found.loss),
-            "soft_loss": (args.soft_weight, soft),
-            "hidden_loss": (
-                args.hidden_weight,
-                cosine_distance(self.projection(hidden), expected, mask) / count,
-            ),
+            "soft_loss": (args.soft_weight, soft / batch.tokens),
+            "hidden_loss": (args.hidden_weight, apart / batch.tokens),
         }
         counts = {name: getattr(found, name) for name in DETECTION_COUNTS}
         return {**weighted(parts), **counts}
@@ -522,29 +524,19 @@ class SentenceDistillation(Distillation):
     Source: Reimers and Gurevych 2020 (arXiv 2004.09813), §3.
     """
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        teacher_input_ids: Tensor | None = None,
-        teacher_attention_mask: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        num_tokens_in_batch: int | Tensor | None = None,
-        num_sequences_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
         pooling = self.settings.pooling
-        vectors = sentence_vectors(self.student, input_ids, attention_mask, pooling)
+        vectors = sentence_vectors(self.student, batch.input_ids, batch.attention_mask, pooling)
         with torch.no_grad():
             expected = sentence_vectors(
-                self.teacher, teacher_input_ids, teacher_attention_mask, pooling
+                self.teacher, batch.teacher_input_ids, batch.teacher_attention_mask, pooling
             )
         source, translated = vectors.chunk(2)
-        count: Any = as_normalizer(num_sequences_in_batch, input_ids.device)
+        sides = {"source_loss": source, "translation_loss": translated}
         return weighted(
             {
-                "source_loss": (1.0, squared_distance(source, expected) / count),
-                "translation_loss": (1.0, squared_distance(translated, expected) / count),
+                name: (1.0, squared_distance(side, expected) / batch.sequences)
+                for name, side in sides.items()
             }
         )
 

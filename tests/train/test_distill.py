@@ -238,7 +238,7 @@ def test_distilbert(divergence):
 
 
 def attentions(plain, batch):
-    """Outputs with Transformers' attention probabilities; what each layer's projections returned."""
+    """Transformers' outputs with attention probabilities, and what the projections returned."""
     found: list[torch.Tensor] = []
     hooks = [
         getattr(layer.attention.self, name).register_forward_hook(
@@ -647,7 +647,7 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
     [
         ({"student_layers": 3}, ["`student_layers` got 3", "1 to 2, the layers of the teacher"]),
         (
-            {"student_layers": None, "student": "electra/generator", "recipe": "distilbert"},
+            {"student_layers": None, "student": "other words"},
             ["`student` got", "the vocabulary of the teacher"],
         ),
         ({"teacher": "bert"}, ["`teacher` got", "config.json"]),
@@ -671,11 +671,20 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(map(str, value)),
 )
-def test_errors_of_one_line(options, said, distilled, bert, electra, tmp_path, refused):
-    headless = tmp_path / "headless"
+def test_errors_of_one_line(
+    options, said, distilled, bert, electra, word_tokenizer, tmp_path, refused
+):
+    headless, other = tmp_path / "headless", tmp_path / "other"
+    shutil.copytree(bert / "model", other)
+    word_tokenizer(["[PAD]", "a"], pad_token="[PAD]").save_pretrained(other)
     transformers.BertModel.from_pretrained(bert / "model").save_pretrained(headless)
     load_tokenizer(bert / "model").save_pretrained(headless)
-    places = {"bert": bert, "headless": headless, "electra/generator": electra / "generator"}
+    places = {
+        "bert": bert,
+        "headless": headless,
+        "other words": other,
+        "electra/generator": electra / "generator",
+    }
     given = {name: places.get(value, value) for name, value in options.items()}
     teacher = given.pop("teacher", bert / "model")
     refused(distilled(tmp_path / "out", teacher, **given), *said)
