@@ -41,6 +41,9 @@ ROWS = "fastplm/nn/_rows.py"
 RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 COLLATE = "fastplm/data/_collate.py"
+DISTILL_LOSSES = "fastplm/train/distill_losses.py"
+DISTILL = "fastplm/train/distill_objectives.py"
+DISTILLED = "tests/train/test_distill.py -k"
 PAIRS = "fastplm/data/pairs.py"
 
 MUTATIONS = (
@@ -484,6 +487,79 @@ MUTATIONS = (
         "return bool(self.config.is_decoder)",
         "return not self.config.is_decoder",
         f"{CONTRACT} 'equals and RobertaForCausalLM'",
+    ),
+    # --- distillation
+    Mutation(
+        DISTILL_LOSSES,
+        "distance, grad = distance.where(inside, 0), grad.where(inside[..., None], 0)",
+        "pass",
+        f"{DISTILLED} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "student, teacher = student.where(keys, lowest), teacher.where(keys, lowest)",
+        "pass",
+        f"{DISTILLED} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "first.shape[-1] ** 0.5\n\n\ndef _relation",
+        "1\n\n\ndef _relation",
+        f"{DISTILLED} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "(grad @ b, grad.transpose(-1, -2) @ a)",
+        "(grad @ b, grad @ a)",
+        f"{DISTILLED} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "return _sum(crossed - own, mask) * temperature**2",
+        "return _sum(crossed - own, mask)",
+        f"{DISTILLED} detections",
+    ),
+    Mutation(
+        DISTILL,
+        "parts = self.parts(student, teacher, None if whole else batch.mask)",
+        "parts = self.parts(student, teacher, None)",
+        f"{DISTILLED} tinybert",
+    ),
+    Mutation(
+        DISTILL,
+        "teacher.hidden_states[index + 1]",
+        "teacher.hidden_states[index]",
+        f"{DISTILLED} tinybert",
+    ),
+    Mutation(
+        DISTILL,
+        "layer = self.settings.teacher_layer or len(layers_of(self.teacher))",
+        "layer = len(layers_of(self.teacher))",
+        f"{DISTILLED} minilm",
+    ),
+    Mutation(
+        DISTILL,
+        "return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)",
+        "return hidden.mean(1)",
+        f"{DISTILLED} multilingual",
+    ),
+    Mutation(
+        DISTILL, "joint.config.stage = 2", "joint.config.stage = None", f"{DISTILLED} electra"
+    ),
+    Mutation(
+        "fastplm/train/distill.py",
+        'num_items = self._in_step["num_tokens_in_batch"]',
+        "pass",
+        f"{DISTILLED} accumulated",
+    ),
+    Mutation(
+        "fastplm/train/distill.py",
+        'name: None if path is None else f"files whose hash is {hash_of_model(path)}"',
+        "name: None",
+        f"{DISTILLED} resumed",
+    ),
+    Mutation(
+        "fastplm/train/distill.py", "new[target] = old[source]", "pass", f"{DISTILLED} vocabularies"
     ),
 )
 

@@ -47,6 +47,7 @@ SMALL = {
     "pretrain": "--steps 2 --batch-size 2 --block-size 32 --vocab-size 400 --precision fp32",
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
+    "distill": "--steps 2 --batch-size 2 --block-size 32 --precision fp32",
 }
 
 
@@ -117,6 +118,11 @@ CUTS = {
         "--ops mask_tokens --rounds 1 --turns 1",
         says=r"(?s)before: main \(\w+\); after: \w.* of \d+ flagged",
         judges=True,
+        slow=True,
+    ),
+    "python benchmarks/distillation.py": Cut(
+        "--seeds 1 --scale 0.01",
+        leaves=tuple(f"{RESULTS}/cpu/distillation.{kind}" for kind in ("csv", "md")),
         slow=True,
     ),
     "python benchmarks/finetuning.py": Cut(

@@ -11,7 +11,7 @@ import fastplm
 from fastplm.cli import _parser, main
 from fastplm.train.demo import LEAST_STEPS
 
-COMMANDS = ("info", "measure", "demo", "pretrain", "finetune")
+COMMANDS = ("info", "measure", "demo", "pretrain", "finetune", "distill")
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
@@ -46,7 +46,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
     [
         ("", "arguments are required: COMMAND"),
         ("pretrian", "COMMAND: got 'pretrian'; expected info | .*. Did you mean pretrain?"),
-        ("nothing", "COMMAND: got 'nothing'; expected info | .*finetune (see"),
+        ("nothing", "COMMAND: got 'nothing'; expected info | .*distill (see"),
         ("pretrain --arch bert-smal", "--arch: got 'bert-smal'; .*. Did you mean bert-small?"),
         ("pretrain --arch BERT", "--arch: got 'BERT'; expected bert-tiny | "),
         (f"{RUN} --batchsize 3", "arguments: --batchsize 3. Did you mean --batch-size?"),
@@ -84,6 +84,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
         (f"{TUNE} --threshold high", "--threshold: got 'high'; expected a number"),
         (f"{TUNE} --threshold nan", "--threshold: got 'nan'; expected a number"),
         (f"{TUNE} --seeds 0", "--seeds: got '0'; expected a whole number from 1"),
+        ("distill --recipe bert", "--recipe: got 'bert'; .*. Did you mean distilbert?"),
         ("demo --minutes -1", "--minutes: got '-1'; expected a number, 0 or more"),
         ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
     ],
