@@ -92,6 +92,7 @@ class Distilling(Pretraining):
         self.teacher_tokenizer: Any = None
         self._teacher: Any = None
         self._model: Any = None
+        self._translation: str | None = None
 
     @property
     def title(self) -> str:
@@ -107,10 +108,11 @@ class Distilling(Pretraining):
     def facts(self) -> dict[str, Any]:
         args = self.args
         paths = {name: getattr(args, name) for name in ("teacher", "student", "generator")}
-        return {
+        models = {
             name: None if path is None else f"files whose hash is {hash_of_model(path)}"
             for name, path in paths.items()
         }
+        return {**models, "translation": self._translation}
 
     # --- text ---
 
@@ -119,6 +121,15 @@ class Distilling(Pretraining):
         causal = _is_causal(self.teacher.config)
         needs = ("eos",) if causal else ("pad", "cls", "sep")
         self.teacher_tokenizer = load_tokenizer(self.args.teacher, needs)
+        known = self.teacher.get_input_embeddings().num_embeddings
+        self.args.check(
+            "teacher",
+            len(self.teacher_tokenizer) <= known,
+            "a tokenizer and a model that belong together",
+            "Check the path.",
+            f"a tokenizer of {len(self.teacher_tokenizer)} tokens and an embedding of {known}",
+            DataError,
+        )
         if self.args.recipe == "multilingual":
             data = self._prepare_pairs(training_arguments)
             self._model = self.make_model(data.tokenizer)
@@ -154,6 +165,7 @@ class Distilling(Pretraining):
             else:
                 tokenizer = load_tokenizer(given or args.teacher, ("pad", "cls", "sep"))
             stores = parallel_stores(lines, self.teacher_tokenizer, tokenizer, args.cache)
+        self._translation = f"lines whose hash is {stores[2].directory.name}"
         count = len(lines[0])
         held_out = min(int(count * HELD_OUT), HELD_OUT_SAMPLES)
         ends = tuple(
@@ -494,8 +506,18 @@ def _check_vocabulary(
 
 
 def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
-    """Check the sizes that the recipe compares."""
+    """Check the positions of both, and the sizes that the recipe compares."""
     ours, theirs = student.config, teacher.config
+    for config in (ours, theirs):
+        longest = config.max_position_embeddings
+        if config.model_type == "roberta":
+            longest -= config.pad_token_id + 1
+        args.check(
+            "block_size",
+            args.block_size <= longest,
+            f"at most {longest}, the positions of student and teacher",
+            "Lower it.",
+        )
     argument = "student" if args.student is not None else "student_heads"
     if args.recipe in ("tinybert", "minilm"):
         args.check(

@@ -20,6 +20,7 @@ from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
 from fastplm.models._heads import shifted
 from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
+from fastplm.train.arguments import WEIGHTS
 from fastplm.train.distill_losses import (
     cosine_distance,
     detection_divergence,
@@ -49,9 +50,6 @@ class Distillation(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    #: Whether each weight of the student has a gradient.
-    trains_all = True
-
     # Models of many classes; mypy would assume tensors.
     student: Any
     teacher: Any
@@ -63,6 +61,11 @@ class Distillation(PreTrainedModel):
         constant(self, teacher=teacher)
         self.add_modules()
         self.post_init()
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether each weight of the student has a gradient."""
+        return all(getattr(self.settings, name) != 0 for name in WEIGHTS)
 
     def constants(self) -> list[Any]:
         """The models that are not trained."""
@@ -386,7 +389,9 @@ class MiniLM(LayerDistillation):
     Source: Wang et al. 2020 (arXiv 2002.10957), §3.1 and §3.2.
     """
 
-    trains_all = False
+    @property
+    def trains_all(self) -> bool:
+        return False
 
     def chosen(self) -> tuple[Sequence[int], Sequence[int]]:
         layer = self.settings.teacher_layer or len(layers_of(self.teacher))

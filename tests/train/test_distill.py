@@ -642,6 +642,19 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
         assert "hidden_loss" not in entry
 
 
+@pytest.fixture(scope="module")
+def places(bert, electra, word_tokenizer, tmp_path_factory):
+    """Folders of models that fit and that do not."""
+    folder = tmp_path_factory.mktemp("models")
+    headless, other = folder / "headless", folder / "other"
+    shutil.copytree(bert / "model", other)
+    word_tokenizer(["[PAD]", "a"], pad_token="[PAD]").save_pretrained(other)
+    transformers.BertModel.from_pretrained(bert / "model").save_pretrained(headless)
+    load_tokenizer(bert / "model").save_pretrained(headless)
+    models = {"teacher": bert / "model", "run": bert, "generator": electra / "generator"}
+    return {**models, "headless": headless, "other words": other}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -650,9 +663,9 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
             {"student_layers": None, "student": "other words"},
             ["`student` got", "the vocabulary of the teacher"],
         ),
-        ({"teacher": "bert"}, ["`teacher` got", "config.json"]),
+        ({"teacher": "run"}, ["`teacher` got", "config.json"]),
         ({"teacher": "headless"}, ["`teacher` got", "lacks", "cls.predictions", "need no head"]),
-        ({"recipe": "electra", "generator": "electra/generator"}, ["`teacher` got", "family bert"]),
+        ({"recipe": "electra", "generator": "generator"}, ["`teacher` got", "family bert"]),
         ({"recipe": "electra"}, ["`generator` got nothing", "Give --generator"]),
         ({"recipe": "multilingual"}, ["`translation` got nothing", "Give --translation"]),
         (
@@ -664,6 +677,7 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
             ["`relation_heads` got 3", "a divisor of both"],
         ),
         ({"recipe": "minilm-v2", "teacher_layer": 9}, ["`teacher_layer` got 9", "1 to 2"]),
+        ({"block_size": 600}, ["`block_size` got 600", "at most 512"]),
         ({"student_hidden": 63}, ["`student_hidden` got 63", "a multiple of the 2"]),
         ({"attention_weight": 1}, ["`attention_weight` got 1.0 with the recipe distilbert"]),
         ({"hard_weight": 0, "soft_weight": 0, "hidden_weight": 0}, ["`hard_weight` got 0"]),
@@ -671,22 +685,9 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(map(str, value)),
 )
-def test_errors_of_one_line(
-    options, said, distilled, bert, electra, word_tokenizer, tmp_path, refused
-):
-    headless, other = tmp_path / "headless", tmp_path / "other"
-    shutil.copytree(bert / "model", other)
-    word_tokenizer(["[PAD]", "a"], pad_token="[PAD]").save_pretrained(other)
-    transformers.BertModel.from_pretrained(bert / "model").save_pretrained(headless)
-    load_tokenizer(bert / "model").save_pretrained(headless)
-    places = {
-        "bert": bert,
-        "headless": headless,
-        "other words": other,
-        "electra/generator": electra / "generator",
-    }
+def test_errors_of_one_line(options, said, distilled, places, tmp_path, refused):
     given = {name: places.get(value, value) for name, value in options.items()}
-    teacher = given.pop("teacher", bert / "model")
+    teacher = given.pop("teacher", places["teacher"])
     refused(distilled(tmp_path / "out", teacher, **given), *said)
     assert not (tmp_path / "out").exists()
 
