@@ -15,25 +15,20 @@ from fastplm.train.report import block
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
+    from fastplm.train.arguments import PretrainArguments
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
 
 
 def pretraining(
-    args: Any,
+    args: PretrainArguments,
     data: RunData,
     model: PreTrainedModel,
     training_arguments: TrainingArguments,
     done: int,
-    name: str | None = None,
-    **others: str,
 ) -> str:
-    """The lines that a pre-training prints first, or a run like it.
-
-    ``name`` says what model it is, by default architecture and objective; ``others`` are more
-    lines.
-    """
+    """The lines that a pre-training prints first."""
     from fastplm.train.pretrain_data import HELD_OUT
 
     held_out = len(data.all) - len(data.store)
@@ -51,10 +46,9 @@ def pretraining(
         f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
         "held out": tail,
         "vocabulary": f"{len(data.tokenizer):,} tokens{_from_cache('vocabulary', args, data)}",
-        "model": f"{name or f'{args.arch}, {args.objective}'}: {sizes} parameters, about "
+        "model": f"{args.arch}, {args.objective}: {sizes} parameters, about "
         f"{flops_a_token(model, args.block_size) / 1e6:,.1f} MFLOP a token (6 N + 12 layers width "
         "length; N without embeddings and vocabulary head)",
-        **others,
         "training": f"steps {done + 1:,} to {args.steps:,}, {samples_a_step:,} samples of "
         f"{args.block_size} tokens each"
         if done < args.steps
@@ -66,6 +60,42 @@ def pretraining(
         "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
     }
     return block(rows)
+
+
+def distilling(
+    args: Any, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
+) -> str:
+    """The lines that a distillation prints first; ``model`` is a ``Distillation``."""
+    held_out = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
+    processes = training_arguments.world_size
+    samples = args.batch_size * args.gradient_accumulation * processes
+    rows = {
+        "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
+        f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
+        "held out": f"{held_out:,} samples of the last {len(data.all) - len(data.store):,} tokens",
+        "vocabulary": f"{len(data.tokenizer):,} tokens",
+        "teacher": f"{args.teacher}: {_size(model.teacher)}",
+        "student": _size(model.student),
+        "recipe": args.recipe,
+        "training": f"steps {done + 1:,} to {args.steps:,}, {samples:,} samples of at most "
+        f"{args.block_size} tokens each"
+        if done < args.steps
+        else f"all {done:,} steps are done",
+        "precision": _precision(args, training_arguments),
+        "device": f"{_device(training_arguments)}, {processes} process"
+        f"{'es' if processes > 1 else ''}",
+        "backends": _backends_here(training_arguments.device),
+        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
+    }
+    return block(rows)
+
+
+def _size(model: Any) -> str:
+    config, count = model.config, sum(weight.numel() for weight in model.parameters())
+    return (
+        f"{type(model).__name__}, {config.num_hidden_layers} layers, width {config.hidden_size}, "
+        f"{config.num_attention_heads} heads: {count:,} parameters"
+    )
 
 
 def flops_a_token(model: nn.Module, length: int) -> float:

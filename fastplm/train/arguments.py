@@ -559,8 +559,9 @@ class DistillArguments(Settings):
     """
 
     where = "distill"
-    #: Of pre-training, whose runs have a stage more.
+    #: What a pre-training has settings for.
     two_stage: ClassVar[bool] = False
+    optimizer: ClassVar[str] = "adamw"
 
     recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
     teacher: str | Path = setting("folder of the teacher and its tokenizer", metavar="DIR")
@@ -647,8 +648,14 @@ class DistillArguments(Settings):
     block_size: int = as_in(PretrainArguments, "block_size")
     batch_size: int = as_in(PretrainArguments, "batch_size")
     gradient_accumulation: int = as_in(PretrainArguments, "gradient_accumulation")
-    lr: float | None = as_in(PretrainArguments, "lr")
-    warmup: int | None = as_in(PretrainArguments, "warmup")
+    lr: float | None = setting(
+        "peak learning rate (default: the published one, of large batches)", None, number=_POSITIVE
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
+        None,
+        number=whole(0, 2**40),
+    )
     dropout: float | None = as_in(FinetuneArguments, "dropout")
     seed: int = as_in(PretrainArguments, "seed")
     save_every: int = as_in(PretrainArguments, "save_every")

@@ -30,7 +30,7 @@ from fastplm.train.distill_data import (
 )
 from fastplm.train.distill_objectives import KINDS, Distillation, uniform_layers
 from fastplm.train.losses import counted_labels, tokens_and_sequences
-from fastplm.train.pretrain import Pretraining, corrupts_on_device, train_on_stream
+from fastplm.train.pretrain import Pretraining, collation, train_on_stream
 from fastplm.train.pretrain_data import (
     HELD_OUT,
     HELD_OUT_SAMPLES,
@@ -195,16 +195,13 @@ class Distilling(Pretraining):
         # Of the last layer MiniLM trains only what comes before attention.
         training_arguments.ddp_find_unused_parameters = not model.trains_all
         collator = self._collator(data.tokenizer)
-        settings: dict[str, Any] = {"data_collator": collator}
-        if corrupts_on_device():
-            settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
         trainer = DistillationTrainer(
             model=model,
             args=training_arguments,
             train_dataset=data.samples,
             processing_class=data.tokenizer,
             callbacks=callbacks,
-            **settings,
+            **collation(collator),
         )
         return trainer, collator
 
@@ -233,20 +230,9 @@ class Distilling(Pretraining):
     def announcement(
         self, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
     ) -> str:
-        from fastplm.train.announce import pretraining
+        from fastplm.train.announce import distilling
 
-        teacher = model.teacher
-        sizes = sum(weight.numel() for weight in teacher.parameters())
-        return pretraining(
-            self.args,
-            data,
-            model.student,
-            training_arguments,
-            done,
-            name=f"{type(model.student).__name__} of {_shape(model.student)}, {self.args.recipe}",
-            teacher=f"{self.args.teacher}: {type(teacher).__name__} of {_shape(teacher)}, "
-            f"{sizes:,} parameters",
-        )
+        return distilling(self.args, data, model, training_arguments, done)
 
     def models(self, model: Any) -> dict[str, Any]:
         return {"model": model.student}
@@ -390,12 +376,6 @@ def _change_width(args: DistillArguments, config: Any) -> None:
     if getattr(config, "intermediate_size", None) is not None:
         config.intermediate_size = config.intermediate_size * width // config.hidden_size
     config.hidden_size, config.num_attention_heads = width, heads
-
-
-def _shape(model: Any) -> str:
-    config = model.config
-    heads = config.num_attention_heads
-    return f"{config.num_hidden_layers} layers, width {config.hidden_size}, {heads} heads"
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -225,6 +225,13 @@ def corrupts_on_device() -> bool:
     return torch.cuda.is_available()
 
 
+def collation(collator: Any) -> dict[str, Any]:
+    """What a ``PretrainingTrainer`` is told of a collator."""
+    if corrupts_on_device():
+        return {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    return {"data_collator": collator}
+
+
 def _make_trainer(
     args: PretrainArguments,
     training_arguments: TrainingArguments,
@@ -243,9 +250,7 @@ def _make_trainer(
     if args.electra_generator == "unigram":
         model.set_token_counts(count_tokens(data.store, data.tokenizer))
     collator = make_collator(args, data.tokenizer)
-    settings: dict[str, Any] = {"data_collator": collator}
-    if corrupts_on_device():
-        settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    settings = collation(collator)
     kind: type[PretrainingTrainer] = PretrainingTrainer
     if args.two_stage:
         kind = TwoStageTrainer
