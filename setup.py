@@ -32,6 +32,7 @@ PACKAGES = [
     "fastplm.triton_kernels",
     "fastplm.triton_kernels.attention",
     "fastplm.triton_kernels.linear_cross_entropy",
+    "fastplm.triton_kernels.linear_distillation",
 ]
 # 2.11, in the encoding of torch/headeronly/version.h: one binary serves every later torch.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"

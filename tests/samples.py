@@ -111,6 +111,31 @@ def with_sample(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return cross_entropy(0, temperature=0.7)(size, dtype) | drawn
 
 
+def distillation(logits_budget: int, **options):
+    def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        inputs = cross_entropy(logits_budget, **options)(size, dtype)
+        del inputs["label_smoothing"]
+        if logits_budget == 0:
+            inputs["mask"] = torch.rand(size) < 0.7
+        return inputs | dict(
+            teacher_input=floats(size, 24)(dtype),
+            teacher_weight=floats(40, 24)(dtype) / 3,
+            teacher_bias=floats(40)(dtype),
+            temperature=2.0,
+        )
+
+    return make
+
+
+def distillation_topk(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    inputs = distillation(0, cross_entropy_weight=0.3)(size, dtype)
+    inputs = {name: value for name, value in inputs.items() if "teacher" not in name}
+    return inputs | dict(
+        teacher_indices=torch.rand(size, 40).argsort(1)[:, :5],
+        teacher_probabilities=torch.rand(size, 5).to(dtype),
+    )
+
+
 def detection(reduction: str):
     def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
         return dict(
@@ -234,6 +259,7 @@ def _samples() -> dict[str, Sample]:
         "bart_noise": (ops.bart_noise, noised, "max_seqlen"),
     }
     loss, detect = ops.linear_cross_entropy, ops.replaced_token_loss
+    distil, js = ops.linear_distillation, dict(divergence="js", cross_entropy_weight=0.3)
     found = [
         ("attention", attend, attention, QKV),
         ("attention, all", attend, attention_with_all, (*QKV, "bias_weight")),
@@ -244,6 +270,14 @@ def _samples() -> dict[str, Sample]:
             "linear_cross_entropy, sampled",
             ops.linear_cross_entropy_with_sample,
             with_sample,
+            PARAMETERS,
+        ),
+        ("linear_distillation, recomputed", distil, distillation(0, **js), PARAMETERS),
+        ("linear_distillation, kept", distil, distillation(ROOM, reduction="none"), PARAMETERS),
+        (
+            "linear_distillation, top k",
+            ops.linear_distillation_topk,
+            distillation_topk,
             PARAMETERS,
         ),
         ("replaced_token_loss", detect, detection("mean"), WEIGHTS),
@@ -273,7 +307,13 @@ DISTINCT = {
     if name not in ("attention", "linear_cross_entropy, sampled", "replaced_token_loss, ids")
 }
 #: Under autocast these run in 16 bits, as nn.Linear does.
-IN_16_BITS = ("attention", "linear_cross_entropy", "replaced_token_loss", "linear")
+IN_16_BITS = (
+    "attention",
+    "linear_cross_entropy",
+    "linear_distillation",
+    "replaced_token_loss",
+    "linear",
+)
 #: These have a second gradient; the others refuse it.
 TWICE = ("linear", "rms_norm", "gelu", "dropout")
 

@@ -127,6 +127,47 @@ OPS = {
             ),
         },
     ),
+    "linear_distillation": (
+        dict(
+            **dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5)),
+            **dict(teacher_input=zeros(4, 3), teacher_weight=zeros(6, 3)),
+        ),
+        {
+            "input": (None, zeros(1, 4, 8), ROWS.long(), zeros(4, 0)),
+            "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF), zeros(0, 8)),
+            "linear_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
+            "teacher_input": (None, zeros(3, 3), zeros(4), zeros(4, 3, dtype=LONG)),
+            "teacher_weight": (None, zeros(5, 3), zeros(6, 8), zeros(6, 3, dtype=HALF)),
+            "teacher_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
+            "target": (
+                *(ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
+                ids(0, 1, 2, 3, dtype=INT),
+            ),
+            "temperature": (0.0, -1.0, NAN, INF, 1e-40, "2"),
+            "divergence": ("kl", None),
+            "beta": SHARES,
+            **dict.fromkeys(("distillation_weight", "cross_entropy_weight"), (-1.0, NAN, INF, "1")),
+            "mask": (zeros(4), zeros(5, dtype=torch.bool), zeros(4, 1, dtype=torch.bool), [True]),
+            "reduction": ("batchmean", None),
+            "normalizer": (2.0, 3, ids(1, 2), ids(1)),
+            "logits_budget": (-1, "1 GB"),
+            "expected_targets": (-1,),
+        },
+    ),
+    "linear_distillation_topk": (
+        dict(
+            **dict(input=ROWS, linear_weight=zeros(6, 8)),
+            **dict(teacher_indices=ids(0, 1, 2, 5)[:, None], teacher_probabilities=zeros(4, 1) + 1),
+        ),
+        {
+            "teacher_indices": (
+                *(ids(0, 1, 2, 6)[:, None], ids(0, 1, -1, 3)[:, None], ids(0, 1, 2, 3)),
+                *([[0]], zeros(4, 1, dtype=INT), zeros(4, 0, dtype=LONG)),
+            ),
+            "teacher_probabilities": (None, zeros(4), zeros(4, 2), ids(0, 1, 2, 3)[:, None]),
+            "renormalize": ("yes", None, 1),
+        },
+    ),
     "replaced_token_loss": (
         dict(input=ROWS, weight=zeros(8), replaced=zeros(4, dtype=torch.bool)),
         {
@@ -254,6 +295,8 @@ TOGETHER = [
         dict(normalizer=ids(3)[0], reduction="sum"),
         "`normalizer` got a tens",
     ),
+    ("linear_distillation", dict(target=None, cross_entropy_weight=0.5), "`target` got None with"),
+    ("linear_distillation", dict(normalizer=ids(3)[0], reduction="sum"), "`normalizer` got a tens"),
     ("replaced_token_loss", dict(normalizer=ids(3)[0], reduction="sum"), "`normalizer` got a tens"),
     ("replaced_token_loss", dict(input=zeros(4, 0), weight=zeros(0)), "`input` got shape (4, 0)"),
     ("mask_tokens", dict(mask_replace_prob=0.8, random_replace_prob=0.3), "`random_replace_prob`"),
@@ -286,7 +329,7 @@ CALLS = [
     for argument, values in arguments.items()
     for place, value in enumerate(values)
 ]
-CHOICES = ("reduction", "approximate", "sampling", "unit")
+CHOICES = ("reduction", "approximate", "sampling", "unit", "divergence")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -335,6 +378,7 @@ def ways_to_say(value) -> list:
             "values that fall",
             "a tensor",
             "id -1",
+            "index",
         ]
         ways += value.flatten()[:5].tolist()
     return ways

@@ -117,6 +117,9 @@ def test_float64_runs_on_a_cpu(sample):
 def test_autocast(device, sample):
     wide = to(device, sample.make(9, FP32))
     floating = [name for name in sample.wrt if name != "bias_weight"]  # a table keeps its dtype
+    floating += [
+        name for name in ("teacher_input", "teacher_weight", "teacher_bias") if name in wide
+    ]
     narrow = wide | {name: wide[name].bfloat16() for name in floating}
     expected = first(run(sample, "auto", narrow if sample.op in IN_16_BITS else wide))
     with torch.autocast(device.type, torch.bfloat16):

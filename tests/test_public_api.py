@@ -52,6 +52,8 @@ def test_an_op_documents_itself(function):
 @pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
 def test_options_are_keyword_only_as_in_torch(function):
     by_position = {ops.linear: ["bias"], ops.dropout: ["p"]}.get(function, [])  # as of torch's
+    if function in (ops.linear_distillation, ops.linear_distillation_topk):
+        by_position = ["target"]  # where linear_cross_entropy has it
     parameters = inspect.signature(function).parameters.values()
     options = [p for p in parameters if p.default is not p.empty and p.name not in by_position]
     assert all(p.kind is p.KEYWORD_ONLY for p in options)
@@ -185,6 +187,7 @@ TWICE = {
     "attention": attend,
     "gather_rows": lambda x: ops.gather_rows(x, torch.tensor([2, -1, 0])),
     "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, x, torch.tensor([1, 2, 3, 0])),
+    "linear_distillation": lambda x: ops.linear_distillation(x, x, x.flip(0), x).loss,
     "replaced_token_loss": lambda x: ops.replaced_token_loss(x, x[0], torch.arange(4) > 1),
 }
 

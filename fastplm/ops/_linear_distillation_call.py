@@ -44,6 +44,11 @@ class Call(NamedTuple):
     normalizer: Tensor | None
     reduction: str
 
+    @property
+    def where(self) -> str:
+        """The public function."""
+        return "linear_distillation" + "_topk" * (self.teacher_indices is not None)
+
     def check(self, where: str) -> None:
         for rows, *parameters in (
             ("input", "linear_weight", "linear_bias"),
@@ -107,7 +112,7 @@ def check_indices(call: Call) -> None:
     if low < 0 or high >= vocab:
         raise ArgumentValueError(
             message(
-                "linear_distillation_topk",
+                call.where,
                 "teacher_indices",
                 f"index {low if low < 0 else high}",
                 f"0 … {vocab - 1}, as V = {vocab}",

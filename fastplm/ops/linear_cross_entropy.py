@@ -369,7 +369,7 @@ def _kept_rows(
     expected: int | None,
     backend: str,
 ) -> int:
-    """How many rows keep their logits for a backward: if there is one and it pays, those that fit."""
+    """How many rows keep their logits for a backward: where it pays, those that fit."""
     learns = (tensor is not None and tensor.requires_grad for tensor in operands)
     if not (torch.is_grad_enabled() and any(learns)):
         return 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastplm._checks import (
     FLOATING,
+    ArgumentTypeError,
     check,
     check_choice,
     check_dtype,
@@ -21,13 +22,16 @@ from fastplm._checks import (
     check_same_device,
     check_shape,
     check_tensor,
+    message,
     values_are_known,
 )
 from fastplm._registry import Op, needs_dispatch
 from fastplm.ops._common import (
     check_reduction,
+    kernels,
     last_dim_contiguous,
     torch_rejects,
+    triton_rejects,
 )
 from fastplm.ops._linear_cross_entropy_call import check_targets, empty_gradients
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in
@@ -228,8 +232,8 @@ def linear_distillation_topk(
         >>> ops.linear_distillation_topk(rows, weight, indices, probabilities).loss  # 3/4 and 1/4
         tensor(0.8240)
 
-    Source: as ``linear_distillation``; Tan et al. 2019 (arXiv 1902.10461), section 3.2, for stored
-        top-K distributions.
+    Source: as ``linear_distillation``; Tan et al. 2019 (arXiv 1902.10461) for stored top-K
+        distributions.
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_topk_ref``.
     """
     where = "linear_distillation_topk"
@@ -239,14 +243,10 @@ def linear_distillation_topk(
     ):
         check_tensor(where, name, given, ndim=2)
     check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)
-    check(
-        isinstance(renormalize, bool),
-        where,
-        "renormalize",
-        repr(renormalize),
-        "True or False",
-        "True divides the probabilities of a row by their sum.",
-    )
+    if not isinstance(renormalize, bool):
+        fix = "True divides the probabilities of a row by their sum."
+        expected = "True or False"
+        raise ArgumentTypeError(message(where, "renormalize", repr(renormalize), expected, fix))
     return _distilled(
         where,
         (input, linear_weight, linear_bias),
@@ -387,9 +387,7 @@ def _constants(
 
 
 def _eager(call: Call) -> LinearDistillation:
-    if call.has_target and values_are_known(call.target):
-        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
-    check_indices(call)
+    _check_values(call)
     options: dict[str, Any] = dict(
         # Targets that are none still say which rows count.
         target=call.target if call.has_target else None,
@@ -475,8 +473,8 @@ def _torch_forward(call: Call) -> tuple[Tensor, ...]:
 
 
 def _check_values(call: Call) -> None:
-    if call.has_target:
-        check_targets(call.target, call.linear_weight, call.ignore_index, _NAME)
+    if call.has_target and values_are_known(call.target):
+        check_targets(call.target, call.linear_weight, call.ignore_index, call.where)
     check_indices(call)
 
 
@@ -484,6 +482,40 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     grads = empty_gradients(saved)
     torch_backward(grad_of_rows(grad, saved), saved, *grads)
     return grads
+
+
+def _triton_forward(call: Call) -> tuple[Tensor, ...]:
+    outputs = empty_outputs(call, "triton")
+    _check_values(call)
+    arguments = call._asdict()
+    for name in ("teacher_indices", "teacher_probabilities", "normalizer", "reduction"):
+        del arguments[name]
+    kernels(_NAME).linear_distillation_fwd(*outputs, **arguments)
+    if call.reduction != "mean":
+        return _reduced(call, *outputs)
+    parts, others = outputs[:3], outputs[3:]
+    means = [kernels(_NAME).mean(part, outputs[-1], call.normalizer) for part in parts]
+    return *(mean for mean, _ in means), means[0][1], *others
+
+
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    grads, arguments = empty_gradients(saved), saved._asdict()
+    for name in ("weight", "bias"):
+        arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
+    arguments["grad_loss"] = grad_of_rows(grad, saved)
+    unread = ("teacher_indices", "teacher_probabilities", "has_target", "ignore_index")
+    for name in ("denominator", *unread):
+        del arguments[name]
+    kernels(_NAME).linear_distillation_bwd(*grads, **arguments)
+    return grads
+
+
+def _triton_rejects(call: Call, *, forced: bool) -> str | None:
+    if call.teacher_indices is not None:
+        return "the k likeliest words of a teacher: the kernels take its rows and table"
+    if call.teacher_input is not None and call.teacher_input.dtype is torch.float64:
+        return "a teacher in float64: the kernels take fp32, fp16 and bf16"
+    return triton_rejects(call, forced=forced)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -531,3 +563,4 @@ OP = Op(
     unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)

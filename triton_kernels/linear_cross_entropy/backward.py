@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,14 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     streamed_products,
     tile_ptrs,
 )
+
+
+class Logits(NamedTuple):
+    """Another op's gradient of logits: ``write(dz, chunk_start, columns)`` launches it into a
+    buffer, a tile of ``config`` each."""
+
+    write: Callable[[torch.Tensor, int, int], None]
+    config: dict[str, int]
 
 
 class Saved(NamedTuple):
@@ -506,18 +515,22 @@ def backward_recomputed(
     dw_ptr: torch.Tensor | None,
     db_ptr: torch.Tensor | None,
     accumulates: bool,
+    logits: Logits | None = None,
     **scalars: Any,
 ) -> None:
-    """Launch the backward of the rows whose logits were not stored."""
+    """Launch the backward of the rows whose logits were not stored; those of another op, whose
+    ``logits`` give dZ, in any case through a stored one."""
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
     # If wide, all products read a stored dZ. So do those of a second part, which is rare.
-    wide = configs.is_wide(width) or accumulates
+    wide = configs.is_wide(width) or accumulates or logits is not None
     prefix = "wide " if wide else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))
     if accumulates:
         config_w = configs.config_of("wide dW with more", input)
     config_z = configs.config_of("wide dZ", input) if wide else {}
+    if logits is not None:
+        config_z = logits.config
     scratch, chunk_columns = input, vocab  # the buffer is never read
     split_columns = configs.split_columns_of(config_x["BLOCK_V"])
     if wide:
@@ -530,7 +543,9 @@ def backward_recomputed(
         split_dx = input.new_empty(splits, rows, width, dtype=torch.float32)
     for chunk_start in range(0, vocab, chunk_columns):
         columns = min(chunk_columns, vocab - chunk_start)
-        if wide:
+        if logits is not None:
+            logits.write(scratch, chunk_start, columns)
+        elif wide:
             launch(
                 _linear_cross_entropy_bwd_logits_kernel,
                 (cdiv(rows, config_z["BLOCK_N"]), cdiv(columns, config_z["BLOCK_V"])),

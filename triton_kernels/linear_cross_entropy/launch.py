@@ -15,7 +15,7 @@ from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, wri
 _MAX_STRIDE = 1 << 23
 
 
-def _operands(
+def operands_of(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
@@ -72,7 +72,7 @@ def linear_cross_entropy_fwd(
     """
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
-    operands = _operands(input, linear_weight, linear_bias, parts)
+    operands = operands_of(input, linear_weight, linear_bias, parts)
     statistics = dict(
         target_ptr=target,
         loss_ptr=loss,
@@ -129,7 +129,7 @@ def linear_cross_entropy_bwd(
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    operands = _operands(input, linear_weight, linear_bias, parts)
+    operands = operands_of(input, linear_weight, linear_bias, parts)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
         dw, db = dw.float(), db.float()

@@ -1,0 +1,564 @@
+"""ops.linear_distillation against its reference: loss and gradients by the error budget, in both
+data flows of every backend, for every divergence; its parts; and given probabilities."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastplm
+from fastplm import ops
+from fastplm.reference.linear_distillation import (
+    LinearDistillation,
+    linear_distillation_ref,
+    linear_distillation_topk_ref,
+)
+from fastplm.testing import (
+    BudgetExceeded,
+    assert_repeatable,
+    assert_within_budget,
+    peak_bytes,
+)
+
+from ..pairwise import pairwise
+
+op_module = importlib.import_module("fastplm.ops.linear_distillation")
+torch_module = importlib.import_module("fastplm.ops._linear_distillation_torch")
+loss_module = importlib.import_module("fastplm.ops._linear_cross_entropy_torch")
+
+PARAMETERS = ("input", "linear_weight", "linear_bias")
+NAN, INF = float("nan"), float("inf")
+ROOM = 1 << 40
+
+
+class Way(NamedTuple):
+    """A backend and one of its data flows."""
+
+    backend: str
+    logits_budget: int
+
+
+OF_TORCH = {"torch-kept": Way("torch", ROOM), "torch-recomputed": Way("torch", 0)}
+WAYS = OF_TORCH | {"triton-kept": Way("triton", ROOM), "triton-recomputed": Way("triton", 0)}
+EAGER = Way("eager", 0)
+DIVERGENCES = {
+    "forward": dict(divergence="forward_kl"),
+    "reverse": dict(divergence="reverse_kl"),
+    "js": dict(divergence="js"),
+    "js 0.1": dict(divergence="js", beta=0.1),
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: Temperature and the weight of the targets.
+MIXES = {"T1": (1.0, 0.0), "T4": (4.0, 0.0), "T0.5-ce": (0.5, 0.7), "T1-ce": (1.0, 2.0)}
+
+
+def ways(**some: Way):
+    return pytest.mark.parametrize("way", some.values(), ids=some.keys())
+
+
+each_way = ways(**WAYS)
+each_way_and_eager = ways(**WAYS, eager=EAGER)
+each_divergence = pytest.mark.parametrize("options", DIVERGENCES.values(), ids=DIVERGENCES.keys())
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Chunks, splits and scratch so small that a small vocabulary needs several of each."""
+    configs = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.configs")
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(loss_module, "_CHUNK_COLUMNS", 16)
+    monkeypatch.setattr(torch_module, "_TEACHER_BYTES", 1 << 13)
+    monkeypatch.setattr(configs, "_SPLIT_COLUMNS", 128)
+    monkeypatch.setattr(configs, "_SCRATCH_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(configs, "rows_config", lambda input: (4, 64, 4))
+    monkeypatch.setattr(configs, "BIAS_TILE", (16, 32, 4))
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def make(
+    device,
+    rows=33,
+    vocab=70,
+    width=32,
+    teacher_width=24,
+    dtype=torch.float32,
+    bias=("linear_bias", "teacher_bias"),
+):
+    def draw(*shape, scale=1.0):
+        return (torch.randn(shape, device=device) * scale).to(dtype)
+
+    inputs = dict(
+        input=draw(rows, width),
+        linear_weight=draw(vocab, width, scale=2 * width**-0.5),
+        teacher_input=draw(rows, teacher_width),
+        teacher_weight=draw(vocab, teacher_width, scale=2 * teacher_width**-0.5),
+        target=torch.randint(0, vocab, (rows,), device=device),
+    )
+    return inputs | {name: draw(vocab) for name in bias}
+
+
+def ignore(inputs: dict, fraction: float) -> dict:
+    """A fraction of the rows left out, half of them by the target, and NaN in them."""
+    rows, device = inputs["target"].shape[0], inputs["target"].device
+    place = torch.randperm(rows).to(device)
+    left = round(fraction * rows)
+    ignored, masked = place < left // 2, (place >= left // 2) & (place < left)
+    out = dict(target=inputs["target"].masked_fill(ignored, -100), mask=~masked)
+    out["target"] = out["target"].masked_fill(masked, 1 << 40)
+    for name in ("input", "teacher_input", "teacher_probabilities"):
+        if name in inputs:
+            out[name] = inputs[name].masked_fill((ignored | masked)[:, None], NAN)
+    return inputs | out
+
+
+def run(way: Way, function=ops.linear_distillation, **inputs) -> LinearDistillation:
+    if way.backend == "torch" and inputs["input"].is_cuda:
+        pytest.skip("the torch backend of linear_distillation is for CPU tensors")
+    with fastplm.use_backend(way.backend):
+        return function(**inputs, logits_budget=way.logits_budget)
+
+
+def loss_of(function):
+    def loss(**inputs):
+        return function(**inputs).loss
+
+    return loss
+
+
+REFERENCE = loss_of(linear_distillation_ref)
+
+
+def parameters(inputs: dict) -> tuple[str, ...]:
+    return tuple(name for name in PARAMETERS if name in inputs)
+
+
+def with_gradients(inputs: dict) -> dict:
+    return inputs | {n: inputs[n].detach().requires_grad_() for n in parameters(inputs)}
+
+
+def check(way: Way, inputs: dict, reference=REFERENCE, function=ops.linear_distillation) -> None:
+    candidate = loss_of(functools.partial(run, way, function))
+    assert_within_budget(candidate, reference, inputs, wrt=parameters(inputs))
+
+
+def mixed(mix: tuple[float, float], options: dict) -> dict:
+    return options | dict(temperature=mix[0], cross_entropy_weight=mix[1])
+
+
+# --- values and gradients -------------------------------------------------------------------------
+
+
+@pairwise(way=WAYS, options=DIVERGENCES, mix=MIXES, dtype=DTYPES)
+def test_divergences_temperatures_and_dtypes(device, way, options, mix, dtype, chunked):
+    """Of chunks, splits and groups of rows, with rows left out."""
+    inputs = ignore(make(device, rows=60, vocab=300, dtype=dtype), 0.4)
+    check(way, inputs | mixed(mix, options))
+
+
+@pairwise(
+    way=WAYS,
+    options=DIVERGENCES,
+    vocab=(1, 17, 200),
+    widths={"17-40": (17, 40), "160-8": (160, 8), "64-64": (64, 64)},
+    bias={
+        "both": ("linear_bias", "teacher_bias"),
+        "own": ("linear_bias",),
+        "taught": ("teacher_bias",),
+        "none": (),
+    },
+)
+def test_shapes(device, way, options, vocab, widths, bias):
+    inputs = make(device, 33, vocab, *widths, bias=bias)
+    check(way, inputs | options | {"cross_entropy_weight": 0.5})
+
+
+@pairwise(way=WAYS, rows=(0, 1, 65), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
+def test_rows_left_out_hide_even_nan(device, way, rows, fraction):
+    inputs = ignore(make(device, rows=rows), fraction)
+    check(way, inputs | {"cross_entropy_weight": 0.5, "temperature": 2.0})
+
+
+@each_way_and_eager
+@each_divergence
+def test_a_batch_without_rows_gives_zero_and_zero_gradients(device, way, options):
+    inputs = with_gradients(ignore(make(device), 1.0))
+    found = run(way, **inputs, **options, cross_entropy_weight=1.0)
+    found.loss.backward()
+    assert not any(part.any() for part in found)
+    assert not any(inputs[name].grad.any() for name in PARAMETERS)
+
+
+@pairwise(way=WAYS, reduction=("mean", "sum", "none"), options=DIVERGENCES)
+def test_reductions_and_upstream_gradients(device, way, reduction, options):
+    inputs = ignore(make(device, rows=40), 0.5)
+    check(way, inputs | options | {"reduction": reduction, "cross_entropy_weight": 0.3})
+
+
+@each_way
+@pytest.mark.parametrize("teacher", DTYPES.values(), ids=DTYPES)
+def test_the_teacher_may_be_of_another_dtype(device, way, teacher):
+    inputs = make(device)
+    for name in ("teacher_input", "teacher_weight", "teacher_bias"):
+        inputs[name] = inputs[name].to(teacher)
+    check(way, inputs)
+    if teacher is not torch.float32:
+        for name in PARAMETERS:
+            inputs[name] = inputs[name].to(torch.bfloat16)
+        check(way, inputs | {"divergence": "js"})
+
+
+@each_way
+def test_the_normalizer_makes_accumulated_batches_one(device, way):
+    inputs = ignore(make(device, rows=40), 0.6)
+    count = ((inputs["target"] != -100) & inputs["mask"]).sum()
+    per_row = ("input", "teacher_input", "target", "mask")
+
+    def two_steps(**inputs):
+        halves = zip(*(inputs.pop(name).split((13, 27)) for name in per_row), strict=True)
+        return sum(
+            run(way, **dict(zip(per_row, half, strict=True)), **inputs, normalizer=count).loss
+            for half in halves
+        )
+
+    assert_within_budget(two_steps, REFERENCE, inputs, wrt=parameters(inputs))
+
+
+KINDS = ("one-hot", "offset", "equal", "excluded", "excluded by one")
+
+
+@pairwise(way=WAYS, kind=KINDS, options=DIVERGENCES)
+def test_extreme_logits(device, way, kind, options, chunked):
+    # Every product and sum is exact: what errs is the softmax alone.
+    inputs = make(device, rows=40, vocab=300)
+    for name in ("input", "teacher_input"):
+        inputs[name] = inputs[name].sign()
+    for name in ("linear_weight", "teacher_weight", "linear_bias", "teacher_bias"):
+        inputs[name] = inputs[name].mul(8).round().div(8)
+    if kind == "one-hot":
+        for name in ("linear_weight", "teacher_weight"):
+            inputs[name] = inputs[name] * 32
+    elif kind == "offset":
+        inputs["linear_bias"] = inputs["linear_bias"] + 4096
+        inputs["teacher_bias"] = inputs["teacher_bias"] - 8192
+    elif kind == "equal":  # the loss is 0, and so are the gradients
+        for name in ("input", "weight", "bias"):
+            own = name if name == "input" else f"linear_{name}"
+            inputs[f"teacher_{name}"] = inputs[own]
+    else:  # a bias of -inf takes words out of the vocabulary: here a whole chunk of them
+        divergence = options["divergence"]
+        if kind == "excluded" or divergence != "forward_kl":
+            inputs["linear_bias"][:140] = -INF
+        if kind == "excluded" or divergence != "reverse_kl":
+            # Of one side alone: where the divergence stays finite.
+            inputs["teacher_bias"][70 * (kind != "excluded") : 140] = -INF
+    check(way, inputs | options | {"reduction": "none"})
+
+
+@each_way
+@each_divergence
+@pytest.mark.parametrize("name", ("input", "teacher_input"))
+def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, way, options, name):
+    inputs = make(device) | options | {"reduction": "none"}
+    inputs[name][3] = NAN
+    found = run(way, **inputs)
+    assert found.loss.isnan().nonzero().flatten().tolist() == [3]
+    learning = with_gradients(inputs)
+    run(way, **learning).loss.sum().backward()
+    assert learning["input"].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+@each_way_and_eager
+@each_divergence
+def test_the_parts_are_unweighted_and_have_no_gradient(device, way, options):
+    inputs = with_gradients(ignore(make(device), 0.3)) | options | {"temperature": 3.0}
+    found = run(way, **inputs, distillation_weight=0.25, cross_entropy_weight=0.5)
+    assert isinstance(found, ops.LinearDistillation) and found.loss.requires_grad
+    assert not (found.distillation.requires_grad or found.cross_entropy.requires_grad)
+    total = 0.25 * 9 * found.distillation + 0.5 * found.cross_entropy
+    torch.testing.assert_close(found.loss, total)
+    hard = ops.linear_cross_entropy(
+        *(inputs[name] for name in ("input", "linear_weight")),
+        inputs["target"].masked_fill(~inputs["mask"], -100),
+        linear_bias=inputs["linear_bias"],
+    )
+    torch.testing.assert_close(found.cross_entropy, hard.detach())
+    alone = run(way, **inputs)
+    torch.testing.assert_close(alone.distillation, found.distillation)
+    torch.testing.assert_close(alone.loss, 9 * found.distillation)
+    untaught = run(way, **inputs, distillation_weight=0.0, cross_entropy_weight=1.0)
+    torch.testing.assert_close(untaught.loss, found.cross_entropy)
+    (grad,) = torch.autograd.grad(untaught.loss, inputs["linear_bias"])
+    (expected,) = torch.autograd.grad(hard, inputs["linear_bias"])
+    torch.testing.assert_close(grad, expected)
+
+
+@each_way_and_eager
+def test_without_targets_there_is_no_cross_entropy(device, way):
+    inputs = ignore(make(device), 0.5)
+    del inputs["target"]
+    inputs["input"] = inputs["input"].nan_to_num(0.0)  # those that the target left out
+    inputs["teacher_input"] = inputs["teacher_input"].nan_to_num(0.0)
+    found = run(way, **inputs)
+    assert found.cross_entropy == 0 and torch.equal(found.loss, found.distillation)
+    torch.testing.assert_close(found.loss, REFERENCE(**inputs))
+
+
+@each_way_and_eager
+@pytest.mark.parametrize("beta, divergence", ((0.0, "forward_kl"), (1.0, "reverse_kl")))
+def test_js_at_its_ends(device, way, beta, divergence):
+    inputs = make(device)
+    found = run(way, **inputs, divergence="js", beta=beta)
+    assert torch.equal(found.loss, run(way, **inputs, divergence=divergence).loss)
+
+
+@each_way_and_eager
+def test_the_teacher_is_a_constant(device, way):
+    inputs = with_gradients(make(device))
+    taught = ("teacher_input", "teacher_weight", "teacher_bias")
+    for name in taught:
+        inputs[name].requires_grad_()
+    run(way, **inputs).loss.backward()
+    assert all(inputs[name].grad is None for name in taught)
+    assert all(inputs[name].grad is not None for name in PARAMETERS)
+
+
+# --- given probabilities --------------------------------------------------------------------------
+
+
+def given(device, k=7, **sizes) -> dict:
+    """With places of probability 0 that no one reads."""
+    inputs = make(device, **sizes)
+    rows, vocab = inputs["input"].shape[0], inputs["linear_weight"].shape[0]
+    for name in [name for name in inputs if name.startswith("teacher")]:
+        del inputs[name]
+    indices = torch.rand(rows, vocab, device=device).argsort(1)[:, :k]
+    probabilities = torch.rand(rows, k, device=device) / k
+    probabilities[:, -1] = 0.0
+    indices[:, -1] = -5
+    return inputs | dict(teacher_indices=indices, teacher_probabilities=probabilities)
+
+
+@pairwise(way=OF_TORCH, mix=MIXES, dtype=DTYPES, renormalize=(True, False))
+def test_given_probabilities(device, way, mix, dtype, renormalize, chunked):
+    inputs = ignore(given(device, rows=60, vocab=300, dtype=dtype), 0.4)
+    inputs |= mixed(mix, {"renormalize": renormalize})
+    reference = loss_of(linear_distillation_topk_ref)
+    check(way, inputs, reference, ops.linear_distillation_topk)
+
+
+@ways(**OF_TORCH, eager=EAGER)
+def test_all_probabilities_given_are_the_teacher(device, way):
+    inputs = make(device) | {"temperature": 2.0}
+    teacher = {name: inputs.pop(name) for name in list(inputs) if name.startswith("teacher")}
+    logits = teacher["teacher_input"] @ teacher["teacher_weight"].T + teacher["teacher_bias"]
+    probabilities, indices = (logits / 2).softmax(1).sort(1)
+    found = run(
+        way,
+        ops.linear_distillation_topk,
+        **inputs,
+        teacher_indices=indices,
+        teacher_probabilities=probabilities,
+    )
+    torch.testing.assert_close(found, run(way, **inputs, **teacher))
+
+
+@ways(**OF_TORCH, eager=EAGER)
+@pytest.mark.parametrize("bad", (-1, 70))
+def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(way, bad):
+    inputs = given("cpu")
+    inputs["teacher_indices"][4, 2] = bad
+    with pytest.raises(fastplm.FastplmError, match=f"`teacher_indices` got index {bad}"):
+        run(way, ops.linear_distillation_topk, **inputs)
+    inputs["mask"] = torch.arange(33) != 4
+    run(way, ops.linear_distillation_topk, **inputs)
+
+
+def test_the_kernels_say_that_they_take_no_given_probabilities():
+    with fastplm.use_backend("triton"), pytest.raises(fastplm.BackendError, match="k likeliest"):
+        ops.linear_distillation_topk(**given("cpu"))
+
+
+@each_way_and_eager
+def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(way):
+    inputs = make("cpu")
+    inputs["target"][4] = 70
+    with pytest.raises(fastplm.FastplmError, match="`target` got target 70"):
+        run(way, **inputs)
+
+
+# --- the tests can fail ---------------------------------------------------------------------------
+
+
+def swapped(temperature=1.0, **inputs):
+    names = (("input", "teacher_input"), ("linear_weight", "teacher_weight"))
+    for own, other in (*names, ("linear_bias", "teacher_bias")):
+        inputs[own], inputs[other] = inputs[other], inputs[own]
+    return ops.linear_distillation(**inputs, temperature=temperature).loss
+
+
+def without(name):
+    def call(**inputs):
+        del inputs[name]
+        return ops.linear_distillation(**inputs).loss
+
+    return call
+
+
+def of_power(power: int):
+    def call(temperature, **inputs):
+        found = ops.linear_distillation(temperature=temperature, **inputs)
+        return found.loss * temperature**power
+
+    return call
+
+
+BUGS = {
+    "T twice": of_power(1),
+    "no T^2": of_power(-2),
+    "sides swapped": swapped,
+    "no bias": without("linear_bias"),
+    "no bias of the teacher": without("teacher_bias"),
+    "no mask": without("mask"),
+    "another divergence": lambda **inputs: (
+        ops.linear_distillation(**{**inputs, "divergence": "reverse_kl"}).loss
+    ),
+    "share of the other side": lambda **inputs: (
+        ops.linear_distillation(**{**inputs, "beta": 0.7}).loss
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_budget_sees_a_bug(bug):
+    inputs = make("cpu", width=24) | dict(temperature=2.0, mask=torch.rand(33) < 0.5)
+    del inputs["target"]
+    if "share" in bug:
+        inputs |= dict(divergence="js", beta=0.3)
+    with pytest.raises(BudgetExceeded):
+        assert_within_budget(BUGS[bug], REFERENCE, inputs, wrt=("linear_weight",))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest matrix with a column for each word has."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.elements = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor) and one.dim() == 2 and one.shape[1] == self.vocab:
+                self.elements = max(self.elements, one.numel())
+        return out
+
+
+def small_chunks(monkeypatch, elements: int) -> None:
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(loss_module, "_CHUNK_COLUMNS", 128)
+    monkeypatch.setattr(torch_module, "_TEACHER_BYTES", 4 * elements)
+
+
+@each_divergence
+def test_no_matrix_of_all_rows_and_words(options, monkeypatch):
+    """Kept: only rows that count have columns for all words."""
+    # What an operator calls is hidden from a dispatch mode.
+    for module in (op_module, fastplm._registry):
+        monkeypatch.setattr(module, "needs_dispatch", lambda *_: False)
+    rows, vocab, counted = 256, 4096, 40
+    small_chunks(monkeypatch, rows * 128)
+    inputs = with_gradients(make("cpu", rows, vocab)) | options
+    inputs["mask"] = torch.arange(rows) < counted
+    for way, allowed in (("torch-kept", counted * vocab), ("torch-recomputed", 0)):
+        with Largest(vocab) as largest:
+            run(WAYS[way], **inputs).loss.backward()
+        assert largest.elements <= allowed
+    with Largest(vocab) as largest:
+        REFERENCE(**inputs).backward()
+    assert largest.elements == rows * vocab
+
+
+@each_divergence
+def test_peak_memory_of_a_step(options, monkeypatch):
+    rows, vocab, counted = 256, 4096, 40
+    small_chunks(monkeypatch, rows * 32)
+    inputs = make("cpu", rows, vocab) | options | {"cross_entropy_weight": 0.5}
+    inputs["mask"] = torch.arange(rows) < counted
+
+    def peak(function) -> int:
+        call = with_gradients(inputs)
+        return peak_bytes(lambda: function(**call).backward(), torch.device("cpu"))
+
+    kept, recomputed = (peak(loss_of(functools.partial(run, way))) for way in OF_TORCH.values())
+    assert max(kept, recomputed) < peak(REFERENCE) / 4
+    assert recomputed < kept
+
+
+# --- contract of the operator ---------------------------------------------------------------------
+
+
+@each_way
+@each_divergence
+def test_repeats_bit_for_bit(device, way, options, chunked):
+    inputs = ignore(make(device, rows=40, vocab=300), 0.3) | options
+    inputs |= {"cross_entropy_weight": 0.5}
+    assert_repeatable(loss_of(functools.partial(run, way)), inputs, wrt=parameters(inputs))
+
+
+@each_way
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_only_the_gradients_that_are_needed(device, way, name):
+    inputs = ignore(make(device), 0.5)
+    whole = with_gradients(inputs)
+    run(way, **whole).loss.backward()
+    asked = inputs[name].detach().requires_grad_()
+    run(way, **(inputs | {name: asked})).loss.backward()
+    assert torch.equal(asked.grad, whole[name].grad)
+
+
+def test_how_many_rows_are_kept(device):
+    """On a CPU those that count; a kernel that knows of no number keeps none."""
+    inputs = with_gradients(make(device, rows=20, width=400, teacher_width=400))
+    inputs["mask"] = torch.arange(20, device=device) < 5
+
+    def kept(backend: str, inputs=inputs, **options) -> int:
+        if backend == "torch" and inputs["input"].is_cuda:
+            pytest.skip("the torch backend is for CPU tensors")
+        with fastplm.use_backend(backend):
+            loss = ops.linear_distillation(**inputs, **options).loss
+        if loss.grad_fn is None:
+            return 0
+        shapes = {tuple(one.shape) for one in loss.grad_fn.saved_tensors if one is not None}
+        return max((rows for rows, *rest in shapes if rest and rest[0] in (70, 128)), default=0)
+
+    assert kept("torch") == kept("torch", expected_targets=9) == 5
+    assert kept("torch", logits_budget=0) == 0
+    assert kept("triton") == kept("triton", logits_budget=0, expected_targets=9) == 0
+    assert kept("triton", expected_targets=9) == 9
+    assert kept("triton", logits_budget=1 << 20) == 20
+
+
+@ways(kept=WAYS["torch-kept"], recomputed=WAYS["torch-recomputed"], eager=EAGER)
+def test_compiled(device, way):
+    torch._dynamo.reset()
+    inputs = ignore(make(device, rows=65), 0.85) | dict(cross_entropy_weight=0.5, divergence="js")
+    compiled = torch.compile(ops.linear_distillation, fullgraph=True)
+    candidate = loss_of(functools.partial(run, way, compiled))
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        assert_within_budget(candidate, REFERENCE, inputs, wrt=parameters(inputs))

@@ -1,0 +1,36 @@
+"""The launch configurations of what ``linear_cross_entropy`` has no kernel for."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fastplm.triton_kernels._launch import arch_of, is_recording, nearest_arch
+
+# (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages), of the kernels that
+# multiply a tile of both sides: their accumulators are two tiles in fp32. "js": the mixture's pass.
+# Not measured on a device yet: chosen by the compile tests, which allow no spills.
+_TABLE = {
+    (80, True, "forward"): (64, 64, 64, 4, 2),
+    (80, True, "js"): (64, 64, 64, 4, 2),
+    (80, True, "dz"): (64, 64, 64, 4, 2),
+    (80, False, "forward"): (32, 64, 32, 4, 1),
+    (80, False, "js"): (32, 64, 32, 4, 1),
+    (80, False, "dz"): (32, 64, 32, 4, 1),
+}
+
+
+def tile_config(which: str, *sides: torch.Tensor) -> dict[str, int]:
+    """Of tiles whose rows are ``sides``: those of 16 bits are for two of these."""
+    half = all(side.dtype.itemsize == 2 for side in sides)
+    look_up = _look_up.__wrapped__ if is_recording() else _look_up
+    return look_up(which, half, arch_of(sides[0].device))
+
+
+@functools.lru_cache
+def _look_up(which: str, half: bool, arch: int) -> dict[str, int]:
+    known = tuple(arch for arch, h, name in _TABLE if (h, name) == (half, which))
+    config = _TABLE[nearest_arch(arch, known), half, which]
+    names = ("BLOCK_N", "BLOCK_V", "BLOCK_E", "num_warps", "num_stages")
+    return dict(zip(names, config, strict=True))

@@ -1,0 +1,194 @@
+"""The launchers of the forward and the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastplm.triton_kernels._launch import cdiv, launch
+from fastplm.triton_kernels.linear_cross_entropy.backward import (
+    Logits,
+    backward_kept,
+    backward_recomputed,
+)
+from fastplm.triton_kernels.linear_cross_entropy.launch import operands_of
+from fastplm.triton_kernels.linear_cross_entropy.rows import parts_of, write_order
+from fastplm.triton_kernels.linear_distillation.backward import (
+    _linear_distillation_bwd_logits_kernel,
+)
+from fastplm.triton_kernels.linear_distillation.configs import tile_config
+from fastplm.triton_kernels.linear_distillation.forward import (
+    both_sides,
+    forward_kept,
+    forward_recomputed,
+)
+from fastplm.triton_kernels.linear_distillation.tiles import DIVERGENCES
+
+
+def _setting(
+    divergence: str,
+    beta: float,
+    temperature: float,
+    distillation_weight: float,
+    cross_entropy_weight: float,
+) -> dict[str, Any]:
+    """What the kernels that make D are told of the call."""
+    return dict(
+        inverse_temperature=1.0 / temperature,
+        beta=beta,
+        distillation_scale=distillation_weight * temperature,
+        cross_entropy_weight=cross_entropy_weight,
+        DIVERGENCE=DIVERGENCES[divergence],
+        TEMPERED=temperature != 1.0,
+        DISTILLS=distillation_weight != 0,
+        HARD=cross_entropy_weight != 0,
+    )
+
+
+def linear_distillation_fwd(
+    loss: torch.Tensor,
+    distillation: torch.Tensor,
+    cross_entropy: torch.Tensor,
+    statistics: torch.Tensor,
+    grad_logits: torch.Tensor,
+    slots: torch.Tensor,
+    order: torch.Tensor,
+    *,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    teacher_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    has_target: bool,
+    ignore_index: int,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    distillation_weight: float,
+    cross_entropy_weight: float,
+    kept_rows: int,
+) -> None:
+    """Launch the forward, which writes the seven tensors before the keywords.
+
+    Loss and its parts fp32 [N]; statistics fp32 [7, N]; the others as in ``linear_cross_entropy``.
+    """
+    write_order(target, ignore_index, kept_rows, order)
+    parts = parts_of(order, kept_rows)
+    student = operands_of(input, linear_weight, linear_bias, parts)
+    teacher = operands_of(teacher_input, teacher_weight, teacher_bias, parts)
+    setting = dict(
+        **_setting(divergence, beta, temperature, distillation_weight, cross_entropy_weight),
+        temperature_squared=temperature**2,
+        distillation_weight=distillation_weight,
+        HAS_TARGET=has_target,
+    )
+    results = dict(
+        target_ptr=target,
+        loss_ptr=loss,
+        distillation_ptr=distillation,
+        cross_entropy_ptr=cross_entropy,
+        statistics_ptr=statistics,
+        rows_total=target.shape[0],
+    )
+    for part in parts:
+        if part.kept:
+            forward_kept(part, student, teacher, setting, results, grad_logits, slots)
+        else:
+            forward_recomputed(part, student, teacher, setting, results)
+
+
+def linear_distillation_bwd(
+    grad_input: torch.Tensor,
+    grad_weight: torch.Tensor,
+    grad_bias: torch.Tensor,
+    *,
+    grad_loss: torch.Tensor,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    teacher_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    statistics: torch.Tensor,
+    grad_logits: torch.Tensor,
+    slots: torch.Tensor,
+    order: torch.Tensor,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    distillation_weight: float,
+    cross_entropy_weight: float,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> None:
+    """Launch the backward, which writes the three gradients; those not needed have no elements.
+
+    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same.
+    """
+    parts = parts_of(order, grad_logits.shape[0])
+    if not parts:
+        grad_weight.zero_()
+        grad_bias.zero_()
+        return
+    student = operands_of(input, linear_weight, linear_bias, parts)
+    teacher = operands_of(teacher_input, teacher_weight, teacher_bias, parts)
+    setting = _setting(divergence, beta, temperature, distillation_weight, cross_entropy_weight)
+    dw, db = grad_weight, grad_bias
+    if len(parts) > 1:  # the parts add up in fp32
+        dw, db = dw.float(), db.float()
+    grads = dict(
+        dx_ptr=grad_input if need_input else None,
+        dw_ptr=dw if need_weight else None,
+        db_ptr=db if need_bias else None,
+    )
+    config = tile_config("dz", input, teacher_input)
+    for number, part in enumerate(parts):
+        if part.kept:
+            backward_kept(
+                part, student, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
+            )
+            continue
+
+        def write(dz: torch.Tensor, chunk_start: int, columns: int, part: Any = part) -> None:
+            launch(
+                _linear_distillation_bwd_logits_kernel,
+                (cdiv(part.rows, config["BLOCK_N"]), cdiv(columns, config["BLOCK_V"])),
+                input.device,
+                target_ptr=target,
+                g_ptr=grad_loss,
+                statistics_ptr=statistics,
+                dz_ptr=dz,
+                rows_total=target.shape[0],
+                chunk_start=chunk_start,
+                stride_dzn=dz.stride(0),
+                stride_g=grad_loss.stride(0),
+                **part.arguments(),
+                **both_sides(student, teacher),
+                **setting,
+                **config,
+            )
+
+        backward_recomputed(
+            part,
+            student,
+            **grads,
+            accumulates=number > 0,
+            logits=Logits(write, config),
+            # Of what reads a stored dZ these are not read.
+            target_ptr=target,
+            g_ptr=grad_loss,
+            log_probability_ptr=statistics,
+            max_ptr=statistics,
+            sum_ptr=statistics,
+            label_smoothing=0.0,
+            stride_g=grad_loss.stride(0),
+            SMOOTHED=False,
+        )
+    for grad, total in ((grad_weight, dw), (grad_bias, db)):
+        if total is not grad:
+            grad.copy_(total)
