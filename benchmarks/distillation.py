@@ -13,7 +13,7 @@ DIR of the model is a MiniLM (``BertModel``); DIR of the data holds text/, pairs
    of a German caption is its translation's (1,000 test captions), against the same student before
    its first step, which has the teacher's layers and its embeddings of the common tokens.
 
-Runs are kept in --work and continued there if the script is stopped.
+Runs are kept in --work, each with its log, and continued there if the script is stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import csv
 import gzip
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,10 @@ def run(out: Path, **settings: Any) -> dict[str, Any]:
     if out.exists() and not can_resume(out):
         settings["overwrite"] = True
     arguments = DistillArguments(
-        out=out, resume=can_resume(out), save_every=40, log_every=40, **settings
+        out=out, resume=can_resume(out), save_every=20, log_every=20, **settings
     )
-    with contextlib.redirect_stderr(io.StringIO()):
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_suffix(".log").open("a") as log, contextlib.redirect_stderr(log):
         return distill(arguments)
 
 
