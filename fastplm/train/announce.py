@@ -62,6 +62,44 @@ def pretraining(
     return block(rows)
 
 
+def flops_a_token(model: nn.Module, length: int) -> float:
+    """Forward and backward of one token, without the heads over the vocabulary.
+
+    ``6 N + 12 layers width length``: each weight takes part in a product of the forward and in two
+    of the backward, of two operations each; so does attention, whose scores and sums have ``2 width
+    length`` products a layer.
+
+    Source: Kaplan et al. 2020 (arXiv 2001.08361), §2.1.
+    """
+    parts = [getattr(model, name, None) for name in ("generator", "discriminator")]
+    models: list[Any] = [part for part in parts if part is not None] or [model]
+    total = 0.0
+    for part in models:
+        config = part.config
+        layers = config.num_hidden_layers + (getattr(config, "decoder_layers", 0) or 0)
+        looked_up = {
+            id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)
+        }
+        used = layers / getattr(config, "num_hidden_groups", layers)  # of ALBERT's shared layers
+        for name, weight in part.named_parameters():
+            if id(weight) not in looked_up and weight.dim() > 1:
+                total += 6 * weight.numel() * (used if "layer_groups" in name else 1)
+        total += 12 * layers * config.hidden_size * length
+    return total
+
+
+def _files(args: PretrainArguments, data: RunData) -> str:
+    if not isinstance(data.documents, TextFiles):
+        return ", ".join(map(str, args.corpus))
+    names = [str(path) for path, *_ in data.documents.files]
+    more = len(names) - _NAMED_FILES
+    return ", ".join(names[:_NAMED_FILES]) + (f" and {more:,} more files" if more > 0 else "")
+
+
+def _from_cache(what: str, args: PretrainArguments, data: RunData) -> str:
+    return f" (found in {args.cache})" if what in data.cached else ""
+
+
 def distilling(
     args: Any, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
 ) -> str:
@@ -98,45 +136,7 @@ def _size(model: Any) -> str:
     )
 
 
-def flops_a_token(model: nn.Module, length: int) -> float:
-    """Forward and backward of one token, without the heads over the vocabulary.
-
-    ``6 N + 12 layers width length``: each weight takes part in a product of the forward and in two
-    of the backward, of two operations each; so does attention, whose scores and sums have ``2 width
-    length`` products a layer.
-
-    Source: Kaplan et al. 2020 (arXiv 2001.08361), §2.1.
-    """
-    parts = [getattr(model, name, None) for name in ("generator", "discriminator")]
-    models: list[Any] = [part for part in parts if part is not None] or [model]
-    total = 0.0
-    for part in models:
-        config = part.config
-        layers = config.num_hidden_layers + (getattr(config, "decoder_layers", 0) or 0)
-        looked_up = {
-            id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)
-        }
-        used = layers / getattr(config, "num_hidden_groups", layers)  # of ALBERT's shared layers
-        for name, weight in part.named_parameters():
-            if id(weight) not in looked_up and weight.dim() > 1:
-                total += 6 * weight.numel() * (used if "layer_groups" in name else 1)
-        total += 12 * layers * config.hidden_size * length
-    return total
-
-
-def _files(args: Any, data: RunData) -> str:
-    if not isinstance(data.documents, TextFiles):
-        return ", ".join(map(str, args.corpus))
-    names = [str(path) for path, *_ in data.documents.files]
-    more = len(names) - _NAMED_FILES
-    return ", ".join(names[:_NAMED_FILES]) + (f" and {more:,} more files" if more > 0 else "")
-
-
-def _from_cache(what: str, args: Any, data: RunData) -> str:
-    return f" (found in {args.cache})" if what in data.cached else ""
-
-
-def _precision(args: Any, training_arguments: TrainingArguments) -> str:
+def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -> str:
     name = "bf16" if training_arguments.bf16 else "fp32"
     if args.precision != "auto":
         return f"{name}, as --precision says"
