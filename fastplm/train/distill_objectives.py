@@ -44,6 +44,8 @@ class Distillation(PreTrainedModel):
     """
 
     base_model_prefix = "student"
+    #: ``forward`` divides by ``num_items_in_batch``: the Trainer is to pass it.
+    accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True

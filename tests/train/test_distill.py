@@ -620,10 +620,11 @@ def vars_of(words: list[str]) -> dict:
     return given
 
 
-def test_accumulated_batches_are_one_large_batch(distilled, bert, tmp_path):
+@pytest.mark.parametrize("recipe", ["distilbert", "minilm"])
+def test_accumulated_batches_are_one_large_batch(recipe, distilled, bert, tmp_path):
     losses_of = []
     for name, size, micro in (("one", 4, 1), ("two", 2, 2)):
-        options = {"recipe": "minilm", "batch_size": size, "gradient_accumulation": micro}
+        options = {"recipe": recipe, "batch_size": size, "gradient_accumulation": micro}
         options |= {"dropout": 0, "steps": 2}
         out = tmp_path / name
         assert main(distilled(out, bert / "model", **options)) == 0
