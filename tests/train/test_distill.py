@@ -15,7 +15,7 @@ import fastplm.models
 from fastplm._checks import ArgumentValueError
 from fastplm.cli import _parser, main
 from fastplm.data import load_tokenizer
-from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
+from fastplm.testing import check_in_fp64
 from fastplm.train import distill_losses as losses
 from fastplm.train.arguments import DistillArguments
 from fastplm.train.distill import (
@@ -630,8 +630,7 @@ def test_accumulated_batches_are_one_large_batch(recipe, distilled, bert, tmp_pa
         assert main(distilled(out, bert / "model", **options)) == 0
         history = json.loads((out / "metrics.json").read_text())["history"]
         losses_of.append([entry["loss"] for entry in history])
-    one, two = (torch.tensor(each) for each in losses_of)
-    check_error("loss", two, one.double(), [two], FORWARD_FACTOR)
+    assert losses_of[1] == pytest.approx(losses_of[0], rel=1e-3)  # wrong means are twice as large
 
 
 def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
