@@ -1,4 +1,4 @@
-"""The command line: ``fastplm pretrain``, ``finetune``, ``embed`` and the other commands."""
+"""The command line: ``fastplm pretrain``, ``finetune``, ``score`` and the other commands."""
 
 from __future__ import annotations
 
@@ -79,6 +79,17 @@ def _pretrain(**settings: Any) -> int:
         args = PretrainArguments(**settings)
         metrics = dry_run.dry_run(args) if args.dry_run else pretrain(args)
     summary = dry_run.summary if args.dry_run else report.summary
+    if metrics:
+        print(summary(metrics))
+    return 0
+
+
+def _distill(**settings: Any) -> int:
+    from fastplm.train.distill import DistillArguments, distill
+    from fastplm.train.report import summary
+
+    with _running():
+        metrics = distill(DistillArguments(**settings))
     if metrics:
         print(summary(metrics))
     return 0
@@ -188,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     from fastplm.train.arguments import (
         MINUTES,
         NOT_NEGATIVE,
+        DistillArguments,
         FinetuneArguments,
         PretrainArguments,
         add_settings,
@@ -286,4 +298,14 @@ def _parser() -> argparse.ArgumentParser:
         **shown,
     )
     add_settings(score, ScoreArguments)
+    distill = command(
+        _distill,
+        "train a small model to answer as a larger one does",
+        description="Distil a teacher into a smaller student. Recipes: distilbert (predictions at "
+        "the masked tokens, labels and last hidden states; also GPT-2), tinybert (attention and "
+        "hidden states of several layers), minilm and minilm-v2 (attention and relations of one "
+        "layer), electra (a discriminator), multilingual (sentence vectors, from parallel text).",
+        **shown,
+    )
+    add_settings(distill, DistillArguments)
     return parser

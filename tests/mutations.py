@@ -45,6 +45,9 @@ DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 MAXSIM = "fastplm/ops/maxsim.py"
 CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
+DISTILL_LOSSES = "fastplm/train/distill_losses.py"
+DISTILL = "fastplm/train/distill_objectives.py"
+DISTILLATION = "tests/train/test_distill.py -k"
 PAIRS = "fastplm/data/pairs.py"
 SCORE = "fastplm/inference/score.py"
 SCORES = "tests/inference/test_score.py -k"
@@ -673,6 +676,82 @@ MUTATIONS = (
 """,
         "",
         f"{CONTRACT} loss_of_each",
+    ),
+    # --- distillation
+    Mutation(
+        DISTILL_LOSSES,
+        "distance, grad = distance.where(inside, 0), grad.where(inside[..., None], 0)",
+        "pass",
+        f"{DISTILLATION} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "student, teacher = student.where(keys, lowest), teacher.where(keys, lowest)",
+        "pass",
+        f"{DISTILLATION} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "first.shape[-1] ** 0.5\n\n\ndef _relation",
+        "1\n\n\ndef _relation",
+        f"{DISTILLATION} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "(grad @ b, grad.transpose(-1, -2) @ a)",
+        "(grad @ b, grad @ a)",
+        f"{DISTILLATION} relations",
+    ),
+    Mutation(
+        DISTILL_LOSSES,
+        "return _sum(crossed - own, mask) * temperature**2",
+        "return _sum(crossed - own, mask)",
+        f"{DISTILLATION} detections",
+    ),
+    Mutation(
+        DISTILL,
+        "parts = self.parts(student, teacher, None if whole else batch.mask)",
+        "parts = self.parts(student, teacher, None)",
+        f"{DISTILLATION} tinybert",
+    ),
+    Mutation(
+        DISTILL,
+        "teacher.hidden_states[index + 1]",
+        "teacher.hidden_states[index]",
+        f"{DISTILLATION} tinybert",
+    ),
+    Mutation(
+        DISTILL,
+        "layer = self.settings.teacher_layer or len(layers_of(self.teacher))",
+        "layer = len(layers_of(self.teacher))",
+        f"{DISTILLATION} minilm",
+    ),
+    Mutation(
+        DISTILL,
+        "return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)",
+        "return hidden.mean(1)",
+        f"{DISTILLATION} multilingual",
+    ),
+    Mutation(
+        DISTILL, "joint.config.stage = 2", "joint.config.stage = None", f"{DISTILLATION} electra"
+    ),
+    Mutation(
+        "fastplm/train/distill.py",
+        'num_items = self._in_step["num_tokens_in_batch"]',
+        "pass",
+        f"{DISTILLATION} accumulated",
+    ),
+    Mutation(
+        "fastplm/train/distill.py",
+        'name: None if path is None else f"files whose hash is {hash_of_model(path)}"',
+        "name: None",
+        f"{DISTILLATION} resumed",
+    ),
+    Mutation(
+        "fastplm/train/distill.py",
+        "new[target] = old[source]",
+        "pass",
+        f"{DISTILLATION} vocabularies",
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,6 +112,42 @@ def _files(args: PretrainArguments, data: RunData) -> str:
 
 def _from_cache(what: str, args: PretrainArguments, data: RunData) -> str:
     return f" (found in {args.cache})" if what in data.cached else ""
+
+
+def distilling(
+    args: Any, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
+) -> str:
+    """The lines that a distillation prints first; ``model`` is a ``Distillation``."""
+    held_out = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
+    processes = training_arguments.world_size
+    samples = args.batch_size * args.gradient_accumulation * processes
+    rows = {
+        "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
+        f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
+        "held out": f"{held_out:,} samples of the last {len(data.all) - len(data.store):,} tokens",
+        "vocabulary": f"{len(data.tokenizer):,} tokens",
+        "teacher": f"{args.teacher}: {_size(model.teacher)}",
+        "student": _size(model.student),
+        "recipe": args.recipe,
+        "training": f"steps {done + 1:,} to {args.steps:,}, {samples:,} samples of at most "
+        f"{args.block_size} tokens each"
+        if done < args.steps
+        else f"all {done:,} steps are done",
+        "precision": _precision(args, training_arguments),
+        "device": f"{_device(training_arguments)}, {processes} process"
+        f"{'es' if processes > 1 else ''}",
+        "backends": _backends_here(training_arguments.device),
+        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
+    }
+    return block(rows)
+
+
+def _size(model: Any) -> str:
+    config, count = model.config, sum(weight.numel() for weight in model.parameters())
+    return (
+        f"{type(model).__name__}, {config.num_hidden_layers} layers, width {config.hidden_size}, "
+        f"{config.num_attention_heads} heads: {count:,} parameters"
+    )
 
 
 def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -> str:

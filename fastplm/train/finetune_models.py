@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.utils import logging
 import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
+from fastplm.train._checkpoint import config_at, set_dropout
 from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import ENCODERS, FinetuneArguments
 from fastplm.train.finetune_tasks import CAUSAL, Task
@@ -24,21 +24,6 @@ from fastplm.train.frozen import Frozen, Kept
 #: What a GPT reads around its texts.
 START, DELIMITER, EXTRACT = "<|start|>", "<|delimiter|>", "<|extract|>"
 _PADDING = "<|padding|>"
-_DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "dropout_rate",
-    "attention_dropout",
-    "activation_dropout",
-    "summary_last_dropout",
-    "summary_first_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-)
 
 
 def read_config(args: FinetuneArguments, **settings: Any) -> Any:
@@ -56,22 +41,6 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         got = f"{value} with --model {args.model}, a {config.model_type}"
         args.check(name, able or value == default, expected, "Leave the option out.", got)
     return config
-
-
-def config_at(path: str | Path, argument: str, **settings: Any) -> Any:
-    """The configuration in a folder, which ``argument`` names."""
-    from transformers import AutoConfig
-
-    load = functools.partial(AutoConfig.from_pretrained, path, local_files_only=True, **settings)
-    return loaded("finetune", argument, path, "a checkpoint with its config.json", load)
-
-
-def set_dropout(config: Any, rate: float | None) -> None:
-    """Set every dropout of a configuration, and of the parts of an encoder-decoder's."""
-    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
-        for name in _DROPOUTS if rate is not None else ():
-            if hasattr(each, name):
-                setattr(each, name, rate)
 
 
 # --- the tokenizer --------------------------------------------------------------------------------

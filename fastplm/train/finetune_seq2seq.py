@@ -22,10 +22,10 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
+from fastplm.train._checkpoint import config_at, set_dropout
 from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
-from fastplm.train.finetune_models import config_at, set_dropout
 from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.

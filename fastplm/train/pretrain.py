@@ -71,26 +71,86 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
     args.check("dry_run", not args.dry_run, "False", "Call fastplm.train.dry_run.dry_run.")
-    with started(args, own=[Path(args.cache)]) as before:
-        return _pretrain(args, Path(args.out), before)
+    return train_on_stream(Pretraining(args))
 
 
-def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+class Pretraining:
+    """What a run over a stream of samples reads, trains and writes; a base of others."""
+
+    #: The folders that it reads and that are compared by their contents when it is resumed.
+    compared_otherwise: frozenset[str] = frozenset()
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    @property
+    def title(self) -> str:
+        """Of the picture of the losses."""
+        return f"{self.args.arch}: pre-training loss"
+
+    def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
+        return prepare_data(self.args, training_arguments, checkpoint)
+
+    def facts(self) -> dict[str, Any]:
+        """What the losses depend on beside settings and data."""
+        return {}
+
+    def trainer(
+        self,
+        training_arguments: TrainingArguments,
+        data: RunData,
+        callbacks: list[TrainerCallback],
+    ) -> tuple[Any, Any]:
+        return _make_trainer(self.args, training_arguments, data, callbacks)
+
+    def announcement(
+        self, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
+    ) -> str:
+        from fastplm.train.announce import pretraining
+
+        return pretraining(self.args, data, model, training_arguments, done)
+
+    def models(self, model: Any) -> dict[str, Any]:
+        """The models that are saved, by the names of their folders."""
+        if self.args.objective != "rtd":
+            return {"model": model}
+        models = {"discriminator": model.discriminator}
+        if model.generator is not None:
+            models["generator"] = model.generator
+        return models
+
+    def flops_a_token(self, model: Any, tokenizer: Any) -> float | None:
+        """Of a step's forward and backward; see ``flops``. None: they are not counted."""
+        return objective_of(self.args)(self.args, tokenizer).flops_a_token(model.config)
+
+    def held_out(self, model: Any, samples: Any, collator: Any) -> dict[str, Any]:
+        """The losses of held-out text."""
+        from fastplm.train.evaluate import evaluate
+
+        loss = objective_of(self.args).token_loss
+        return evaluate(model, samples, collator, self.args.batch_size, loss)
+
+
+def train_on_stream(training: Pretraining) -> dict[str, Any]:
+    """Run, or resume, a training over a stream of samples; returns ``metrics.json``."""
+    with started(training.args, own=[Path(training.args.cache)]) as before:
+        return _pretrain(training, Path(training.args.out), before)
+
+
+def _pretrain(training: Pretraining, out: Path, before: dict[str, Any] | None) -> dict[str, Any]:
     from transformers.integrations import TensorBoardCallback
 
-    from fastplm.train.announce import pretraining
-
-    checkpoint, done = None, 0
+    args, checkpoint, done = training.args, None, 0
     wrong: str | None = ""
     if before is not None:
         wrong = damage(out)
-        checkpoint = checkpoint_to_resume("pretrain", out)
+        checkpoint = checkpoint_to_resume(args.where, out)
         done = int(checkpoint.name.removeprefix("checkpoint-"))
         _check_steps(args, before, done)
     training_arguments = _training_arguments(args, out)
     with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
-        data = prepare_data(args, training_arguments, checkpoint)
-    run = _record(args, data, training_arguments)
+        data = training.prepare(training_arguments, checkpoint)
+    run = _record(training, data, training_arguments)
     if before is not None:
         _check_same_run(args, run, before)
         if wrong is None and before["steps"] == args.steps:
@@ -105,13 +165,13 @@ def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None)
         # What the killed run had logged beyond its last checkpoint is logged again.
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
         callbacks.append(TensorBoardCallback(writer))
-    trainer, collator = _make_trainer(args, training_arguments, data, callbacks)
+    trainer, collator = training.trainer(training_arguments, data, callbacks)
     if callbacks:
-        with writing("pretrain", out):
+        with writing(args.where, out):
             (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
             data.tokenizer.save_pretrained(out / "tokenizer")
         run["starts"] = [*(before or {"starts": []})["starts"], done]
-        text = pretraining(args, data, trainer.model, training_arguments, done)
+        text = training.announcement(data, trainer.model, training_arguments, done)
         if before is not None and before["steps"] != args.steps:
             text += (
                 f"\nThe run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
@@ -121,8 +181,8 @@ def _pretrain(args: PretrainArguments, out: Path, before: dict[str, Any] | None)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {}
     if callbacks:
-        with writing("pretrain", out):
-            metrics = _finish(args, out, trainer, data, collator, run)
+        with writing(args.where, out):
+            metrics = _finish(training, out, trainer, data, collator, run)
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -204,6 +264,13 @@ def corrupts_on_device(operator: str | None) -> bool:
     return torch.cuda.is_available() and able
 
 
+def collation(collator: Any) -> dict[str, Any]:
+    """What a ``PretrainingTrainer`` is told of a collator."""
+    if corrupts_on_device(collator.op):
+        return {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    return {"data_collator": collator}
+
+
 def _make_trainer(
     args: PretrainArguments,
     training_arguments: TrainingArguments,
@@ -222,9 +289,7 @@ def _make_trainer(
     if args.electra_generator == "unigram":
         model.set_token_counts(count_tokens(data.store, data.tokenizer))
     collator = make_collator(args, data.tokenizer)
-    settings: dict[str, Any] = {"data_collator": collator}
-    if corrupts_on_device(collator.op):
-        settings = {"data_collator": collator.pad, "corrupt": collator.corrupt}
+    settings = collation(collator)
     kind: type[PretrainingTrainer] = PretrainingTrainer
     if args.two_stage:
         kind = TwoStageTrainer
@@ -245,7 +310,7 @@ def _make_trainer(
     return trainer, collator
 
 
-def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments:
+def _training_arguments(args: Any, out: Path) -> TrainingArguments:
     from fastplm.train.trainer import training_arguments
 
     return training_arguments(
@@ -272,7 +337,7 @@ def _training_arguments(args: PretrainArguments, out: Path) -> TrainingArguments
 # --- what a run is, and whether it is the same one ------------------------------------------------
 
 
-def _check_steps(args: PretrainArguments, before: dict[str, Any], done: int) -> None:
+def _check_steps(args: Any, before: dict[str, Any], done: int) -> None:
     """Check the steps of a resumed run, and keep the warm-up with which it began."""
     if args.usual_warmup and not args.two_stage:
         args.warmup = before["warmup"]
@@ -287,14 +352,15 @@ def _check_steps(args: PretrainArguments, before: dict[str, Any], done: int) -> 
 
 
 def _record(
-    args: PretrainArguments, data: RunData, training_arguments: TrainingArguments
+    training: Pretraining, data: RunData, training_arguments: TrainingArguments
 ) -> dict[str, Any]:
     """What the loss curve depends on, and some of what it does not."""
+    args = training.args
     description = data.tokenizer.backend_tokenizer.to_str()
     samples = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
     return describe(
         args,
-        _FREE_ON_RESUME | _COMPARED_OTHERWISE,
+        _FREE_ON_RESUME | _COMPARED_OTHERWISE | training.compared_otherwise,
         steps=args.steps,
         corpus={
             "paths": list(args.corpus),
@@ -309,10 +375,11 @@ def _record(
         processes=training_arguments.world_size,
         precision="bf16" if training_arguments.bf16 else "fp32",
         threads=torch.get_num_threads(),
+        **training.facts(),
     )
 
 
-def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[str, Any]) -> None:
+def _check_same_run(args: Any, run: dict[str, Any], before: dict[str, Any]) -> None:
     ours, theirs = run["corpus"], before["corpus"]
     changed = ", whose text has changed since" if ours["paths"] == theirs["paths"] else ""
     args.check(
@@ -325,7 +392,7 @@ def _check_same_run(args: PretrainArguments, run: dict[str, Any], before: dict[s
     # A setting that a run of an older version did not have was its default.
     before = {each.name: each.default for each in fields(args)} | before
     apart = {"corpus", "held_out", "steps", "threads", "starts"}
-    check_same("pretrain", {name: run[name] for name in run if name not in apart}, before)
+    check_same(args.where, {name: run[name] for name in run if name not in apart}, before)
     samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]
     args.check(
         "cache",
@@ -347,25 +414,20 @@ def _described(corpus: dict[str, Any], changed: str = "") -> str:
 
 
 def _finish(
-    args: PretrainArguments,
+    training: Pretraining,
     out: Path,
     trainer: Any,
     data: RunData,
     collator: Any,
     run: dict[str, Any],
 ) -> dict[str, Any]:
-    from fastplm.train.evaluate import evaluate
     from fastplm.train.report import curve, plot_losses, versions
 
-    model = trainer.model
-    models = {"model": model}
-    if args.objective == "rtd":
-        models = {"discriminator": model.discriminator}
-        if model.generator is not None:
-            models["generator"] = model.generator
+    args, model = training.args, trainer.model
+    models = training.models(model)
     save_models(out, models, {"": data.tokenizer})
     history = curve(trainer.state.log_history)
-    flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
+    flops = training.flops_a_token(model, data.tokenizer)
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
@@ -374,7 +436,7 @@ def _finish(
         "processes": trainer.args.world_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         # Of all steps: those of a token in full samples, times the tokens without padding.
-        "flops": flops * trainer.tokens_per_second * trainer.train_seconds,
+        "flops": flops and flops * trainer.tokens_per_second * trainer.train_seconds,
         "flops_per_token": flops,
         "vocab_size": len(data.tokenizer),
         "history": history,
@@ -391,10 +453,8 @@ def _finish(
         "picture": str(out / "loss.png"),
     }
     if data.held_out is not None:
-        metrics["held_out"] = evaluate(
-            model, data.held_out, collator, args.batch_size, objective_of(args).token_loss
-        )
-    plot_losses(out / "loss.png", f"{args.arch}: pre-training loss", history)
+        metrics["held_out"] = training.held_out(model, data.held_out, collator)
+    plot_losses(out / "loss.png", training.title, history)
     write_json(out / "metrics.json", metrics)
     seal(out, [*models, "tokenizer", "loss.png", "metrics.json", RECORD])
     return metrics

@@ -74,6 +74,8 @@ def write_files(folder: Path) -> None:
     (folder / "my-texts").mkdir()
     for name in ("wiki.txt", "my-texts/one.txt"):
         (folder / name).write_text("\n\n".join(stories))
+    for name in ("captions.en.txt", "captions.de.txt"):
+        (folder / name).write_text("\n".join(map(sentence, range(60))))
     labelled = [f"{'good' if i % 2 else 'bad'}\t{sentence(i)}" for i in range(20)]
     for name in ("reviews.tsv", "train.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(("label\ttext", *labelled)))

@@ -51,6 +51,7 @@ SMALL = {
     "embed": "--batch-tokens 512",
     "prompt": "--max-samples 4",
     "score": "--threads 1",
+    "distill": "--steps 2 --batch-size 2 --block-size 32 --precision fp32",
 }
 
 
@@ -123,6 +124,11 @@ CUTS = {
         "--ops mask_tokens --rounds 1 --turns 1",
         says=r"(?s)before: main \(\w+\); after: \w.* of \d+ flagged",
         judges=True,
+        slow=True,
+    ),
+    "python benchmarks/distillation.py": Cut(
+        "--seeds 1 --scale 0.01",
+        leaves=tuple(f"{RESULTS}/cpu/distillation.{kind}" for kind in ("csv", "md")),
         slow=True,
     ),
     "python benchmarks/finetuning.py": Cut(

@@ -99,7 +99,7 @@ def refused(capsys):
         shown = capsys.readouterr()
         *before, line = shown.err.splitlines()
         assert found == code and not shown.out, shown
-        assert re.match("fastplm( pretrain| finetune)?: error: ", line), shown.err
+        assert re.match("fastplm( pretrain| finetune| distill)?: error: ", line), shown.err
         assert not any("error" in text or "Traceback" in text for text in before)
         for word in words:
             assert word in line

@@ -11,17 +11,7 @@ import fastplm
 from fastplm.cli import _parser, main
 from fastplm.train.demo import LEAST_STEPS
 
-COMMANDS = (
-    "info",
-    "measure",
-    "demo",
-    "pretrain",
-    "finetune",
-    "classic",
-    "embed",
-    "prompt",
-    "score",
-)
+COMMANDS = "info measure demo pretrain finetune distill classic embed prompt score".split()
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
@@ -96,6 +86,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
         (f"{TUNE} --threshold high", "--threshold: got 'high'; expected a number"),
         (f"{TUNE} --threshold nan", "--threshold: got 'nan'; expected a number"),
         (f"{TUNE} --seeds 0", "--seeds: got '0'; expected a whole number from 1"),
+        ("distill --recipe bert", "--recipe: got 'bert'; .*. Did you mean distilbert?"),
         ("demo --minutes -1", "--minutes: got '-1'; expected a number, 0 or more"),
         ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
     ],

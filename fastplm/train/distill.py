@@ -1,0 +1,553 @@
+"""Knowledge distillation, from a teacher and text to a smaller student."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastplm.models
+from fastplm._checks import DataError
+from fastplm.data import PretrainingStream, TokenStore, load_tokenizer, train_tokenizer
+from fastplm.data._folder import file_hash
+from fastplm.train._checkpoint import set_dropout
+from fastplm.train._run_folder import loaded
+from fastplm.train.arguments import DistillArguments, PretrainArguments
+from fastplm.train.distill_data import (
+    ParallelCollator,
+    ParallelText,
+    PlainCollator,
+    parallel_lines,
+    parallel_stores,
+)
+from fastplm.train.distill_objectives import KINDS, Distillation, uniform_layers
+from fastplm.train.flops import MASKED, flops_a_token
+from fastplm.train.losses import counted_labels, tokens_and_sequences
+from fastplm.train.pretrain import Pretraining, collation, train_on_stream
+from fastplm.train.pretrain_data import (
+    HELD_OUT,
+    HELD_OUT_SAMPLES,
+    RunData,
+    make_collator,
+    prepare_data,
+)
+from fastplm.train.trainer import DETECTION_COUNTS, PretrainingTrainer, detection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+
+_ENCODERS = ("bert", "roberta", "albert", "electra")
+_DECODERS = ("gpt2",)
+#: The files that a model and its tokenizer are read from.
+_READ = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
+# `bert.encoder.layer.3.output.dense.weight`, `transformer.h.3.…`,
+# `albert.encoder.albert_layer_groups.3.…`: the list, the number and the rest.
+_LAYER = re.compile(r"(.*encoder\.layer|.*\bh|.*albert_layer_groups)\.(\d+)\.(.*)")
+
+
+def distill(args: DistillArguments) -> dict[str, Any]:
+    """Train a student; write checkpoints, ``model/``, ``metrics.json``, ``loss.png``.
+
+    A run is stopped and resumed as a pre-training is. Returns the content of ``metrics.json``.
+
+    Raises:
+        FastplmError: a model, the corpus, the output folder or a setting is wrong.
+    """
+    return train_on_stream(Distilling(args))
+
+
+class DistillationTrainer(PretrainingTrainer):
+    """``PretrainingTrainer`` of a model that may have no labels."""
+
+    where = "distill"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for model in self.model.constants():
+            model.to(self.args.device)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if num_items is None and batches:
+            # With a number, the Trainer does not divide the loss by the accumulated batches again.
+            num_items = self._in_step["num_tokens_in_batch"]
+        return batches, num_items
+
+
+class Distilling(Pretraining):
+    """A run of ``fastplm distill``."""
+
+    compared_otherwise = frozenset({"teacher", "student", "generator", "translation"})
+    args: DistillArguments
+
+    def __init__(self, args: DistillArguments) -> None:
+        super().__init__(args)
+        self.teacher_tokenizer: Any = None
+        self._teacher: Any = None
+        self._model: Any = None
+        self._translation: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.args.recipe}: distillation"
+
+    @property
+    def teacher(self) -> Any:
+        """The teacher, loaded once."""
+        if self._teacher is None:
+            self._teacher = load_model(self.args, "teacher")
+        return self._teacher
+
+    def facts(self) -> dict[str, Any]:
+        args = self.args
+        paths = {name: getattr(args, name) for name in ("teacher", "student", "generator")}
+        models = {
+            name: None if path is None else f"files whose hash is {hash_of_model(path)}"
+            for name, path in paths.items()
+        }
+        return {**models, "translation": self._translation}
+
+    def flops_a_token(self, model: Any, tokenizer: Any) -> float | None:
+        """The student's, and a forward of the teacher; None if lengths or heads are others."""
+        if self.args.recipe in ("electra", "multilingual"):
+            return None
+        masked = MASKED if self.args.recipe == "distilbert" else 0.0
+        student, teacher = (
+            flops_a_token(part.config, self.args.block_size, masked=masked)
+            for part in (model.student, model.teacher)
+        )
+        return student + teacher / 3  # which has a forward alone
+
+    # --- text ---
+
+    def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
+        # Models that do not fit are found before the text is tokenized.
+        causal = _is_causal(self.teacher.config)
+        needs = ("eos",) if causal else ("pad", "cls", "sep")
+        self.teacher_tokenizer = load_tokenizer(self.args.teacher, needs)
+        known = self.teacher.get_input_embeddings().num_embeddings
+        self.args.check(
+            "teacher",
+            len(self.teacher_tokenizer) <= known,
+            "a tokenizer and a model that belong together",
+            "Check the path.",
+            f"a tokenizer of {len(self.teacher_tokenizer)} tokens and an embedding of {known}",
+            DataError,
+        )
+        if self.args.recipe == "multilingual":
+            data = self._prepare_pairs(training_arguments)
+            self._model = self.make_model(data.tokenizer)
+        else:
+            self._model = self.make_model(self.teacher_tokenizer)
+            data = prepare_data(self._of_pretraining(), training_arguments, None)
+        return data
+
+    def _of_pretraining(self) -> PretrainArguments:
+        """The settings of a pre-training that reads the same text."""
+        args = self.args
+        arch, objective = "bert-tiny", "mlm"
+        if args.recipe == "electra":
+            arch, objective = "electra-tiny", "rtd"
+        elif _is_causal(self.teacher.config):
+            arch, objective = "gpt2-tiny", "clm"
+        same = [*("corpus", "steps", "out", "block_size", "batch_size", "seed", "cache")]
+        same += ["gradient_accumulation", "workers"]
+        settings = {name: getattr(args, name) for name in same}
+        return PretrainArguments(
+            arch=arch, objective=objective, tokenizer=args.teacher, warmup=0, **settings
+        )
+
+    def _prepare_pairs(self, training_arguments: TrainingArguments) -> RunData:
+        args = self.args
+        assert args.translation is not None
+        with training_arguments.main_process_first(desc="preparing the data"):
+            lines = parallel_lines(args.corpus, args.translation)
+            given = args.student if args.tokenizer is None else args.tokenizer
+            if args.vocab_size is not None:
+                both = [*lines[0], *lines[1]]
+                tokenizer = train_tokenizer(both, args.vocab_size, args.cache)
+            else:
+                tokenizer = load_tokenizer(given or args.teacher, ("pad", "cls", "sep"))
+            stores = parallel_stores(lines, self.teacher_tokenizer, tokenizer, args.cache)
+        self._translation = f"lines whose hash is {stores[2].directory.name}"
+        count = len(lines[0])
+        held_out = min(int(count * HELD_OUT), HELD_OUT_SAMPLES)
+        ends = tuple(
+            (each.cls_token_id, each.sep_token_id) for each in (self.teacher_tokenizer, tokenizer)
+        )
+        texts = functools.partial(ParallelText, stores, ends, args.block_size)  # type: ignore
+        samples = args.steps * args.gradient_accumulation * args.batch_size
+        samples *= training_arguments.world_size
+        train = PretrainingStream(texts(0, count - held_out), seed=args.seed, length=samples)
+        tail = None
+        if held_out:
+            held = texts(count - held_out, count)
+            tail = PretrainingStream(held, seed=args.seed, length=held_out)
+        source = stores[1]
+        kept = TokenStore(source.directory, 0, int(source.documents[count - held_out]))
+        return RunData(tokenizer, source, kept, train, tail, lines[0], ())
+
+    # --- models ---
+
+    def trainer(
+        self,
+        training_arguments: TrainingArguments,
+        data: RunData,
+        callbacks: list[TrainerCallback],
+    ) -> tuple[Any, Any]:
+        model = self._model
+        # Of the last layer MiniLM trains only what comes before attention.
+        training_arguments.ddp_find_unused_parameters = not model.trains_all
+        collator = self._collator(data.tokenizer)
+        trainer = DistillationTrainer(
+            model=model,
+            args=training_arguments,
+            train_dataset=data.samples,
+            processing_class=data.tokenizer,
+            callbacks=callbacks,
+            **collation(collator),
+        )
+        return trainer, collator
+
+    def make_model(self, tokenizer: PreTrainedTokenizerBase) -> Distillation:
+        """The student and its teacher before the first step."""
+        from transformers import set_seed
+
+        args, teacher = self.args, self.teacher
+        set_seed(args.seed)
+        student = make_student(args, teacher, tokenizer, self.teacher_tokenizer)
+        _check_pair(args, student, teacher)
+        kind: Any = KINDS[args.recipe]
+        if args.recipe == "electra":
+            generator = load_model(args, "generator")
+            _check_vocabulary(args, "generator", args.generator, self.teacher_tokenizer)
+            return kind(student, teacher, args, generator)
+        return kind(student, teacher, args)
+
+    def _collator(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        if self.args.recipe == "multilingual":
+            return ParallelCollator(tokenizer, teacher_tokenizer=self.teacher_tokenizer)
+        if self.args.recipe in ("distilbert", "electra"):
+            return make_collator(self._of_pretraining(), tokenizer)
+        return PlainCollator(tokenizer, block_size=self.args.block_size)
+
+    def announcement(
+        self, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
+    ) -> str:
+        from fastplm.train.announce import distilling
+
+        return distilling(self.args, data, model, training_arguments, done)
+
+    def models(self, model: Any) -> dict[str, Any]:
+        return {"model": model.student}
+
+    @torch.no_grad()
+    def held_out(self, model: Any, samples: Any, collator: Any) -> dict[str, Any]:
+        was_training, device = model.training, next(model.parameters()).device
+        model.eval()
+        batches = list(DataLoader(samples, batch_size=self.args.batch_size, collate_fn=collator))
+        counts: dict[str, Any] = dict.fromkeys(("items", "tokens", "sequences"), 0)
+        for batch in batches:
+            tokens, sequences = tokens_and_sequences(batch)
+            counts["tokens"] += tokens
+            counts["sequences"] += sequences
+            if "labels" in batch:
+                labels = counted_labels(model, batch["labels"])
+                counts["items"] += labels.ne(-100).sum()
+        everything = {f"num_{name}_in_batch": count for name, count in counts.items()}
+        sums: dict[str, float] = {}
+        for batch in batches:
+            moved = {name: value.to(device) for name, value in batch.items()}
+            for name, value in model(**moved, **everything).items():
+                if name.endswith("_loss") or name in DETECTION_COUNTS:
+                    sums[name] = sums.get(name, 0.0) + float(value)
+        model.train(was_training)
+        result: dict[str, Any] = {"samples": len(samples)}
+        result |= {name: value for name, value in sums.items() if name.endswith("_loss")}
+        return result | (detection(sums) if "positives" in sums else {})
+
+
+# --- students -------------------------------------------------------------------------------------
+
+
+def make_student(
+    args: DistillArguments,
+    teacher: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+) -> Any:
+    """The student of a run: a checkpoint, layers of the teacher, or one with new weights."""
+    if args.student is not None:
+        student = load_model(args, "student", args.dropout)
+        if args.recipe != "multilingual":
+            _check_vocabulary(args, "student", args.student, teacher_tokenizer)
+        return student
+    config = copy.deepcopy(teacher.config)
+    layers = config.num_hidden_layers
+    count = args.student_layers or max(1, layers // 2)
+    args.check(
+        "student_layers",
+        count <= layers,
+        f"1 to {layers}, the layers of the teacher",
+        "Lower it.",
+        count,
+    )
+    config.num_hidden_layers = count
+    groups = getattr(config, "num_hidden_groups", None)  # ALBERT's
+    if groups is not None:
+        config.num_hidden_groups = min(groups, count)
+    new = args.student_hidden is not None or args.student_heads is not None
+    if new:
+        _change_width(args, config)
+    set_dropout(config, args.dropout)
+    options = _without_pooler(type(teacher))
+    student = type(teacher)._from_config(config, **options)
+    if not new:
+        choose = uniform_layers if args.recipe == "tinybert" else spread_layers
+        chosen = choose(count, layers)
+        if groups is not None:
+            chosen = spread_layers(config.num_hidden_groups, groups)
+        copy_weights(student, teacher, chosen)
+    if args.recipe == "multilingual":
+        change_vocabulary(student, tokenizer, teacher_tokenizer, copied=not new)
+    return student
+
+
+def spread_layers(count: int, of: int) -> list[int]:
+    """``count`` of ``of`` layers at equal distances, the first and the last among them.
+
+    6 of 12 are DistilBERT's 0, 2, 4, 7, 9 and 11.
+    """
+    return [round(index * (of - 1) / max(count - 1, 1)) for index in range(count)]
+
+
+def copy_weights(student: nn.Module, teacher: nn.Module, layers: list[int]) -> None:
+    """Give a student the weights of a teacher of the same width.
+
+    Args:
+        student, teacher: of one class.
+        layers: for each layer of the student that of the teacher.
+    """
+    source = teacher.state_dict()
+
+    def name_in_teacher(name: str) -> str:
+        found = _LAYER.fullmatch(name)
+        return name if found is None else f"{found[1]}.{layers[int(found[2])]}.{found[3]}"
+
+    student.load_state_dict({name: source[name_in_teacher(name)] for name in student.state_dict()})
+
+
+@torch.no_grad()
+def change_vocabulary(
+    student: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    copied: bool,
+) -> None:
+    """Give a student the embeddings of another vocabulary.
+
+    Args:
+        student: with the teacher's vocabulary.
+        tokenizer, teacher_tokenizer: of the new vocabulary and of the old one.
+        copied: tokens of both keep their embedding; the others are drawn like new weights.
+    """
+    ours, theirs = tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    old = student.get_input_embeddings().weight.clone()
+    new = torch.empty(len(tokenizer), old.shape[1]).normal_(std=student.config.initializer_range)
+    both = [(index, theirs[token]) for token, index in ours.items() if token in theirs]
+    if copied and both:
+        target, source = torch.tensor(both).T
+        new[target] = old[source]
+    student.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    student.get_input_embeddings().weight.copy_(new)
+    student.config.pad_token_id = tokenizer.pad_token_id
+    student.get_input_embeddings().padding_idx = tokenizer.pad_token_id
+
+
+def _change_width(args: DistillArguments, config: Any) -> None:
+    width = args.student_hidden or config.hidden_size
+    heads = args.student_heads or config.num_attention_heads
+    args.check(
+        "student_hidden",
+        width % heads == 0,
+        f"a multiple of the {heads} attention heads",
+        "Change it, or --student-heads.",
+        width,
+    )
+    if getattr(config, "intermediate_size", None) is not None:
+        config.intermediate_size = config.intermediate_size * width // config.hidden_size
+    config.hidden_size, config.num_attention_heads = width, heads
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def load_model(args: DistillArguments, argument: str, dropout: float | None = None) -> Any:
+    """The model in the folder that an argument names, with the head that the recipe needs.
+
+    Raises:
+        DataError: there is no such checkpoint, or it lacks weights.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    path = getattr(args, argument)
+    expected = "a checkpoint with its config.json"
+    config = loaded(
+        "distill",
+        argument,
+        path,
+        expected,
+        functools.partial(AutoConfig.from_pretrained, path, local_files_only=True),
+    )
+    kind = _class_for(args, argument, config)
+    set_dropout(config, dropout)
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # heads that are not used are expected
+    load = functools.partial(
+        kind.from_pretrained,
+        path,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+        **_without_pooler(kind),
+    )
+    try:
+        model, loading = loaded("distill", argument, path, f"a {kind.__name__}", load)
+    finally:
+        logging.set_verbosity(shown)
+    missing = sorted(loading["missing_keys"])
+    args.check(
+        argument,
+        not missing,
+        f"a {kind.__name__} with all weights, as the recipe {args.recipe} needs",
+        "Choose another checkpoint or recipe; tinybert, minilm and multilingual need no head.",
+        f"{path}, which lacks {len(missing)} weights, such as {missing[:1]}",
+        DataError,
+    )
+    return model
+
+
+def hash_of_model(folder: str | Path) -> str:
+    """A hash of the files that a model and its tokenizer are read from."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted({path for pattern in _READ for path in Path(folder).glob(pattern)}):
+        digest.update(f"{path.name} {file_hash(path)} ".encode())
+    return digest.hexdigest()
+
+
+def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
+    """The class of ``fastplm.models`` with which the recipe reads a checkpoint."""
+    family = config.model_type
+    able = {"distilbert": (*_ENCODERS, *_DECODERS), "electra": ("electra",)}
+    families = able.get(args.recipe, _ENCODERS)
+    args.check(
+        argument,
+        family in families,
+        f"a model of the family {' or '.join(families)} for the recipe {args.recipe}",
+        "Choose another checkpoint or recipe.",
+        f"{getattr(args, argument)}, of the family {family}",
+        DataError,
+    )
+    prefix = {"bert": "Bert", "roberta": "Roberta", "albert": "Albert", "electra": "Electra"}
+    if family in _DECODERS:
+        return fastplm.models.GPT2LMHeadModel
+    ending = "Model"
+    if args.recipe == "distilbert" or argument == "generator":
+        ending = "ForMaskedLM"
+    elif args.recipe == "electra":
+        ending = "ForPreTraining"
+    return getattr(fastplm.models, prefix[family] + ending)
+
+
+def _without_pooler(kind: Any) -> dict[str, bool]:
+    """The argument of a backbone that leaves its pooler out: no recipe would train it."""
+    inits = (inspect.signature(base.__init__) for base in kind.__mro__[:-1])
+    takes = any("add_pooling_layer" in init.parameters for init in inits)
+    return {"add_pooling_layer": False} if takes else {}
+
+
+def _is_causal(config: Any) -> bool:
+    return config.model_type in _DECODERS
+
+
+def _check_vocabulary(
+    args: DistillArguments, argument: str, path: Any, teacher_tokenizer: Any
+) -> None:
+    theirs = load_tokenizer(path, ())
+    args.check(
+        argument,
+        theirs.get_vocab() == teacher_tokenizer.get_vocab(),
+        f"the vocabulary of the teacher, of {len(teacher_tokenizer):,} tokens",
+        "Choose a model with the same tokenizer; only multilingual distils into another one.",
+        f"{path}, with another one of {len(theirs):,} tokens",
+        DataError,
+    )
+
+
+def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
+    """Check the positions of both, and the sizes that the recipe compares."""
+    ours, theirs = student.config, teacher.config
+    for config in (ours, theirs):
+        longest = config.max_position_embeddings
+        if config.model_type == "roberta":
+            longest -= config.pad_token_id + 1
+        args.check(
+            "block_size",
+            args.block_size <= longest,
+            f"at most {longest}, the positions of student and teacher",
+            "Lower it.",
+        )
+    argument = "student" if args.student is not None else "student_heads"
+    if args.recipe in ("tinybert", "minilm"):
+        args.check(
+            argument,
+            ours.num_attention_heads == theirs.num_attention_heads,
+            f"{theirs.num_attention_heads}, as attention is compared head by head",
+            "Choose as many heads as the teacher has, or minilm-v2.",
+            f"{ours.num_attention_heads} attention heads",
+        )
+    if args.recipe == "tinybert":
+        args.check(
+            "student_layers" if args.student is None else "student",
+            ours.num_hidden_layers <= theirs.num_hidden_layers,
+            f"at most {theirs.num_hidden_layers}, the layers of the teacher",
+            "Choose a smaller student.",
+            f"{ours.num_hidden_layers} layers",
+        )
+    if args.recipe == "multilingual":
+        args.check(
+            "student" if args.student is not None else "student_hidden",
+            ours.hidden_size == theirs.hidden_size,
+            f"{theirs.hidden_size}, the width of the teacher's vectors",
+            "Choose a student of the teacher's width.",
+            ours.hidden_size,
+        )
+    if args.teacher_layer is not None:
+        args.check(
+            "teacher_layer",
+            args.teacher_layer <= theirs.num_hidden_layers,
+            f"1 to {theirs.num_hidden_layers}, the layers of the teacher",
+            "Lower it.",
+        )
+    if args.recipe == "minilm-v2":
+        heads = args.relation_heads or theirs.num_attention_heads
+        args.check(
+            "relation_heads",
+            ours.hidden_size % heads == 0 == theirs.hidden_size % heads,
+            f"a divisor of both widths, {ours.hidden_size} and {theirs.hidden_size}",
+            "Choose another number.",
+            heads,
+        )

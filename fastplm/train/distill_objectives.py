@@ -1,0 +1,578 @@
+"""What a student learns from a teacher, by recipe: models whose ``forward`` is the loss.
+
+The teacher is a constant. It is no submodule of these models, so that it is not trained, not saved
+in checkpoints and stays in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fastplm import ops
+from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
+from fastplm.models._heads import shifted
+from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
+from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
+from fastplm.train.arguments import WEIGHTS
+from fastplm.train.distill_losses import (
+    cosine_distance,
+    detection_divergence,
+    relation_divergence,
+    score_distance,
+    squared_distance,
+)
+from fastplm.train.losses import shifts_labels
+from fastplm.train.trainer import DETECTION_COUNTS
+
+if TYPE_CHECKING:
+    from fastplm.train.arguments import DistillArguments
+
+
+class Distillation(PreTrainedModel):
+    """Base of the recipes: a student, what is trained beside it, and the teacher.
+
+    Attributes:
+        student: the model that is trained and saved.
+        teacher: a model in evaluation mode, without gradients; not a submodule.
+    """
+
+    base_model_prefix = "student"
+    #: ``forward`` divides by ``num_items_in_batch``: the Trainer is to pass it.
+    accepts_loss_kwargs = True
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    # Models of many classes; mypy would assume tensors.
+    student: Any
+    teacher: Any
+
+    def __init__(self, student: Any, teacher: Any, args: DistillArguments) -> None:
+        super().__init__(copy.deepcopy(student.config))
+        self.student = student
+        self.settings = args
+        constant(self, teacher=teacher)
+        self.add_modules()
+        self.post_init()
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether each weight of the student has a gradient."""
+        return all(getattr(self.settings, name) != 0 for name in WEIGHTS)
+
+    def constants(self) -> list[Any]:
+        """The models that are not trained."""
+        return [self.teacher]
+
+    def add_modules(self) -> None:
+        """Add what is trained beside the student."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the student has its weights, and what is added is new already."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.student.get_input_embeddings()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        teacher_input_ids: Tensor | None = None,
+        teacher_attention_mask: Tensor | None = None,
+        num_items_in_batch: int | Tensor = 1,
+        num_tokens_in_batch: int | Tensor = 1,
+        num_sequences_in_batch: int | Tensor = 1,
+    ) -> dict[str, Tensor]:
+        """The loss of a batch, and its parts without their weights.
+
+        Args:
+            input_ids, attention_mask: int64 [B, T], the student's tokens.
+            labels, masked_positions: int64 [B, T] and [P], as collators make them.
+            sample_index: int64 [B], for what is drawn.
+            teacher_input_ids, teacher_attention_mask: int64 [B / 2, T'], the teacher's tokens where
+                they are others.
+            num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch: the denominators of
+                means over labels, tokens and sequences: those of all batches of a step.
+
+        Returns:
+            ``loss`` and parts that end with ``_loss``, fp32 [].
+        """
+        counts = (num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch)
+        batch = Batch(
+            input_ids,
+            attention_mask,
+            labels,
+            masked_positions,
+            sample_index,
+            teacher_input_ids,
+            teacher_attention_mask,
+            *(as_normalizer(count, input_ids.device) for count in counts),
+        )
+        return self.losses(batch)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """What ``forward`` returns."""
+        raise NotImplementedError
+
+
+class Batch(NamedTuple):
+    """The arguments of ``Distillation.forward``; ``items``, ``tokens`` and ``sequences`` are 0-d.
+
+    ``labels`` are there for recipes that have some, ``teacher_…`` where the teacher reads others.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Any
+    masked_positions: Tensor | None
+    sample_index: Tensor | None
+    teacher_input_ids: Any
+    teacher_attention_mask: Any
+    items: Tensor
+    tokens: Tensor
+    sequences: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, T], the tokens."""
+        return self.attention_mask.bool()
+
+
+def constant(owner: nn.Module, **models: nn.Module) -> None:
+    """Make models attributes of a module, frozen and in evaluation mode, but not submodules."""
+    for name, model in models.items():
+        owner.__dict__[name] = model.eval().requires_grad_(False)
+
+
+def weighted(parts: Mapping[str, tuple[float | None, Tensor]]) -> dict[str, Tensor]:
+    """The sum of losses by their weights, and the losses."""
+    total = sum(weight * value for weight, value in parts.values() if weight)
+    return {"loss": total, **{name: value for name, (_, value) in parts.items()}}  # type: ignore
+
+
+# --- distilbert: the vocabulary -------------------------------------------------------------------
+
+
+class VocabularyDistillation(Distillation):
+    """The labels, the teacher's predictions at the labelled tokens, and its last hidden states.
+
+    ``hard CE(labels) + soft T^2 D(teacher, student) + hidden (1 - cos)``: the first two are means
+    over the labelled tokens, the last one over all tokens. Also for causal models.
+
+    Source: Sanh et al. 2019 (arXiv 1910.01108); Hinton et al. 2015 (arXiv 1503.02531), §2.
+    """
+
+    def add_modules(self) -> None:
+        self.projection = projection(self.student, self.teacher)
+        if shifts_labels(self.student):
+            self.loss_type = "ForCausalLM"  # the Trainer counts labels by it
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        args: Any = self.settings
+        causal = shifts_labels(self.student)
+        labels: Any = shifted(batch.labels) if causal else batch.labels
+        positions, targets = labels_at("distill", labels, labels.shape, batch.masked_positions)
+        inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
+        if causal:
+            inputs["use_cache"] = False
+            inputs["extra_rows"] = labels != IGNORE_INDEX
+        elif not args.hidden_weight:
+            inputs["output_rows"] = positions
+
+        def rows(model: Any) -> tuple[Tensor, Tensor, nn.Linear]:
+            transform, decoder = model._head()
+            outputs = model.base_model(batch.input_ids, **inputs, return_dict=True)
+            hidden = outputs.last_hidden_state
+            if "output_rows" in inputs:
+                chosen = hidden[:, 0]
+            else:
+                chosen = ops.gather_rows(hidden.flatten(0, 1), positions)
+            return hidden, chosen if transform is None else transform(chosen), decoder
+
+        name = "clm_loss" if causal else "mlm_loss"
+        hidden, chosen, decoder = rows(self.student)
+        if not (args.soft_weight or args.hidden_weight):  # as if there were no teacher
+            hard = vocabulary_loss(chosen, decoder, targets, batch.items, dense=True)
+            return weighted({name: (args.hard_weight, hard)})
+        with torch.no_grad():
+            expected, teacher_rows, teacher_decoder = rows(self.teacher)
+        vocabulary = ops.linear_distillation(
+            chosen,
+            decoder.weight,
+            teacher_rows,
+            teacher_decoder.weight,
+            targets,
+            linear_bias=decoder.bias,
+            teacher_bias=teacher_decoder.bias,
+            temperature=args.temperature,
+            divergence=args.divergence,
+            distillation_weight=args.soft_weight,
+            cross_entropy_weight=args.hard_weight,
+            normalizer=batch.items,
+            expected_targets=chosen.shape[0],
+        )
+        result = {
+            "loss": vocabulary.loss,
+            name: vocabulary.cross_entropy,
+            "soft_loss": vocabulary.distillation,
+        }
+        if args.hidden_weight:
+            apart = cosine_distance(self.projection(hidden), expected, batch.mask) / batch.tokens
+            result["loss"] = result["loss"] + args.hidden_weight * apart
+            result["hidden_loss"] = apart
+        return result
+
+
+def projection(student: Any, teacher: Any) -> nn.Module:
+    """A learned map from the student's width to the teacher's; the identity for equal ones."""
+    ours, theirs = student.config.hidden_size, teacher.config.hidden_size
+    return nn.Identity() if ours == theirs else nn.Linear(ours, theirs, bias=False)
+
+
+# --- tinybert and minilm: layers ------------------------------------------------------------------
+
+
+class LayerDistillation(Distillation):
+    """Base of recipes that read layers, and not what the models predict."""
+
+    #: Whether the hidden states are read, too.
+    hidden_states = False
+
+    def chosen(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The layers of student and teacher that are read, counted from 0."""
+        raise NotImplementedError
+
+    def parts(
+        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
+    ) -> dict[str, tuple[float | None, Tensor]]:
+        """(weight, sum over tokens) of each loss."""
+        raise NotImplementedError
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        ragged = unpadded(batch.attention_mask, None, None)  # both models leave out the same rows
+        whole = ragged is None and values_can_be_read(batch.attention_mask)
+        inputs = (batch.input_ids, batch.attention_mask, ragged, self.hidden_states)
+        ours, theirs = self.chosen()
+        student = layer_outputs(self.student, ours, *inputs)
+        with torch.no_grad():
+            teacher = layer_outputs(self.teacher, theirs, *inputs)
+        parts = self.parts(student, teacher, None if whole else batch.mask)
+        return weighted(
+            {name: (weight, part / batch.tokens) for name, (weight, part) in parts.items()}
+        )
+
+
+@dataclass
+class LayerOutputs:
+    """What layers computed.
+
+    Args:
+        projected: (queries, keys, values), [B, T, W] each, of each chosen layer.
+        hidden_states: [B, T, E], of the embeddings and of all layers; empty if not asked for.
+    """
+
+    projected: list[tuple[Tensor, Tensor, Tensor]]
+    hidden_states: tuple[Tensor, ...]
+
+
+def layer_outputs(
+    model: Any,
+    chosen: Sequence[int],
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    ragged: RaggedBatch | None,
+    hidden_states: bool,
+) -> LayerOutputs:
+    """Run an encoder without its head, and keep what hooks see of some of its layers.
+
+    Where padding was left out the values are 0.
+    """
+    layers = layers_of(model)
+    watched = {module for index in chosen for module in projections_of(layers[index])}
+    seen: dict[nn.Module, list[Tensor]] = {module: [] for module in watched}
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen[module].append(output)
+
+    hooks = [module.register_forward_hook(note) for module in watched]
+    try:
+        outputs = model.base_model(
+            input_ids,
+            attention_mask=attention_mask,
+            unpad=False if ragged is None else ragged,
+            output_hidden_states=hidden_states,
+            return_dict=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    projected = []
+    for index in chosen:
+        call = layers[:index].count(layers[index])  # ALBERT runs one layer several times
+        found = [seen[module][call] for module in projections_of(layers[index])]
+        projected.append(tuple(out if ragged is None else ragged.pad(out) for out in found))
+    return LayerOutputs(projected, outputs.hidden_states or ())  # type: ignore[arg-type]
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of an encoder in the order in which they run; ALBERT's several times."""
+    encoder = model.base_model.encoder
+    if hasattr(encoder, "calls"):
+        return [layer for group in encoder.calls() for layer in group.albert_layers]
+    return list(encoder.layer)
+
+
+def projections_of(layer: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """The linear layers of the queries, keys and values."""
+    attention = getattr(layer.attention, "self", layer.attention)
+    return attention.query, attention.key, attention.value
+
+
+class TinyBert(LayerDistillation):
+    """Attention scores and hidden states of several layers, and the embeddings.
+
+    Layer m of N learns from layer ``round(m L / N)`` of L of the teacher. Where the widths differ,
+    two learned projections lead from the student's hidden states and embeddings to the teacher's.
+
+    Source: Jiao et al. 2020 (arXiv 1909.10351), §3.1, without the prediction layer, as in its
+    general distillation.
+    """
+
+    hidden_states = True
+
+    def add_modules(self) -> None:
+        self.projection = projection(self.student, self.teacher)
+        self.embedding_projection = projection(self.student, self.teacher)
+
+    def chosen(self) -> tuple[Sequence[int], Sequence[int]]:
+        ours, theirs = len(layers_of(self.student)), len(layers_of(self.teacher))
+        return range(ours), uniform_layers(ours, theirs)
+
+    def parts(
+        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
+    ) -> dict[str, tuple[float | None, Tensor]]:
+        heads = self.student.config.num_attention_heads
+        pairs = zip(student.projected, teacher.projected, strict=True)
+        attention = [score_distance(ours[:2], theirs[:2], heads, mask) for ours, theirs in pairs]
+        first, *states = student.hidden_states
+        expected = [teacher.hidden_states[index + 1] for index in self.chosen()[1]]
+        hidden = [
+            squared_distance(self.projection(ours), theirs, mask)
+            for ours, theirs in zip(states, expected, strict=True)
+        ]
+        embedded = squared_distance(
+            self.embedding_projection(first), teacher.hidden_states[0], mask
+        )
+        args = self.settings
+        return {
+            "attention_loss": (args.attention_weight, torch.stack(attention).sum()),
+            "hidden_loss": (args.hidden_weight, torch.stack(hidden).sum()),
+            "embedding_loss": (args.hidden_weight, embedded),
+        }
+
+
+class MiniLM(LayerDistillation):
+    """Attention and the relations of values of the last layer of both.
+
+    What follows the values in the student's last layer has no gradient, and keeps its weights.
+
+    Source: Wang et al. 2020 (arXiv 2002.10957), §3.1 and §3.2.
+    """
+
+    @property
+    def trains_all(self) -> bool:
+        return False
+
+    def chosen(self) -> tuple[Sequence[int], Sequence[int]]:
+        layer = self.settings.teacher_layer or len(layers_of(self.teacher))
+        return [len(layers_of(self.student)) - 1], [layer - 1]
+
+    def parts(
+        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
+    ) -> dict[str, tuple[float | None, Tensor]]:
+        (query, key, value), (*theirs, their_value) = student.projected[0], teacher.projected[0]
+        heads = self.student.config.num_attention_heads
+        values = relation_divergence((value, value), (their_value, their_value), heads, mask)
+        weight = self.settings.attention_weight
+        return {
+            "attention_loss": (
+                weight,
+                relation_divergence((query, key), (theirs[0], theirs[1]), heads, mask),
+            ),
+            "value_relation_loss": (weight, values),
+        }
+
+
+class MiniLMv2(MiniLM):
+    """The relations of queries, of keys and of values, with heads of their own number.
+
+    Source: Wang et al. 2021 (arXiv 2012.15828), §3.
+    """
+
+    def parts(
+        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
+    ) -> dict[str, tuple[float | None, Tensor]]:
+        heads = self.settings.relation_heads or self.teacher.config.num_attention_heads
+        weight: Any = self.settings.attention_weight
+        triples = zip(
+            ("query", "key", "value"), student.projected[0], teacher.projected[0], strict=True
+        )
+        return {
+            f"{name}_relation_loss": (
+                weight / 3,
+                relation_divergence((ours, ours), (theirs, theirs), heads, mask),
+            )
+            for name, ours, theirs in triples
+        }
+
+
+def uniform_layers(count: int, of: int) -> list[int]:
+    """The last of each of ``count`` parts of ``of`` layers, counted from 0."""
+    return [round((index + 1) * of / count) - 1 for index in range(count)]
+
+
+# --- electra: replaced tokens ---------------------------------------------------------------------
+
+
+class DetectionDistillation(Distillation):
+    """A discriminator learns from a larger one, on tokens that a frozen generator replaces.
+
+    ``hard L_Disc + soft T^2 KL(teacher || student) + hidden (1 - cos)``, each a mean over all
+    tokens. Temperature and KL are those of "replaced" against "original".
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2, for the data and L_Disc.
+    """
+
+    def __init__(self, student: Any, teacher: Any, args: DistillArguments, generator: Any) -> None:
+        super().__init__(student, teacher, args)
+        config = ElectraJointConfig(
+            generator=copy.deepcopy(generator.config),
+            discriminator=copy.deepcopy(student.config),
+            embedding_sharing="none",
+            sampling_seed=args.seed,
+        )
+        with torch.device("meta"):
+            joint: Any = ElectraForJointPreTraining(config)
+        joint.config.stage = 2  # the generator has no gradient
+        constant(self, generator=generator)
+        joint.generator, joint.discriminator = generator, student
+        self.__dict__["joint"] = joint
+
+    def add_modules(self) -> None:
+        self.projection = projection(self.student, self.teacher)
+
+    def constants(self) -> list[Any]:
+        return [self.teacher, self.generator]
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        seen: list[Any] = []
+        hook = self.student.base_model.register_forward_hook(
+            lambda module, args, output: seen.append(output)
+        )
+        try:
+            found = self.joint(
+                batch.input_ids,
+                batch.attention_mask,
+                labels=batch.labels,
+                masked_positions=batch.masked_positions,
+                sample_index=batch.sample_index,
+                num_items_in_batch=batch.items,
+                num_tokens_in_batch=batch.tokens,
+                output_replaced_ids=True,
+                unpad=False,  # blocks have no padding
+            )
+        finally:
+            hook.remove()
+        hidden = seen[0].last_hidden_state
+        with torch.no_grad():
+            expected = self.teacher.base_model(
+                found.replaced_ids,
+                attention_mask=batch.attention_mask,
+                unpad=False,
+                return_dict=True,
+            ).last_hidden_state
+            teacher_logits = self.teacher.logits(self.teacher.features(expected))
+        logits = self.student.logits(self.student.features(hidden))
+        args = self.settings
+        soft = detection_divergence(logits, teacher_logits, args.temperature, batch.mask)
+        apart = cosine_distance(self.projection(hidden), expected, batch.mask)
+        parts = {
+            "rtd_loss": (args.hard_weight, found.loss),
+            "soft_loss": (args.soft_weight, soft / batch.tokens),
+            "hidden_loss": (args.hidden_weight, apart / batch.tokens),
+        }
+        counts = {name: getattr(found, name) for name in DETECTION_COUNTS}
+        return {**weighted(parts), **counts}
+
+
+# --- multilingual: sentence vectors ---------------------------------------------------------------
+
+
+class SentenceDistillation(Distillation):
+    """The student's vectors of a sentence and of its translation are drawn to the teacher's vector
+    of the sentence.
+
+    The batch has B / 2 sentences for the teacher; for the student first the same sentences, in its
+    own tokens, then their translations. ``mean over sentences of mean over the width of
+    (student - teacher)^2``, half of the paper's sum.
+
+    Source: Reimers and Gurevych 2020 (arXiv 2004.09813), §3.
+    """
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        pooling = self.settings.pooling
+        vectors = sentence_vectors(self.student, batch.input_ids, batch.attention_mask, pooling)
+        with torch.no_grad():
+            expected = sentence_vectors(
+                self.teacher, batch.teacher_input_ids, batch.teacher_attention_mask, pooling
+            )
+        source, translated = vectors.chunk(2)
+        sides = {"source_loss": source, "translation_loss": translated}
+        return weighted(
+            {
+                name: (1.0, squared_distance(side, expected) / batch.sequences)
+                for name, side in sides.items()
+            }
+        )
+
+
+def sentence_vectors(
+    model: Any, input_ids: Any, attention_mask: Any, pooling: str = "mean"
+) -> Tensor:
+    """fp32 [B, E]: the mean of the last hidden states of the tokens, or the first one's.
+
+    Args:
+        model: its ``base_model`` is a drop-in encoder.
+        input_ids, attention_mask: int64 [B, T].
+        pooling: "mean" | "cls".
+    """
+    if pooling == "cls":
+        inputs: dict[str, Any] = {"attention_mask": attention_mask, "output_rows": "first"}
+        hidden = model.base_model(input_ids, **inputs, return_dict=True).last_hidden_state
+        return hidden[:, 0].to(torch.promote_types(hidden.dtype, torch.float32))
+    outputs = model.base_model(input_ids, attention_mask=attention_mask, return_dict=True)
+    mask = attention_mask[..., None]
+    hidden = outputs.last_hidden_state.to(torch.promote_types(outputs[0].dtype, torch.float32))
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+KINDS: Mapping[str, type[Distillation]] = {
+    "distilbert": VocabularyDistillation,
+    "tinybert": TinyBert,
+    "minilm": MiniLM,
+    "minilm-v2": MiniLMv2,
+    "electra": DetectionDistillation,
+    "multilingual": SentenceDistillation,
+}
