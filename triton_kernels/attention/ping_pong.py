@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastplm.triton_kernels._launch import INTERPRETED, Fixed, arch_of, cdiv, sm_count
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
+    NO_ATTN_MASK,
     Tensor,
     bounds,
     keys_allowed,
@@ -367,6 +368,7 @@ def ping_pong(
         and arch_of(shape.device) == 90
         and (shape.dtype.itemsize, shape.head_dim, shape.kind) == (2, 64, "plain")
         and shape.streams
+        and not shape.has_attn_mask
         # A copy is of 16 bytes.
         and all(step % 16 == 0 for step in steps)
         and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key, value))
@@ -380,11 +382,12 @@ _STEPS = ("stride_q", "stride_k", "stride_v")
 @functools.lru_cache(maxsize=1024)
 def _launch_of(shape: Shape) -> tuple[Any, tuple[int], Fixed]:
     tiles = cdiv(shape.seqlen_q, 128) * shape.batch * shape.heads
+    shared = {name: value for name, value in shape.shared.items() if name not in NO_ATTN_MASK}
     fixed = Fixed(
         num_rows=shape.rows_q,
         stride_sh=shape.rows_q,
         **shape.strides("o", shape.like_query[1]),
-        **shape.shared,
+        **shared,
         BLOCK_Q=64,
         BLOCK_K=128,
         STAGES=4,
