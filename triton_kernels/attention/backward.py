@@ -96,6 +96,7 @@ def tile_head(
     attn_mask,
     numbers,
     dropout,
+    MASK_STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
@@ -112,7 +113,7 @@ def tile_head(
     if mask_ptr is not None:
         mask_row = mask_ptr + b * stride_mb + first_k
     attn_rows = attn_mask_of(
-        attn_mask.ptr, attn_mask.stride_b, attn_mask.stride_h, attn_mask.stride_t, b, h
+        attn_mask.ptr, attn_mask.stride_b, attn_mask.stride_h, attn_mask.stride_t, b, h, MASK_STEP
     )
 
     offs_k = tl.arange(0, TILE.BLOCK_K)
@@ -192,6 +193,7 @@ def _attention_tile_bwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -234,6 +236,7 @@ def _attention_tile_bwd_kernel(
                 attn_mask,
                 numbers,
                 dropout,
+                MASK_STEP,
                 TILE,
             )
             # Bounds are loaded one head ahead: Triton does not pipeline a load whose address is
@@ -255,6 +258,7 @@ def _attention_tile_bwd_kernel(
             attn_mask,
             numbers,
             dropout,
+            MASK_STEP,
             TILE,
         )
 
@@ -388,6 +392,7 @@ def _attention_stream_bwd_dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of queries and loops over the keys in order.
@@ -444,7 +449,7 @@ def _attention_stream_bwd_dq_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )
@@ -607,6 +612,7 @@ def _attention_stream_bwd_dkdv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -659,7 +665,7 @@ def _attention_stream_bwd_dkdv_kernel(
         behind = tl.minimum(tl.maximum(behind, begin), length_q)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )

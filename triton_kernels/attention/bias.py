@@ -147,6 +147,7 @@ def _attention_bwd_dbias_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program owns one head and one kind of tile: all whose elements (r, c) stand at the
@@ -212,7 +213,9 @@ def _attention_bwd_dbias_kernel(
             allowed = mask_q[:, None] & mask_k[None, :]
             if IS_CAUSAL:
                 allowed = allowed & (distance <= 0)
-            attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h)
+            attn_mask = attn_mask_of(
+                attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP
+            )
             dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
             head = Head(b, h, length_q, length_k, None, None, None, attn_mask, None, None, dropout)
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])

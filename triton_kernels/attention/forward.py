@@ -142,6 +142,7 @@ def _attention_row_fwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -170,7 +171,7 @@ def _attention_row_fwd_kernel(
     diagonal = length_k - length_q
     numbers = Numbers(None, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, None, mask_ptr, attn_mask, None, numbers, dropout
     )
@@ -280,6 +281,7 @@ def _attention_stream_fwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -328,7 +330,7 @@ def _attention_stream_fwd_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )

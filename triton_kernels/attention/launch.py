@@ -119,9 +119,10 @@ class Shape:
         self.kind = STREAM_KINDS[2 * has_bias + has_dropout]
         threshold, self.scale = dropout_threshold or 0, scale
         self.has_attn_mask = attn_mask_strides is not None
-        attn_mask = (
-            NO_ATTN_MASK if attn_mask_strides is None else self.strides("a", attn_mask_strides)
-        )
+        attn_mask = NO_ATTN_MASK
+        if attn_mask_strides is not None:
+            step = 16 if max_seqlen_k % 16 == 0 else 1  # 16 bytes are the widest load
+            attn_mask = dict(**self.strides("a", attn_mask_strides), MASK_STEP=step)
         self.shared = dict(
             num_seqs=self.batch,
             num_heads=self.heads,
