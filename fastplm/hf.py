@@ -90,8 +90,8 @@ def fastplm_mask(
         batch_size, q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
         mask_function: of Transformers: causal, bidirectional or a composed one.
-        attention_mask: bool [B, S], True = attend, or None; or a full mask [B, Tq, Tk] of any dtype,
-            0 = hidden, as the models of Google's BERT and of Transformers 4 take it.
+        attention_mask: bool [B, S], True = attend, or None; or a full mask [B, Tq, Tk], 0 = hidden,
+            of any dtype, as Google's BERT and the models of Transformers 4 take it.
         kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:

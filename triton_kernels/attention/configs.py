@@ -29,7 +29,8 @@ from fastplm.triton_kernels._launch import (
 
 _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")
-STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout")
+#: "mask": with an attention mask, and whatever else there is.
+STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
 
 # "tf32 …": fp32 multiplied in TF32. The tensor cores of sm_90 take 32-bit operands in one layout
 # only: there V is copied 4 bytes at a time, and K, which two products of dQ read, is not pipelined.
@@ -210,11 +211,12 @@ def block_d_of(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def row_limit(dtype: torch.dtype, head_dim: int) -> int:
+def row_limit(dtype: torch.dtype, head_dim: int, has_attn_mask: bool = False) -> int:
     """The longest row of keys that the forward holds in one tile; fp32 always streams."""
     if dtype.itemsize != 2:
         return 0
-    return {16: 128, 32: 128, 64: 256, 128: 128}.get(block_d_of(head_dim), 0)
+    longest = {16: 128, 32: 128, 64: 256, 128: 128}.get(block_d_of(head_dim), 0)
+    return min(longest, 128) if has_attn_mask else longest
 
 
 def tile_limit(dtype: torch.dtype, head_dim: int) -> int:
@@ -242,7 +244,7 @@ def length_class(seqlen: int) -> int:
 
 def tile_kind(shape: Any) -> str | int:
     longest = length_class(max(shape.seqlen_q, shape.seqlen_k))
-    return "128 dropout" if longest == 128 and shape.kind == "dropout" else longest
+    return "128 dropout" if longest == 128 and shape.kind in ("dropout", "mask") else longest
 
 
 def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:

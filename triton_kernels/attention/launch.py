@@ -116,9 +116,9 @@ class Shape:
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
         # What a streaming kernel carries besides the scores; its registers hang on it.
         has_dropout = dropout_threshold is not None
-        self.kind = STREAM_KINDS[2 * has_bias + has_dropout]
-        threshold, self.scale = dropout_threshold or 0, scale
         self.has_attn_mask = attn_mask_strides is not None
+        self.kind = "mask" if self.has_attn_mask else STREAM_KINDS[2 * has_bias + has_dropout]
+        threshold, self.scale = dropout_threshold or 0, scale
         attn_mask = NO_ATTN_MASK
         if attn_mask_strides is not None:
             step = 16 if max_seqlen_k % 16 == 0 else 1  # 16 bytes are the widest load
@@ -231,7 +231,8 @@ class Shape:
 
 
 def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
-    whole_row = not shape.has_bias and shape.seqlen_k <= row_limit(shape.dtype, shape.head_dim)
+    most = row_limit(shape.dtype, shape.head_dim, shape.has_attn_mask)
+    whole_row = not shape.has_bias and shape.seqlen_k <= most
     if shape.seqlen_q > DECODE_QUERIES and whole_row:
         return _attention_row_fwd_kernel, config_of("row_fwd", shape, length_class(shape.seqlen_k))
     kernel = "decode" if shape.seqlen_q <= DECODE_QUERIES else "stream_fwd"

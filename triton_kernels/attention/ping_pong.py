@@ -368,7 +368,6 @@ def ping_pong(
         and arch_of(shape.device) == 90
         and (shape.dtype.itemsize, shape.head_dim, shape.kind) == (2, 64, "plain")
         and shape.streams
-        and not shape.has_attn_mask
         # A copy is of 16 bytes.
         and all(step % 16 == 0 for step in steps)
         and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key, value))
