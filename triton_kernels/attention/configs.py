@@ -203,6 +203,9 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
 }
 
+#: With an attention mask: configurations in place of the last one of an entry, which would spill.
+_MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {}
+
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
 DECODE_QUERIES = 16
 
@@ -252,7 +255,8 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
     if INTERPRETED:
         config = _interpreter_config(kernel, kind, shape.dtype)
     else:
-        table = _TABLE[f"tf32 {kernel}" if shape.precision == "tf32" else kernel]
+        name = f"tf32 {kernel}" if shape.precision == "tf32" else kernel
+        table = _TABLE[name]
         half, block_d = shape.dtype.itemsize == 2, shape.block_d
         if all(entry[1:] != (half, block_d) for entry in table):
             block_d = 64
@@ -262,7 +266,10 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
         names = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", last)
         kinds = {"row_fwd": _LENGTHS, "tile_bwd": _TILE_KINDS}.get(kernel, STREAM_KINDS)
         chosen = table[arch, half, block_d]
-        config = dict(zip(names, chosen[min(kinds.index(kind), len(chosen) - 1)], strict=False))
+        config = chosen[min(kinds.index(kind), len(chosen) - 1)]
+        if kind == "mask":
+            config = _MASKED.get((name, arch, half, block_d), config)
+        config = dict(zip(names, config, strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
 
 
