@@ -34,6 +34,8 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         ("bfloat16", 64, 1024, "ragged"),
         ("bfloat16", 64, 1024, "everything"),
         ("bfloat16", 64, 1024, "everything and bias"),
+        ("bfloat16", 64, 128, "attention mask"),
+        ("bfloat16", 64, 1024, "attention mask and everything"),
         ("bfloat16", 128, 1024, "causal"),
         ("float32", 64, 1024, "everything and bias"),
         ("tf32", 64, 1024, "ragged"),
