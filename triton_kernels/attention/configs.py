@@ -203,8 +203,40 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
 }
 
-#: With an attention mask: configurations in place of the last one of an entry, which would spill.
-_MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {}
+#: With an attention mask: in place of the last one of an entry, where that would spill.
+_MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
+    ("dbias", 80, False, 128): (16, 32, 16, 1),
+    ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
+    ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
+    ("stream_dkdv", 100, False, 64): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 80, True, 128): (32, 64, 8, 1, 0),
+    ("stream_dkdv", 90, True, 128): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 100, True, 128): (32, 64, 4, 1, 1),
+    ("stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
+    ("stream_dkdv", 80, True, 256): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 90, True, 256): (16, 16, 8, 1, 0),
+    ("stream_dq", 80, True, 128): (16, 64, 4, 1),
+    ("stream_dq", 80, True, 256): (16, 64, 8, 1),
+    ("stream_dq", 100, True, 256): (16, 64, 8, 1),
+    ("stream_fwd", 80, True, 64): (64, 64, 8, 1),
+    ("stream_fwd", 90, True, 128): (64, 64, 8, 3),
+    ("stream_fwd", 100, True, 128): (32, 64, 8, 1),
+    ("stream_fwd", 80, True, 256): (16, 64, 8, 1),
+    ("tf32 dbias", 90, False, 64): (32, 64, 8, 1),
+    ("tf32 stream_dkdv", 90, False, 64): (16, 64, 8, 1, 0),
+    ("tf32 stream_dkdv", 100, False, 64): (32, 64, 8, 1, 1),
+    ("tf32 stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
+    ("tf32 stream_dkdv", 90, False, 128): (16, 32, 8, 1, 0),
+    ("tf32 stream_dq", 80, False, 64): (16, 64, 4, 2),
+    ("tf32 stream_dq", 90, False, 64): (32, 64, 8, 1),
+    ("tf32 stream_dq", 80, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_dq", 90, False, 128): (16, 32, 8, 1),
+    ("tf32 stream_dq", 100, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_fwd", 80, False, 64): (64, 32, 8, 2),
+    ("tf32 stream_fwd", 80, False, 128): (16, 32, 8, 1),
+    ("tf32 stream_fwd", 90, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_fwd", 100, False, 128): (16, 64, 8, 1),
+}
 
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
 DECODE_QUERIES = 16
@@ -267,8 +299,8 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
         kinds = {"row_fwd": _LENGTHS, "tile_bwd": _TILE_KINDS}.get(kernel, STREAM_KINDS)
         chosen = table[arch, half, block_d]
         config = chosen[min(kinds.index(kind), len(chosen) - 1)]
-        if kind == "mask":
-            config = _MASKED.get((name, arch, half, block_d), config)
+        if kind == "mask":  # those of 80 fit 86 too, as their tiles are smaller
+            config = _MASKED.get((name, 80 if arch == 86 else arch, half, block_d), config)
         config = dict(zip(names, config, strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
 
