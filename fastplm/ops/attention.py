@@ -79,7 +79,7 @@ def attention(
         attn_mask: bool [B, H, Tq, Tk], True = attend; each size may be 1, and [Tq, Tk] is one mask
             for all heads. For what ``key_mask`` and ``is_causal`` cannot say: a key is attended to
             where all of them that are given let it through. Without a copy if its last stride is 1.
-            What it hides is computed all the same and weighs 0, so it saves no time, and only
+            On a GPU what it hides is computed all the same, and weighs 0: it saves no time. Only
             ``key_mask`` hides a NaN.
         is_causal: query i sees the keys j <= i + (Tk - Tq) (bottom-right aligned), so that few
             queries, down to one, continue a cache of keys and values.
@@ -121,8 +121,8 @@ def attention(
         >>> hidden = torch.tensor([[False, False]])
         >>> ops.attention(query, query, value, key_mask=hidden)[0, 0, :, 0]
         tensor([0., 0.])
-        >>> prefix = torch.tensor([[True, True], [False, True]])  # query 1 sees key 1 alone
-        >>> ops.attention(query, query, value, attn_mask=prefix)[0, 0, :, 0]
+        >>> seen = torch.tensor([[True, True], [False, True]])  # query 1 sees key 1 alone
+        >>> ops.attention(query, query, value, attn_mask=seen)[0, 0, :, 0]
         tensor([2., 3.])
 
     Source: Vaswani et al. 2017, eq. 1; Dao 2023 (arXiv 2307.08691); bias: Raffel et al. 2020, §2.1.
