@@ -210,6 +210,7 @@ def _takes_no(call: AttentionCall, *features: str) -> None:
     asked = {
         "bias": call.bias,
         "dropout": call.dropout_p > 0,
+        "dense mask": call.prefix,
         "key mask": call.padding > 0 and not call.ragged,
         "ragged batch": call.ragged,
         "ragged causal batch": call.ragged and call.is_causal,
@@ -228,8 +229,8 @@ def sdpa(call: AttentionCall, backend: SDPBackend | None = None) -> Run:
     # Its causality is top-left aligned, and the one query of a decoding step sees every key.
     is_causal = call.is_causal and call.seqlen_q > 1
 
-    def run(query, key, value, key_mask=None, weight=None):
-        mask = None if key_mask is None else key_mask[:, None, None, :]
+    def run(query, key, value, key_mask=None, attn_mask=None, weight=None):
+        mask = attn_mask if key_mask is None else key_mask[:, None, None, :]
         if weight is not None:
             mask = _dense_bias(weight, query.shape[2], key.shape[2])
         return F.scaled_dot_product_attention(
@@ -250,7 +251,7 @@ def sdpa(call: AttentionCall, backend: SDPBackend | None = None) -> Run:
 
 
 def varlen_attn(call: AttentionCall) -> Run:
-    _takes_no(call, "bias", "dropout", "key mask")
+    _takes_no(call, "bias", "dropout", "key mask", "dense mask")
     _needs_cuda()
     attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     options: dict[str, Any] = dict(scale=call.scale)
@@ -280,7 +281,7 @@ def flex(call: AttentionCall) -> Run:
 
     attend = _compile(flex_attention, dynamic=False)
 
-    def run(query, key, value, key_mask=None, weight=None, **cuts):
+    def run(query, key, value, key_mask=None, attn_mask=None, weight=None, **cuts):
         if call.ragged:
             query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         buckets = None if weight is None else _buckets(call.seqlen_q, call.seqlen_k, query.device)
@@ -317,6 +318,13 @@ def _block_mask(call: AttentionCall, device: torch.device):
             return owner_q[i] == owner_k[j]
 
         return create_block_mask(same, None, None, len(owner_q), len(owner_k), device=device)
+    if call.prefix:
+        seen = call.seen(device)
+
+        def of_prefix(b, h, i, j):
+            return seen[i, j]
+
+        return create_block_mask(of_prefix, None, None, call.seqlen_q, call.seqlen_k, device=device)
     if not (call.padding or call.is_causal):
         return None
     cached = call.seqlen_k - call.seqlen_q
@@ -330,7 +338,7 @@ def _block_mask(call: AttentionCall, device: torch.device):
 
 
 def flash_attn(call: AttentionCall, package: str, module: str) -> Run:
-    _takes_no(call, "bias", "key mask")
+    _takes_no(call, "bias", "key mask", "dense mask")
     library = _library(package, module)
     options: dict[str, Any] = dict(softmax_scale=call.scale, causal=call.is_causal)
     if call.dropout_p:
@@ -352,7 +360,7 @@ def flash_attn_3(call: AttentionCall) -> Run:
 
 
 def xformers(call: AttentionCall) -> Run:
-    _takes_no(call, "key mask beside causality")
+    _takes_no(call, "key mask beside causality", "dense mask")
     library = _library("xformers", "xformers.ops")
     masks = importlib.import_module("xformers.ops.fmha.attn_bias")
     bias = None

@@ -42,7 +42,10 @@ COMPILING = ("flex_attention",)
 
 @dataclass(frozen=True)
 class Shape:
-    """A call; ``padding`` is the share of the padded batch that is not there."""
+    """A call; ``padding`` is the share of the padded batch that is not there.
+
+    ``prefix``: each sequence sees a first quarter, and is causal after it, by a dense mask.
+    """
 
     batch: int
     heads: int
@@ -54,6 +57,7 @@ class Shape:
     ragged: bool = False
     dropout_p: float = 0.0
     bias: bool = False
+    prefix: bool = False
     trained: bool = True
 
     @property
@@ -81,7 +85,14 @@ class Shape:
         pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
         if self.is_causal:
             pairs -= sum(q * (q - 1) // 2 for q in queries)
+        if self.prefix:
+            pairs = self.batch * int(self.seen(torch.device("cpu")).sum())
         return sum(queries), sum(keys), pairs
+
+    def seen(self, device: torch.device) -> Tensor:
+        """bool [Tq, Tk] of a prefix."""
+        place = torch.arange(self.seqlen_k, device=device)
+        return (place < self.seqlen_k // 4) | (place <= place[: self.seqlen_q, None])
 
     @property
     def scale(self) -> float:
@@ -109,6 +120,8 @@ class Shape:
         elif self.padding:
             lengths = torch.tensor(self.lengths(self.seqlen_k), device=device)
             made["key_mask"] = torch.arange(self.seqlen_k, device=device) < lengths[:, None]
+        if self.prefix:  # of each sample, as Transformers makes them
+            made["attn_mask"] = self.seen(device).repeat(self.batch, 1, 1, 1)
         return made
 
 
@@ -254,6 +267,8 @@ def gpu_cases() -> list[Case]:
         # Dense and without padding they are above.
         *padded(*short, 0.0, 0.3, 0.5)[1:],
         *padded(*long, 0.0, 0.3, 0.5)[1:],
+        ("BERT-base 64x512 prefix", replace(S512, prefix=True)),
+        ("BERT-base 256x128 prefix", replace(S128, prefix=True)),
         ("decode 64x512", Shape(64, 12, 1, 512, is_causal=True, trained=False)),
     ]
     telling = (
@@ -282,6 +297,8 @@ def cpu_cases() -> list[Case]:
         *dropped("BERT-base 2x128", Shape(2, 12, 128, 128)),
         ("T5-base 2x128", Shape(2, 12, 128, 128, bias=True)),
         ("GPT-2 2x256 causal", Shape(2, 12, 256, 256, is_causal=True)),
+        ("BERT-base 8x128 prefix", Shape(8, 12, 128, 128, prefix=True)),
+        ("BERT-base 2x512 prefix", Shape(2, 12, 512, 512, prefix=True)),
         ("cross 64x256", Shape(4, 12, 64, 256)),
         ("cross 256x64", Shape(4, 12, 256, 64)),
         ("decode 8x256", Shape(8, 12, 1, 256, is_causal=True, trained=False)),

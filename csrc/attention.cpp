@@ -5,8 +5,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention_head.h"
@@ -47,6 +49,7 @@ struct Heads {
 #define FASTPLM_ATTENTION(ARGUMENT)                                             \
   ARGUMENT(Tensor, query) ARGUMENT(Tensor, key) ARGUMENT(Tensor, value)         \
   ARGUMENT(Dense<bool>, key_mask) /* [B, Tk] or [N] */                          \
+  ARGUMENT(std::optional<Tensor>, attn_mask) /* [B, H, Tq, Tk] */               \
   ARGUMENT(Dense<int32_t>, cu_seqlens_q) ARGUMENT(Dense<int32_t>, cu_seqlens_k) \
   ARGUMENT(int64_t, longest_q) ARGUMENT(int64_t, longest_k)                     \
   ARGUMENT(Dense<float>, bias_weight) /* [buckets, H] */                        \
@@ -98,6 +101,8 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
   const int32_t* starts_k = given.cu_seqlens_k.data();
   const Heads<T> queries(given.query, starts_q), keys(given.key, starts_k);
   const Heads<T> values(given.value, starts_k);
+  std::optional<Heads<const bool>> masks;
+  if (given.attn_mask) masks.emplace(*given.attn_mask, nullptr);
   const int64_t batch = batch_of(given), rows = rows_of(given);
   const int64_t heads = given.query.size(1);
   const int64_t dim = given.query.size(starts_q ? 2 : 3);
@@ -128,6 +133,7 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
           .key = keys.template head<const T>(b, h),
           .value = values.template head<const T>(b, h),
           .key_mask = mask,
+          .attn_mask = masks ? masks->head<const bool>(b, h) : Strided<const bool>{},
           .is_causal = given.is_causal,
           .scale = static_cast<float>(given.scale),
           .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),

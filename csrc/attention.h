@@ -228,8 +228,8 @@ class HeadPass {
     const int64_t width = round_up(dim, kWidth);
     const int64_t by_key = columns * odd_lines(width), transposed = width * odd_lines(columns);
     const int64_t by_score = kBlock * odd_lines(columns), by_query = kBlock * odd_lines(width);
-    const int64_t others = columns + kBlock * columns / 4 + 2 * (seqlen_q + columns);
-    const int64_t pieces = 16;
+    const int64_t others = 2 * columns + kBlock * columns / 4 + 2 * (seqlen_q + columns);
+    const int64_t pieces = 17;
     return (backward ? 3 : 2) * by_key + (backward ? 2 : 1) * transposed +
            (backward ? 3 : 1) * by_score + 5 * by_query + others + pieces * kCacheLine;
   }
@@ -250,6 +250,9 @@ class HeadPass {
       hidden_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
     }
     all_seen_ = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
+    if (head.attn_mask.data != nullptr) {
+      row_hidden_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
+    }
     keep_ = reinterpret_cast<uint8_t*>(scratch.next(kBlock * drawn() / 4));
     query_ = scratch.next(kBlock * row_);
     scores_ = scratch.next(kBlock * line_);
@@ -422,8 +425,37 @@ class HeadPass {
 
   // How many keys, in whole vectors, the last of these queries may see.
   FASTPLM_HD int64_t block_columns(int64_t first, int64_t rows) const {
-    return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kWidth))
-                           : columns_;
+    if (head_.attn_mask.data == nullptr) {
+      return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kWidth))
+                             : columns_;
+    }
+    int64_t end = 0;
+    for (int64_t i = first; i < first + rows; ++i) {
+      const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
+      int64_t j = limit(i);
+      for (uint64_t eight = 0; j - 8 >= end; j -= 8) {
+        std::memcpy(&eight, mask + j - 8, 8);
+        if (eight != 0) break;
+      }
+      while (j > end && !mask[j - 1]) --j;
+      end = std::max(end, j);
+    }
+    return round_up(end, kWidth);
+  }
+
+  // Writes row_hidden_, the keys that query i does not see for either mask. Returns whether there are any
+  // below `columns`, and whether all below `end` are.
+  FASTPLM_HD std::pair<bool, bool> hide_in_row(int64_t i, int64_t columns, int64_t end) {
+    const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
+    const int64_t keys = std::min(columns, seen_);
+    int32_t any = 0, all = -1;
+    for (int64_t j = 0; j < keys; ++j) {
+      row_hidden_[j] = hidden_[j] | (static_cast<int32_t>(mask[j]) - 1);
+      any |= row_hidden_[j];
+    }
+    for (int64_t j = 0; j < end; ++j) all &= row_hidden_[j];
+    std::copy(hidden_ + keys, hidden_ + columns, row_hidden_ + keys);
+    return {any != 0 || keys < columns, all != 0};
   }
 
   // Query i sees only keys below it.
@@ -461,19 +493,26 @@ class HeadPass {
       Softmax& softmax = head_.softmax[i];
       const int64_t end = limit(i);
       if (kFetch) fetch_soon(i);
-      const bool all = all_seen_ && end >= columns;
+      bool all = all_seen_ && end >= columns, none = end <= first_seen_;
+      const int32_t* hidden = hidden_;
+      if (row_hidden_ != nullptr) {
+        const auto [any_hidden, all_hidden] = hide_in_row(i, columns, std::min(end, columns));
+        all = all && !any_hidden;
+        none = all_hidden;
+        hidden = row_hidden_;
+      }
       const float* bias = distances_ + head_.seqlen_q - 1 - i;
-      if (end <= first_seen_) {
+      if (none) {
         std::fill(row, row + columns, 0.0f);
         softmax = {0.0f, 0.0f};
       } else if (distances_ == nullptr && all) {
-        function(Scores<false, true>{row, scale, bias, hidden_, end}, row, softmax);
+        function(Scores<false, true>{row, scale, bias, hidden, end}, row, softmax);
       } else if (distances_ == nullptr) {
-        function(Scores<false, false>{row, scale, bias, hidden_, end}, row, softmax);
+        function(Scores<false, false>{row, scale, bias, hidden, end}, row, softmax);
       } else if (all) {
-        function(Scores<true, true>{row, scale, bias, hidden_, end}, row, softmax);
+        function(Scores<true, true>{row, scale, bias, hidden, end}, row, softmax);
       } else {
-        function(Scores<true, false>{row, scale, bias, hidden_, end}, row, softmax);
+        function(Scores<true, false>{row, scale, bias, hidden, end}, row, softmax);
       }
     }
   }
@@ -578,6 +617,7 @@ class HeadPass {
   int64_t line_;                          // floats from a row of columns to the next
   int64_t shift_;
   int32_t* hidden_;                       // [columns], -1: masked
+  int32_t* row_hidden_ = nullptr;         // [columns], of one query; null: as hidden_
   uint8_t* keep_;                         // [kBlock, columns rounded up to kDrawnKeys]
   float* query_;                          // [kBlock, Dw]
   float* scores_;                         // [kBlock, columns]

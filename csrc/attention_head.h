@@ -41,6 +41,7 @@ struct Head {
   int64_t longest_q;  // of all sequences, so that a padded and a ragged batch are computed alike
   Strided<const T> query, key, value;
   const bool* key_mask;  // [Tk], true = attend; null: all
+  Strided<const bool> attn_mask;  // [Tq, Tk], true = attend; null: all
   bool is_causal;
   float scale;
   Bias bias;

@@ -9,10 +9,13 @@ Two functions are registered. Transformers calls ``fastplm_mask`` once per forwa
 user's padding mask into a boolean key mask [B, Tk]; without it, Transformers would pass no mask. It
 calls ``fastplm_attention_forward`` in every layer.
 
-Dropout, the position bias of T5 (from its table; see ``_relative_bias``) and packed sequences
-(``cu_seq_lens_q``, …) are fused as well. Transformers' SDPA function, with an equivalent mask, does
-what ``ops.attention`` does not support: grouped heads, a position bias of unknown origin or with a
-cache, and masks that are neither causal nor bidirectional (sliding windows, 4-D masks of the user).
+Dropout, the position bias of T5 (from its table; see ``_relative_bias``), packed sequences
+(``cu_seq_lens_q``, …) and boolean 4-D masks are fused as well: those that Transformers makes (of a
+prefix, sliding windows, blocks) and those of the user; for BERT's own masks [B, F, T] see
+``fastplm_mask``. Transformers' SDPA function, with an equivalent mask, does what ``ops.attention``
+does not support: grouped heads, a position bias of unknown origin or with a cache, and 4-D masks
+that are added to the scores (see ``_boolean``). A row that a boolean mask lets attend to nothing
+gives 0; other implementations of Transformers give it an average of the values, or NaN.
 If a causal model gets ``position_ids`` that restart and no ``attention_mask``, Transformers makes
 such a mask; with ``cu_seq_lens_q``, pass an ``attention_mask`` of ones. What neither of the two
 supports is an error. On a CPU, one query with few keys (a generation step) uses SDPA too, because
@@ -37,7 +40,14 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from fastplm._checks import UnsupportedError, check, message
+from fastplm._checks import (
+    FLOATING,
+    UnsupportedError,
+    check,
+    check_dtype,
+    message,
+    values_are_known,
+)
 from fastplm._registry import is_eager
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 from fastplm.ops.attention import is_faster
@@ -80,13 +90,16 @@ def fastplm_mask(
         batch_size, q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
         mask_function: of Transformers: causal, bidirectional or a composed one.
-        attention_mask: bool [B, S], True = attend, or None.
+        attention_mask: bool [B, S], True = attend, or None; or a full mask [B, Tq, Tk], 0 = hidden,
+            of any dtype, as Google's BERT and the models of Transformers 4 take it.
         kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
         None if no key is padding, bool [B, Tk] for padding (both without causality, which the
         attention function applies), or bool [B, 1, Tq, Tk], the full mask of any other pattern.
     """
+    if attention_mask is not None and attention_mask.dim() == 3:
+        return attention_mask.bool()[:, None]
     causal = mask_function is causal_mask_function
     bottom_right = (
         isinstance(q_offset, int)
@@ -158,8 +171,8 @@ def fastplm_attention_forward(
         module: the layer; its ``is_causal`` is used if the argument is None.
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
-        attention_mask: None or bool [B, Tk], combined with ``is_causal``; or a full 4-D mask,
-            boolean (True = attend) or additive.
+        attention_mask: None or bool [B, Tk], combined with ``is_causal``; or a full 4-D mask, one
+            for all heads or for each, boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
             checkpointing restores.
@@ -180,11 +193,12 @@ def fastplm_attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     complete = attention_mask is not None and attention_mask.dim() == 4
     _check_supported(attention_mask, kwargs)
+    attn_mask = _boolean(attention_mask) if complete else None
     lengths = None if complete else _lengths(query, causal, kwargs)
     with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
-        not complete
+        not (complete and attn_mask is None)
         and not with_weights
         and key.shape == value.shape
         and key.shape[:2] == query.shape[:2]
@@ -196,7 +210,7 @@ def fastplm_attention_forward(
         fused or position_bias is None or isinstance(position_bias, Tensor),
         _WHERE,
         "position_bias",
-        "a T5RelativeBias with grouped heads, output_attentions or a 4-D mask",
+        "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
         "a dense tensor with these",
         "Look the table up: position_bias [1, H, Tq, Tk].",
         UnsupportedError,
@@ -241,8 +255,9 @@ def fastplm_attention_forward(
             query,
             key,
             value,
-            key_mask=attention_mask,
-            is_causal=causal,
+            key_mask=None if complete else attention_mask,
+            attn_mask=attn_mask,
+            is_causal=causal and not complete,
             dropout_p=dropout,
             scale=scaling,
             relative_bias=relative_bias,
@@ -271,6 +286,21 @@ def fastplm_attention_forward(
     return out, weights
 
 
+def _boolean(mask: Tensor | None) -> Tensor | None:
+    """A 4-D mask as a boolean one; None if it is additive, or if to know that takes a sync.
+
+    Masks of a floating dtype are added to the scores. Of a few values, 0 and the lowest of the
+    dtype or -inf, they say the same as a boolean one. Only on a CPU, outside of a trace, the
+    values can be looked at.
+    """
+    if mask is None or mask.dtype is torch.bool:
+        return mask
+    if mask.requires_grad or not values_are_known(mask):
+        return None
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -293,6 +323,9 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
                 "Pass the model a mask [B, T], True or 1 for tokens.",
             )
         )
+    if mask is not None and mask.dim() == 4 and mask.dtype is not torch.bool:
+        fix = "Pass mask.bool() if 1 is to attend."
+        check_dtype(_WHERE, "attention_mask", mask, FLOATING, fix)
 
 
 def _lengths(

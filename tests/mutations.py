@@ -108,6 +108,24 @@ MUTATIONS = (
         "key = key.masked_fill(hidden, 0.0)",
         attention("every_combination"),
     ),
+    Mutation(
+        TORCH,
+        "allowed = attn_mask if allowed is None else attn_mask & allowed",
+        "allowed = attn_mask",
+        attention("dense_masks"),
+    ),
+    Mutation(
+        "triton_kernels/attention/backward.py",
+        "            p = tl.where(pairs_allowed(head, at_k < head.length_k, at_q, at_k), p, 0.0)\n",
+        "            pass\n",
+        "tests/ops/test_attention.py -k 'triton and dense_masks'",
+    ),
+    Mutation(
+        "triton_kernels/attention/tiles.py",
+        "ptr + b * stride_b + h * stride_h, stride_t, STEP",
+        "ptr + b * stride_h + h * stride_b, stride_t, STEP",
+        "tests/ops/test_attention.py -k 'triton and dense_masks'",
+    ),
     # --- ops: gather_rows
     Mutation(
         "fastplm/ops/gather_rows.py",
@@ -588,6 +606,13 @@ MUTATIONS = (
         "add_by_key(0, keys, rows, ds, query_, dk);",
         "tests/ops/test_attention.py -k cpp",
         2,
+    ),
+    Mutation(
+        "csrc/attention.h",
+        "none = all_hidden;",
+        "none = false;",
+        "tests/ops/test_attention.py -k 'cpp and dense_mask'",
+        1,
     ),
     Mutation(
         "csrc/replaced_token_loss.cpp",

@@ -61,7 +61,10 @@ def attention(size: int, dtype: torch.dtype) -> dict[str, Any]:
 def attention_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
     key_mask = torch.rand(2, size) < 0.7
     key_mask[:, 0] = True
+    attn_mask = torch.rand(2, 1, size, size) < 0.7
+    attn_mask[..., 0] = True
     return attention(size, dtype) | dict(
+        attn_mask=attn_mask,
         bias_weight=floats(16, 1)(dtype),
         key_mask=key_mask,
         is_causal=True,

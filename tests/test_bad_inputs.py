@@ -75,6 +75,13 @@ OPS = {
                 *("mask", zeros(2, 4), zeros(2, 3, dtype=torch.bool)),
                 *(zeros(4, dtype=torch.bool), zeros(2, 4, dtype=LONG)),
             ),
+            "attn_mask": (
+                *("mask", zeros(3, 4), zeros(2, 2, 3, 4, dtype=LONG)),
+                *(
+                    zeros(*shape, dtype=torch.bool)
+                    for shape in ((4,), (2, 4), (2, 3, 4), (2, 2, 4, 3), (3, 2, 3, 4), (2, 3, 3, 4))
+                ),
+            ),
             **OF_DROPOUT,
         },
     ),

@@ -75,6 +75,9 @@ class CausalModel(EncoderModel):
         elif inputs_embeds is not None and inputs_embeds.dim() > 3:
             lead = inputs_embeds.shape[:-2]
             inputs_embeds = inputs_embeds.flatten(0, -3)
+        if lead is None and attention_mask is not None and attention_mask.dim() == 3:
+            if self._has_our_attention():  # the parent takes no mask [B, F, T]
+                attention_mask = attention_mask.bool()[:, None]
         for name in ("token_type_ids", "position_ids"):
             inputs[name] = _two_dimensional(inputs.get(name))
         outputs = super().forward(

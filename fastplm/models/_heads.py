@@ -516,6 +516,14 @@ class QuestionAnswering(FastplmModel):
         if not exclude_padding or attention_mask is None:
             inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
             return super().forward(**inputs)  # type: ignore[misc]
+        check(
+            attention_mask.dim() == 2,
+            type(self).__name__,
+            "exclude_padding",
+            f"True with a mask of shape {tuple(attention_mask.shape)}",
+            "a mask [batch, tokens], which says what padding is",
+            "Leave it out: then the softmax includes every row.",
+        )
         outputs = super().forward(**inputs)  # type: ignore[misc]
         padding = ~attention_mask.bool()
         changed: dict[str, Any] = {}

@@ -92,7 +92,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
 
         Args:
             labels: integer or bool [B, T], 1 = replaced, 0 = original, -100 = not in the loss, like
-                all masked tokens. With labels, ``logits`` are None.
+                all masked tokens (a 4-D mask names none). With labels, ``logits`` are None.
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of tokens in the loss of all
                 batches over which gradients are accumulated. Trainer counts the labels other than
@@ -126,7 +126,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
             in_loss = labels != IGNORE_INDEX
-            if attention_mask is not None:
+            if attention_mask is not None and attention_mask.dim() == 2:
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
                 in_loss = in_loss & attention_mask.bool()
             if ragged is not None:

@@ -22,6 +22,8 @@ class FusedAttention(nn.Module):
     Args:
         embed_dim: E.
         num_heads: H.
+        context_dim: C, the width of ``context``, which every call then needs (in
+            ``nn.MultiheadAttention`` it is ``kdim`` and ``vdim``). None: E, and self-attention too.
         head_dim: D; default ``embed_dim / num_heads``, which must then be an integer. (``d_kv`` in
             T5.)
         bias: whether both projections have a bias.
@@ -30,7 +32,8 @@ class FusedAttention(nn.Module):
         device, dtype: of the parameters.
 
     Parameters are ``qkv_proj`` (weight [3 H D, E], in the order Q, K, V) and ``out_proj``
-    (weight [E, H D]), initialized like ``nn.Linear``.
+    (weight [E, H D]), initialized like ``nn.Linear``. With ``context_dim``, ``q_proj`` (weight
+    [H D, E]) and ``kv_proj`` (weight [2 H D, C]) are in place of ``qkv_proj``.
 
     Raises:
         ArgumentValueError: sizes that do not fit, or a dropout outside [0, 1].
@@ -43,6 +46,7 @@ class FusedAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        context_dim: int | None = None,
         head_dim: int | None = None,
         bias: bool = True,
         dropout: float = 0.0,
@@ -68,6 +72,14 @@ class FusedAttention(nn.Module):
             "Leave it out for embed_dim / num_heads.",
         )
         check(
+            context_dim is None or context_dim > 0,
+            _WHERE,
+            "context_dim",
+            context_dim,
+            "at least 1",
+            "Leave it out if the context is as wide as the input.",
+        )
+        check(
             0.0 <= dropout <= 1.0,
             _WHERE,
             "dropout",
@@ -77,12 +89,18 @@ class FusedAttention(nn.Module):
         )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
+        self.context_dim = context_dim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.dropout = dropout
         self.scale = scale
         width = num_heads * self.head_dim
-        self.qkv_proj = nn.Linear(embed_dim, 3 * width, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(width, embed_dim, bias=bias, device=device, dtype=dtype)
+        options: Any = dict(bias=bias, device=device, dtype=dtype)
+        if context_dim is None:
+            self.qkv_proj = nn.Linear(embed_dim, 3 * width, **options)
+        else:
+            self.q_proj = nn.Linear(embed_dim, width, **options)
+            self.kv_proj = nn.Linear(context_dim, 2 * width, **options)
+        self.out_proj = nn.Linear(width, embed_dim, **options)
 
     def forward(
         self,
@@ -90,6 +108,7 @@ class FusedAttention(nn.Module):
         context: Tensor | None = None,
         *,
         key_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         is_causal: bool = False,
         relative_bias: ops.T5RelativeBias | None = None,
         cu_seqlens: Tensor | None = None,
@@ -105,9 +124,11 @@ class FusedAttention(nn.Module):
 
         Args:
             input: [B, Tq, E], or ragged [N, E] with ``cu_seqlens``.
-            context: [B, Tk, E], or ragged [Nk, E] with ``cu_seqlens_context``; None for
-                self-attention.
+            context: [B, Tk, C], or ragged [Nk, C] with ``cu_seqlens_context``; None for
+                self-attention. C is ``context_dim``, or E without it.
             key_mask: bool [B, Tk], True = attend, keys of ``past`` first; ragged [Nk].
+            attn_mask: bool [Tq, Tk] or [B, H, Tq, Tk], some sizes 1, True = attend, as in
+                ``ops.attention``; not with ``cu_seqlens``.
             is_causal: query i may attend to keys j <= i + (Tk - Tq); Tk includes ``past``.
             relative_bias: as in ``ops.attention``.
             cu_seqlens, max_seqlen: int32 [B + 1] from 0, and an upper bound of the lengths;
@@ -115,7 +136,7 @@ class FusedAttention(nn.Module):
             cu_seqlens_context, max_seqlen_context: the same of ``context``.
             past: for decoding, the previous keys and values [B, H, Tp, D], as a call with
                 ``use_cache`` returned them. (Those of a context are complete after the first step:
-                then pass a context without rows, [B, 0, E].)
+                then pass a context without rows, [B, 0, C].)
             use_cache: also return all keys and values.
             seed, sample_index: of the dropout, as in ``ops.attention``; default: each call draws a
                 seed from PyTorch's generator.
@@ -138,11 +159,24 @@ class FusedAttention(nn.Module):
         if ragged:
             _check_given("past", past, False, ragged, context)
             _check_given("use_cache", use_cache or None, False, ragged, context)
-        self._check(ragged, "input", input)
-        if context is None:
+            _check_given("attn_mask", attn_mask, False, ragged, context)
+        self._check(ragged, "input", input, self.embed_dim)
+        if context is not None:
+            self._check(ragged, "context", context, self.context_dim or self.embed_dim)
+        if self.context_dim is not None:
+            check(
+                context is not None,
+                _WHERE,
+                "context",
+                "None",
+                f"a tensor of width {self.context_dim}, as `context_dim` was given",
+                "Build the module without context_dim for self-attention.",
+            )
+            (query,) = self._heads(self.q_proj(input))
+            key, value = self._heads(self.kv_proj(context))
+        elif context is None:
             query, key, value = self._heads(self.qkv_proj(input))
         else:
-            self._check(ragged, "context", context)
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             width = self.num_heads * self.head_dim
             query_bias, context_bias = (
@@ -162,7 +196,7 @@ class FusedAttention(nn.Module):
         if cu_seqlens is None:
             if past is not None:
                 key, value = self._after(past, key, value)
-            out = ops.attention(query, key, value, **options).transpose(1, 2)
+            out = ops.attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2)
         else:
             if context is None:
                 cu_seqlens_context, max_seqlen_context = cu_seqlens, max_seqlen
@@ -203,20 +237,25 @@ class FusedAttention(nn.Module):
             return past_key, past_value
         return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
 
-    def _check(self, ragged: bool, argument: str, value: Tensor) -> None:
+    def _check(self, ragged: bool, argument: str, value: Tensor, width: int) -> None:
         check_tensor(_WHERE, argument, value)
-        names = "[N, embed_dim]" if ragged else "[B, T, embed_dim]"
+        name = "embed_dim"
+        if argument == "context" and self.context_dim is not None:
+            name = "context_dim"
+        names = f"[N, {name}]" if ragged else f"[B, T, {name}]"
         check(
-            value.dim() == (2 if ragged else 3) and value.shape[-1] == self.embed_dim,
+            value.dim() == (2 if ragged else 3) and value.shape[-1] == width,
             _WHERE,
             argument,
             f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
-            f"{names} with embed_dim = {self.embed_dim}",
+            f"{names} with {name} = {width}",
             "A ragged batch needs `cu_seqlens`, a dense batch must not have it.",
         )
 
     def extra_repr(self) -> str:
         text = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        if self.context_dim is not None:
+            text += f", context_dim={self.context_dim}"
         return f"{text}, dropout={self.dropout}, scale={self.scale}"
 
 
@@ -230,5 +269,6 @@ def _check_given(
         f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
         f"with{'out' if context is None else ''} `context`",
         "a value" if wanted else "None",
-        "A ragged batch needs the bounds of input and context, and supports no cache.",
+        "A ragged batch needs the bounds of input and context, and supports no cache and no "
+        "attn_mask.",
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check, check_number
+from fastplm._checks import FLOATING, check, check_number, check_tensor
 from fastplm._declare import Arg, Size
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
@@ -19,6 +19,9 @@ _MAX_DROPOUT_HEADS = 2**12
 _KEY = Arg("[B, H, Tk, D]", "query", packed="[Nk, H, D]")
 _ENDS = Arg("[B + 1 > 0]", (torch.int32,), "Pass pad(lengths.cumsum(0), (1, 0)).int().")
 _MASK_FIX = "Pass one bool for each key, attention_mask.bool(); causality is is_causal=True."
+_ATTN_MASK_FIX = (
+    "Pass bools, True = attend: mask[:, None] of [B, Tq, Tk], mask == 0 of added values."
+)
 
 
 class Call(NamedTuple):
@@ -28,6 +31,8 @@ class Call(NamedTuple):
     key: Annotated[Tensor, _KEY]
     value: Annotated[Tensor, _KEY]
     key_mask: Annotated[Tensor | None, Arg("[B, Tk]", (torch.bool,), _MASK_FIX, packed="[Nk]")]
+    # With strides of 0 where it is broadcast; see ``expanded_mask``.
+    attn_mask: Annotated[Tensor | None, Arg("[B, H, Tq, Tk]", (torch.bool,), _ATTN_MASK_FIX)]
     cu_seqlens_q: Annotated[Tensor | None, _ENDS]
     cu_seqlens_k: Annotated[Tensor | None, _ENDS]
     max_seqlen_q: Size
@@ -59,6 +64,7 @@ class Call(NamedTuple):
         """Whether there is nothing but scores: nothing is hidden, added or dropped."""
         return (
             self.key_mask is None
+            and self.attn_mask is None
             and self.cu_seqlens_q is None
             and self.bias_weight is None
             and self.seed is None
@@ -67,7 +73,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of the two references."""
+        """The keywords that the two references share."""
         bias = None
         if self.bias_weight is not None:
             bias = T5RelativeBias(self.bias_weight, self.bias_bidirectional, self.bias_max_distance)
@@ -177,6 +183,23 @@ def check_lengths_on_cpu(
         f"at least {max(lengths, default=0)}, the longest sequence",
         "Pass the longest length, or any upper bound.",
     )
+
+
+def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``attn_mask`` [Tq, Tk] or with four dimensions, some of them 1, as a view of ``shape``."""
+    check_tensor(where, "attn_mask", mask)
+    sizes = (1, 1, *mask.shape) if mask.dim() == 2 else mask.shape
+    if len(sizes) != 4 or any(size not in (1, full) for size, full in zip(sizes, shape)):  # noqa: B905
+        expected = f"[Tq, Tk] or [B or 1, H or 1, Tq, Tk] with [B, H, Tq, Tk] = {tuple(shape)}"
+        got = "shape" if len(sizes) == 4 else f"{mask.dim()} dimensions"
+        got = f"{got} {tuple(mask.shape)}"
+        check(False, where, "attn_mask", got, expected, _ATTN_MASK_FIX)
+    return mask.expand(shape)
+
+
+def stored_once(mask: Tensor) -> Tensor:
+    """An expanded mask with size 1 where it was broadcast, but for its last dimension."""
+    return mask[tuple(slice(0, 1 if step == 0 else None) for step in mask.stride()[:-1])]
 
 
 def projection_layout(tensor: Tensor) -> Tensor:

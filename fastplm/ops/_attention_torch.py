@@ -30,6 +30,7 @@ from fastplm.ops._attention_call import (
     check_lengths_on_cpu,
     empty_like_projection,
     projection_layout,
+    stored_once,
 )
 from fastplm.reference.attention import dropout_threshold
 from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, draw
@@ -56,6 +57,7 @@ class _Batch(NamedTuple):
     key: Tensor  # [B, H, Tk, D], up to the last key that is not masked
     value: Tensor
     key_mask: Tensor | None  # bool [B, Tk], None = all
+    attn_mask: Tensor | None  # bool [B | 1, H | 1, Tq | 1, Tk], None = all
     shift: Tensor | None  # int64 [B | 1], causal: query i sees the keys j <= i + shift
     rows_q: _Rows | None  # None: the call itself is dense
     rows_k: _Rows | None
@@ -117,14 +119,21 @@ def _explicit(call: Call) -> bool:
 
 
 def _is_empty(call: Call) -> bool:
-    return 0 in (*call.query.shape, *call.key.shape, call.batch, *call[6:8])
+    return 0 in (
+        *call.query.shape,
+        *call.key.shape,
+        call.batch,
+        call.max_seqlen_q,
+        call.max_seqlen_k,
+    )
 
 
 # --- layouts --------------------------------------------------------------------------------------
 
 
 def _cpu_batch(call: Call) -> _Batch:
-    query, key, value, key_mask = call[:4]
+    query, key, value, key_mask, attn_mask = call[:5]
+    attn_mask = None if attn_mask is None else stored_once(attn_mask)
     rows_q = rows_k = None
     if call.packed:
         assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
@@ -145,12 +154,14 @@ def _cpu_batch(call: Call) -> _Batch:
         visible = key_mask.any(0).nonzero()
         seqlen_k = int(visible[-1]) + 1 if visible.numel() else 0
         key, value, key_mask = key[:, :, :seqlen_k], value[:, :, :seqlen_k], key_mask[:, :seqlen_k]
+        attn_mask = None if attn_mask is None else attn_mask[..., :seqlen_k]
         if key_mask.all():
             key_mask = None  # a full batch takes the unmasked kernel
         else:  # a NaN would survive 0 * NaN
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    return _Batch(query, key, value, key_mask, shift if call.is_causal else None, rows_q, rows_k)
+    causal_shift = shift if call.is_causal else None
+    return _Batch(query, key, value, key_mask, attn_mask, causal_shift, rows_q, rows_k)
 
 
 def _cpu_rows(name: str, cu_seqlens: Tensor, count: int, max_seqlen: int) -> _Rows:
@@ -206,9 +217,9 @@ def _restore(tensor: Tensor, rows: _Rows | None, like: Tensor) -> Tensor:
 
 
 def _mask(
-    batch: _Batch, dtype: torch.dtype, samples: slice = slice(None)
+    batch: _Batch, dtype: torch.dtype, samples: slice = slice(None), heads: slice = slice(None)
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(additive mask [B | 1, 1, Tq | 1, Tk], dead rows [B | 1, 1, Tq | 1, 1]), None if not needed.
+    """(additive mask [B | 1, H | 1, Tq | 1, Tk], dead rows [B | 1, H | 1, Tq | 1, 1]), or None.
 
     A row that may attend to nothing has a mask of 0, as softmax over -inf alone is NaN.
     """
@@ -220,6 +231,11 @@ def _mask(
         distance = torch.arange(batch.key.shape[2]) - torch.arange(batch.query.shape[2])[:, None]
         causal = distance[None, None] <= shift[:, None, None, None]
         allowed = causal if allowed is None else causal & allowed
+    if batch.attn_mask is not None:
+        one_sample, one_head = (size == 1 for size in batch.attn_mask.shape[:2])
+        full = slice(None)
+        attn_mask = batch.attn_mask[full if one_sample else samples, full if one_head else heads]
+        allowed = attn_mask if allowed is None else attn_mask & allowed
     if allowed is None:
         return None, None
     dead = ~allowed.any(-1, keepdim=True)
@@ -233,7 +249,8 @@ def _mask(
 
 def _flash_mask(batch: _Batch) -> tuple[Tensor | None, Tensor | None, bool]:
     """What ``_mask`` returns, and whether the kernel's own causal mask does instead."""
-    if batch.key_mask is None and batch.shift is not None and not batch.shift.any():
+    unmasked = batch.key_mask is None and batch.attn_mask is None
+    if unmasked and batch.shift is not None and not batch.shift.any():
         return None, None, True
     return *_mask(batch, batch.query.dtype), False
 
@@ -286,7 +303,7 @@ class _Chunk:
         dtype = torch.promote_types(query.dtype, torch.float32)
         scores = query.new_empty(query.shape[0], query.shape[1], key.shape[2], dtype=dtype)
         view = scores.unflatten(0, self._outer(self.batch.query))  # [samples, heads, Tq, Tk]
-        mask, dead = _mask(self.batch, dtype, samples)
+        mask, dead = _mask(self.batch, dtype, samples, heads)
         if self.call.bias_weight is not None:
             bias = _bias_lines(self.call, self.batch, samples)[:, heads].to(dtype)
             # Window s of a line holds the bias of query Tq - 1 - s.

@@ -24,7 +24,13 @@ from fastplm._checks import (
 from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op, autocast, is_eager, needs_dispatch
 from fastplm.ops import _attention_torch
-from fastplm.ops._attention_call import Call, Saved, empty_like_projection
+from fastplm.ops._attention_call import (
+    Call,
+    Saved,
+    empty_like_projection,
+    expanded_mask,
+    stored_once,
+)
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,
@@ -53,6 +59,7 @@ def attention(
     value: Tensor,
     *,
     key_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -60,7 +67,7 @@ def attention(
     seed: int | Tensor | None = None,
     sample_index: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention with padding, causality, T5's bias and dropout, without a score matrix.
+    """Softmax attention with masks, causality, T5's bias and dropout, without a score matrix.
 
     ``O = dropout(softmax(scale * Q K^T + bias + mask)) V``
 
@@ -69,6 +76,11 @@ def attention(
             projections or of [B, T, H, D] is not copied).
         key, value: [B, H, Tk, D], dtype and device of ``query``; strides of their own.
         key_mask: bool [B, Tk], True = attend. The content of a masked key never matters.
+        attn_mask: bool [B, H, Tq, Tk], True = attend; each size may be 1, and [Tq, Tk] is one mask
+            for all heads. For what ``key_mask`` and ``is_causal`` cannot say: a key is attended to
+            where all of them that are given let it through. Without a copy if its last stride is 1.
+            On a GPU what it hides is computed all the same, and weighs 0: it saves no time. Only
+            ``key_mask`` hides a NaN.
         is_causal: query i sees the keys j <= i + (Tk - Tq) (bottom-right aligned), so that few
             queries, down to one, continue a cache of keys and values.
         dropout_p: the probability of dropping an attention probability, in steps of 1/256; the
@@ -109,6 +121,9 @@ def attention(
         >>> hidden = torch.tensor([[False, False]])
         >>> ops.attention(query, query, value, key_mask=hidden)[0, 0, :, 0]
         tensor([0., 0.])
+        >>> seen = torch.tensor([[True, True], [False, True]])  # query 1 sees key 1 alone
+        >>> ops.attention(query, query, value, attn_mask=seen)[0, 0, :, 0]
+        tensor([2., 3.])
 
     Source: Vaswani et al. 2017, eq. 1; Dao 2023 (arXiv 2307.08691); bias: Raffel et al. 2020, §2.1.
     Reference: ``fastplm.reference.attention.attention_ref``.
@@ -117,7 +132,7 @@ def attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(where, name, tensor, ndim=4)
     if (
-        key_mask is relative_bias is seed is sample_index is None
+        key_mask is attn_mask is relative_bias is seed is sample_index is None
         and dropout_p == 0.0
         and not (is_causal and query.shape[2] > 1)
         and (scale is None or isinstance(scale, (float, int)) and scale == scale)
@@ -130,6 +145,7 @@ def attention(
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
         key_mask=key_mask,
+        attn_mask=attn_mask,
         is_causal=is_causal,
         dropout_p=dropout_p,
         scale=scale,
@@ -183,7 +199,9 @@ def attention_varlen(
             fixed ones let a captured or compiled step serve every batch. A sequence that is longer
             is an error on the CPU; on a GPU, where looking would wait for the device, the rows
             beyond are not computed.
-        key_mask: bool [Nk], True = attend.
+        key_mask: bool [Nk], True = attend. (There is no ``attn_mask``: blocks of a batch are what
+            ``cu_seqlens`` say, and of sequences packed without padding a dense mask would be the
+            square of their total length.)
         is_causal, dropout_p, scale, relative_bias, seed: as in ``attention``, with the lengths of
             each sequence as its Tq and Tk.
         sample_index: int64 [B], as in ``attention``.
@@ -249,6 +267,7 @@ def _prepared(
     lengths: tuple[Tensor | None, Tensor | None, int, int],
     *,
     key_mask: Tensor | None,
+    attn_mask: Tensor | None = None,
     is_causal: bool,
     dropout_p: float,
     scale: float | None,
@@ -266,11 +285,14 @@ def _prepared(
     elif seed is not None:
         check_seed_form(where, seed)
         seed = None
+    if attn_mask is not None:
+        attn_mask = expanded_mask(where, attn_mask, (*query.shape[:3], key.shape[2]))
     call = Call(
         query,
         key,
         value,
         key_mask,
+        attn_mask,
         *lengths,
         *_bias(where, relative_bias),
         seed,
@@ -295,15 +317,18 @@ def _prepared(
         tensor = getattr(call, name)
         if tensor is not None and tensor.stride(-1) != 1:
             call = call._replace(**{name: tensor.contiguous()})
+    if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
+        dense = stored_once(call.attn_mask).contiguous()
+        call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
     return call, backend, watched
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:
     if call.packed:
         call.check_lengths()
-        out = attention_varlen_ref(*call[:3], *call[4:8], **call.options)  # type: ignore[arg-type]
+        out = attention_varlen_ref(*call[:3], *call[5:9], **call.options)  # type: ignore[arg-type]
     else:
-        out = attention_ref(*call[:3], **call.options)
+        out = attention_ref(*call[:3], attn_mask=call.attn_mask, **call.options)
     return out, None
 
 
@@ -366,7 +391,7 @@ def _short_way(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
         return None
     out, _ = torch.ops.fastplm_C.attention.default(
         *map(last_dim_contiguous, (query, key, value)),
-        *(None, None, None, seqlen_q, seqlen_k, None, None, None, None, 0, False),
+        *(None, None, None, None, seqlen_q, seqlen_k, None, None, None, None, 0, False),
         dim**-0.5 if scale is None else float(scale),
     )
     return out
@@ -380,7 +405,7 @@ def _class_of(query: Tensor, key: Tensor) -> CallClass:
 def _cpp_arguments(call: Call) -> tuple[Any, ...]:
     weight = call.bias_weight
     return (
-        *call[:8],
+        *call[:9],
         None if weight is None else weight.float(),
         call.buckets,
         call.seed,

@@ -105,6 +105,7 @@ def attention_ref(
     value: Tensor,
     *,
     key_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -118,6 +119,7 @@ def attention_ref(
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D].
         key_mask: bool [B, Tk], True = attend.
+        attn_mask: bool, broadcastable to [B, H, Tq, Tk], True = attend.
         is_causal: query i sees keys j <= i + (Tk - Tq).
         dropout_p: see ``dropout_threshold``; > 0 needs ``seed``.
         scale: default ``D ** -0.5``.
@@ -143,6 +145,7 @@ def attention_ref(
         key,
         value,
         key_mask,
+        attn_mask,
         distance,
         is_causal,
         dropout_p,
@@ -209,6 +212,7 @@ def attention_varlen_ref(
         pad(key, rows_k, exists_k),
         pad(value, rows_k, exists_k),
         exists_k if key_mask is None else exists_k & nn.functional.pad(key_mask, (0, 1))[rows_k],
+        None,
         distance,
         is_causal,
         dropout_p,
@@ -237,6 +241,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     key_mask: Tensor | None,
+    attn_mask: Tensor | None,
     distance: Tensor,
     is_causal: bool,
     dropout_p: float,
@@ -254,6 +259,8 @@ def _attend(
         # A masked key may be NaN, and 0 * NaN is NaN.
         key = key.masked_fill(~key_mask[:, None, :, None], 0.0)
         value = value.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if attn_mask is not None:
+        allowed = allowed & attn_mask
     alive = allowed.any(-1, keepdim=True)
 
     scores = torch.matmul(query, key.transpose(-2, -1)) * scale  # [B, H, Tq, Tk]

@@ -72,16 +72,17 @@ SHAPES = {
     "decode": replace(PLAIN, seqlen_q=1, is_causal=True),
     "dropout": replace(PLAIN, dropout_p=0.1),
     "bias": replace(PLAIN, bias=True),
+    "prefix": replace(PLAIN, prefix=True),
 }
 #: The shapes that a peer says it does not take.
 REFUSED = {
     "sdpa": {"ragged", "ragged cross"},
     "sdpa math": {"ragged", "ragged cross"},
-    "varlen_attn": {"padded", "dropout", "bias"},
+    "varlen_attn": {"padded", "dropout", "bias", "prefix"},
     "flex_attention": {"dropout"},
-    "flash-attn": {"padded", "bias"},
-    "flash-attn 3": {"padded", "bias", "dropout"},
-    "xformers": set(),
+    "flash-attn": {"padded", "bias", "prefix"},
+    "flash-attn 3": {"padded", "bias", "dropout", "prefix"},
+    "xformers": {"prefix"},
 }
 
 

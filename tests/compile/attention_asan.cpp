@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention_head.h"
@@ -25,7 +26,7 @@ using namespace fastplm::tested;
 
 struct Shape {
   int64_t seqlen_q, seqlen_k, dim;
-  bool masked, causal, biased;
+  bool masked, causal, biased, dense;
   uint32_t threshold;
 };
 
@@ -71,9 +72,9 @@ void compare(const char* what, const Shape& s, const Rows& got, const std::vecto
     const double error = std::abs(got.data[i] - gold[i]) / (largest * terms * 0x1p-24);
     worst = std::max(worst, error);
     if (!(error < 2.0)) {
-      std::fprintf(stderr, "%s: Tq %ld Tk %ld D %ld masked %d causal %d biased %d drop %u: %g, not %g\n",
+      std::fprintf(stderr, "%s: Tq %ld Tk %ld D %ld masked %d causal %d biased %d dense %d drop %u: %g, not %g\n",
                    what, static_cast<long>(s.seqlen_q), static_cast<long>(s.seqlen_k),
-                   static_cast<long>(s.dim), s.masked, s.causal, s.biased, s.threshold,
+                   static_cast<long>(s.dim), s.masked, s.causal, s.biased, s.dense, s.threshold,
                    static_cast<double>(got.data[i]), gold[i]);
       std::exit(1);
     }
@@ -86,6 +87,14 @@ void run(const Shape& s, std::mt19937& random) {
   for (Rows* rows : {&query, &key, &value, &grad_out}) rows->fill(random);
   const std::unique_ptr<bool[]> mask(new bool[tk]);
   for (int64_t j = 0; j < tk; ++j) mask[j] = !s.masked || random() % 3 > 0;
+  // Rows that lie apart, and one that sees nothing.
+  const std::unique_ptr<bool[]> dense(new bool[std::max<int64_t>(1, tq * (tk + 3))]);
+  const auto seen = [&](int64_t i, int64_t j) -> bool& { return dense[i * (tk + 3) + j]; };
+  for (int64_t i = 0; i < tq; ++i) {
+    for (int64_t j = 0; j < tk + 3; ++j) {
+      seen(i, j) = !s.dense || j >= tk || (i != tq / 2 && j < tk - i / 3 && random() % 3 > 0);
+    }
+  }
   const float bias_weight[4] = {0.5f, -1.0f, 2.0f, 0.25f};
   const int64_t bucket[2 * kFurthest + 1] = {0, 0, 1, 3, 2, 2, 1};
   const double scale = 0.3;
@@ -116,7 +125,7 @@ void run(const Shape& s, std::mt19937& random) {
       double score = 0.0;
       for (int64_t d = 0; d < dim; ++d) score += query(i, d) * k[j * dim + d];
       score = score * scale + (s.biased ? bias_weight[in_bucket(j)] : 0.0f);
-      if (!mask[j] || (s.causal && distance(j) > 0)) score = -INFINITY;
+      if (!mask[j] || !seen(i, j) || (s.causal && distance(j) > 0)) score = -INFINITY;
       probs[j] = score;
       most = std::max(most, score);
     }
@@ -145,7 +154,8 @@ void run(const Shape& s, std::mt19937& random) {
 
   const std::unique_ptr<Softmax[]> softmax(new Softmax[tq]);
   Head<float> head{tq,         tk,       dim,      tq, query.in(), key.in(), value.in(),
-                   mask.get(), s.causal, static_cast<float>(scale), {}, {}, softmax.get()};
+                   mask.get(), {},       s.causal, static_cast<float>(scale), {}, {}, softmax.get()};
+  if (s.dense) head.attn_mask = {dense.get(), tk + 3};
   if (s.biased) head.bias = {bias_weight, 1, 4, bucket, kFurthest};
   if (s.threshold > 0) head.dropout = {kSeed, kSample, kHead, s.threshold};
   {
@@ -182,7 +192,8 @@ int main() {
         for (int option = 0; option < 4; ++option) {
           const int bits = option * 5 + runs % 3;
           const uint32_t threshold = runs % 4 == 0 ? 26 : runs % 16 == 1 ? 256 : 0;
-          run({tq, tk, dim, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, threshold}, random);
+          const bool dense = runs % 3 == 1;
+          run({tq, tk, dim, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, dense, threshold}, random);
           ++runs;
         }
       }

@@ -324,6 +324,10 @@ def waits(pointer: str) -> str:
 
 TRITON = "3.7.1"
 FLAGS = "a flag of a key is a byte, less than cp.async copies, and says which keys are loaded"
+PAIRS = (
+    "a flag of a query and a key is a byte: beside a bias Triton loads them one by one, where the"
+    " accumulator has their scores; without one, 16 together"
+)
 ROWS = "TF32: the tensor cores take 32-bit operands with the keys of a column side by side"
 DISTANCES = "one value for each distance: neighbours in a row, but a row starts anywhere"
 FORTY = "rows of 40 elements: Triton knows of a stride only whether 16 divides it"
@@ -345,8 +349,10 @@ IN_TENSOR_MEMORY = (
 #: applies fails: what was made good stays good.
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("attention_bwd_dbias", "narrow: 1-byte ld of mask_ptr"): ((80, 90), FLAGS),
+    ("attention_bwd_dbias", "narrow: 1-byte ld of attn_mask_ptr"): ((80, 90), PAIRS),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte cp.async of bias_ptr"): ((90,), DISTANCES),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
+    ("attention_stream_bwd_dq", "narrow: 1-byte ld of attn_mask_ptr"): (ARCHS, PAIRS),
     ("attention_stream_bwd_dq", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
     ("attention_stream_bwd_dq", "late: 0 iterations ahead of 1, the copies of k_ptr"): (
         (100,),
@@ -360,10 +366,12 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         "two products read K, one of them transposed: Triton copies V and loads K, in the loop of"
         " the masked tiles alone, and in TF32 in every loop",
     ),
+    ("attention_stream_fwd", "narrow: 1-byte ld of attn_mask_ptr"): (ARCHS, PAIRS),
     ("attention_stream_fwd", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of v_ptr"): ((90, 100), ROWS),
     ("attention_stream_fwd", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
+    ("attention_stream_fwd", waits("attn_mask_ptr")): ((90,), PAIRS),
     ("attention_stream_fwd", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_stream_fwd", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
     ("linear_cross_entropy_bwd_input", NO_FENCE): ((100,), IN_TENSOR_MEMORY),

@@ -191,7 +191,7 @@ meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, devi
 def step(rows, slots, longest, heads):
     query, key, value = meta(rows, 3, heads, 64).unbind(1)
     starts = meta(33, dtype=torch.int32)
-    shared = (query, key, value, None, starts, starts, longest, longest, None, None)
+    shared = (query, key, value, None, None, starts, starts, longest, longest, None, None)
     call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False)
     out, stats = launch.attention_fwd(call)
     launch.attention_bwd(out, launch.Saved(call, out, stats, False))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastplm import models, ops
+from fastplm._backends import record_decisions
 from fastplm._checks import ArgumentTypeError, ArgumentValueError
 from fastplm.models import _encoder
 from fastplm.models._ragged import RaggedBatch
@@ -146,6 +147,42 @@ def vocabulary_heads(*others):
 @pytest.mark.parametrize("padding", ["full", "boolean"])
 def test_a_mask_of_ones_or_of_booleans_equals_the_parent(hold_drop_in, padding):
     hold_drop_in(models.BertForMaskedLM, config_of("BertForMaskedLM"), padding)
+
+
+@pytest.mark.parametrize("form", ["one for all heads", "of each head", "without heads"])
+@pytest.mark.parametrize(
+    "name", [name for family, name in LANGUAGE_MODELS.items() if family != "openai"]
+)
+def test_a_mask_of_every_token_for_every_token_equals_the_parents(hold, name, form):
+    """Padding cannot be left out then. Google's BERT has none for heads: [B, F, T]."""
+    inputs = inputs_of(name, config_of(name), None)
+    of = "decoder_attention_mask" if has_decoder(name) else "attention_mask"
+    heads, length = 2 if form == "of each head" else 1, inputs["labels"].shape[1]
+    mask = (torch.rand(ROWS, heads, length, length) < 0.6) | torch.eye(length).bool()
+
+    def run(model):
+        given = mask[:, 0].long() if form == "without heads" else mask
+        return loss_of(**inputs, **{of: given})(model)
+
+    def parent_run(model):
+        dtype = next(model.parameters()).dtype
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        return loss_of(**inputs, **{of: added})(model)
+
+    model, parent = pair(name)
+    with record_decisions() as decisions:
+        run(model)
+    dense = [one for one in decisions if one.op == "attention" and "bool[" in one.arguments]
+    assert len(dense) == 2, "both layers are fused"
+    hold(model, parent, run, parent_run)
+
+
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering"])
+def test_such_a_mask_says_of_no_token_that_it_is_padding(name):
+    model, inputs = getattr(models, name)(config_of(name)), inputs_of(name, config_of(name), None)
+    mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool)
+    with pytest.raises(ArgumentValueError, match="`exclude_padding` got True with a mask of shape"):
+        model(**inputs, attention_mask=mask, exclude_padding=True)
 
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes(n, "masked_positions")])

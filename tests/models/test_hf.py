@@ -295,21 +295,91 @@ def test_chunked_prefill_into_a_cache_is_bottom_right_aligned(hold, cache, ends)
 # --- masks that are more than padding -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("kind", ["boolean", "of each head", "lowest", "infinite", "additive"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 def test_a_4d_mask_of_the_user_is_used(hold, family, kind):
     ids = random_ids(2, 7)
-    mask = (torch.rand(2, 1, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)
+    mask = (torch.rand(2, 1 + (kind == "of each head"), 7, 7) > 0.5) | torch.eye(7).bool()
 
     def run(model, mask=mask):
-        additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -1e9)
+        hidden = {"infinite": -torch.inf, "lowest": torch.finfo(model.dtype).min}.get(kind, -1e9)
+        additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, hidden)
+        booleans = "boolean", "of each head"
         eager = model.config._attn_implementation == "eager"
-        given = additive if kind == "additive" or eager else mask
+        given = mask if kind in booleans and not eager else additive
         return {"out": states(model, ids, attention_mask=given).detach()}
 
     ours, theirs = pair(family)
+    with record_decisions() as decisions:
+        run(ours)
+    assert len(decisions) == (0 if kind == "additive" else 2)  # of two layers
     hold(ours, theirs, run)
     assert not same(run(ours), run(ours, torch.ones_like(mask)))
+
+
+def test_gradients_and_dropout_under_a_4d_mask(hold):
+    """A prefix that all tokens see, and causality after it, in a training step."""
+    ids, places = random_ids(2, 9), torch.arange(9)
+    mask = ((places <= places[:, None]) | (places < 4)).expand(2, 1, 9, 9)
+
+    def run(model):
+        given = mask
+        if model.config._attn_implementation == "eager":
+            given = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -torch.inf)
+        with KeptDouble():  # GPT-2 computes its loss in fp32
+            return {"loss": model(ids, attention_mask=given, labels=ids).loss}
+
+    hold(*pair("gpt2"), run)
+    model, drawn = with_dropout("gpt2"), []
+    with record_decisions() as decisions:
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            drawn.append(states(model, ids, attention_mask=mask))
+    assert len(decisions) == 6
+    assert torch.equal(*drawn[:2]) and not torch.equal(*drawn[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_a_mask_of_every_token_for_every_token(hold, dtype):
+    """[B, F, T] of Google's BERT and of Transformers 4: 1 = attend, in each dtype."""
+    ids = random_ids(2, 7)
+    mask = (torch.rand(2, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)
+
+    def run(model):
+        if model.config._attn_implementation == "eager":
+            lowest = torch.finfo(model.dtype).min
+            given = torch.zeros(2, 1, 7, 7, dtype=model.dtype).masked_fill(~mask[:, None], lowest)
+        else:
+            given = mask.to(dtype)
+        return {"out": states(model, ids, attention_mask=given).detach()}
+
+    ours, theirs = pair("bert")
+    with record_decisions() as decisions:
+        run(ours)
+    assert len(decisions) == 2
+    hold(ours, theirs, run)
+
+
+def test_rows_that_a_4d_mask_leaves_nothing_are_zero():
+    query = torch.randn(2, 2, 5, 8)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[1, :, 2] = False
+    out, _ = hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, mask)
+    assert not out[1, 2].any() and out[0].all() and out[1, :2].all()
+
+
+def test_a_4d_mask_of_integers_says_what_to_pass():
+    query = torch.randn(1, 2, 3, 4)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.int64)
+    with pytest.raises(ArgumentTypeError, match=r"`attention_mask` got torch.int64.*mask.bool\(\)"):
+        hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, mask)
+
+
+def test_a_learned_4d_mask_gets_its_gradient():
+    query, mask = torch.randn(1, 2, 3, 4), torch.zeros(1, 1, 3, 3, requires_grad=True)
+    out, _ = hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, mask)
+    (grad,) = torch.autograd.grad(out.square().sum(), mask)
+    assert grad.any()
 
 
 def test_packed_sequences_do_not_see_each_other(hold):
@@ -371,9 +441,11 @@ def test_a_4d_mask_replaces_the_lengths_of_packed_sequences(hold):
     """Transformers makes one of ``position_ids``; it may hold more than the lengths say."""
     packed, _, run = packed_and_padded("gpt2")
     del packed["attention_mask"]
+    ours, theirs = pair("gpt2")
     with record_decisions() as decisions:
-        hold(*pair("gpt2"), lambda model: run(model, packed))
-    assert not decisions
+        run(ours, packed)
+    assert [each.arguments.split("@")[0] for each in decisions] == ["float32[1, 2, 24, 8]"] * 2
+    hold(ours, theirs, lambda model: run(model, packed))
 
 
 def test_packed_rows_that_do_not_fit_raise():

@@ -20,14 +20,16 @@ LENGTHS, CONTEXT_LENGTHS = (9, 4, 0, 6), (5, 11, 3, 1)
 def reference(input, context=None, cu_seqlens=None, max_seqlen=None, parameters=None, **options):
     """The module in terms of plain PyTorch, with separate projections."""
     source = input if context is None else context
-    projections = zip(
-        (input, source, source),
-        parameters["qkv_proj.weight"].chunk(3),
-        parameters.get("qkv_proj.bias", torch.empty(0)).chunk(3)
-        if "qkv_proj.bias" in parameters
-        else (None,) * 3,
-        strict=True,
-    )
+    kinds = []  # weights and biases, each of three
+    for kind in ("weight", "bias"):
+        if f"kv_proj.{kind}" in parameters:
+            both = parameters[f"kv_proj.{kind}"].chunk(2)
+            kinds.append((parameters[f"q_proj.{kind}"], *both))
+        elif f"qkv_proj.{kind}" in parameters:
+            kinds.append(parameters[f"qkv_proj.{kind}"].chunk(3))
+        else:
+            kinds.append((None,) * 3)
+    projections = zip((input, source, source), *kinds, strict=True)
     heads = [nn.functional.linear(*each).unflatten(-1, (HEADS, -1)) for each in projections]
     if cu_seqlens is None:
         heads = [each.transpose(1, 2) for each in heads]
@@ -129,6 +131,64 @@ def test_equals_torchs_multihead_attention_with_its_weights():
         return theirs.to(input.dtype)(input, input, input, key_padding_mask=~mask)[0]
 
     assert_within_budget(candidate, base, {"input": torch.randn(2, 7, EMBED)}, wrt=["input"])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_context_of_another_width(bias, ragged):
+    module = FusedAttention(EMBED, HEADS, context_dim=24, bias=bias)
+    assert module.kv_proj.weight.shape == (2 * EMBED, 24) and "context_dim=24" in repr(module)
+    if not ragged:
+        inputs = {"input": torch.randn(3, 9, EMBED), "context": torch.randn(3, 17, 24)}
+        return hold(module, inputs, key_mask=torch.rand(3, 17) > 0.4)
+    starts, longest = bounds(LENGTHS)
+    of_context, longest_context = bounds(CONTEXT_LENGTHS)
+    inputs = {
+        "input": torch.randn(sum(LENGTHS), EMBED),
+        "context": torch.randn(sum(CONTEXT_LENGTHS), 24),
+    }
+    ends = dict(cu_seqlens_context=of_context, max_seqlen_context=longest_context)
+    hold(module, inputs, cu_seqlens=starts, max_seqlen=longest, **ends)
+
+
+def test_a_context_of_another_width_equals_torchs():
+    """There, keys and values may come from two contexts of two widths: here it is one."""
+    theirs = nn.MultiheadAttention(EMBED, HEADS, kdim=24, vdim=24, batch_first=True)
+    ours = FusedAttention(EMBED, HEADS, context_dim=24)
+    query, key, value = theirs.in_proj_bias.chunk(3)
+    ours.load_state_dict(
+        {
+            "q_proj.weight": theirs.q_proj_weight,
+            "q_proj.bias": query,
+            "kv_proj.weight": torch.cat((theirs.k_proj_weight, theirs.v_proj_weight)),
+            "kv_proj.bias": torch.cat((key, value)),
+            "out_proj.weight": theirs.out_proj.weight,
+            "out_proj.bias": theirs.out_proj.bias,
+        }
+    )
+    mask = torch.rand(5, 7) < 0.6
+    mask[:, 0] = True
+
+    def candidate(input, context):
+        return ours.to(input.dtype)(input, context, attn_mask=mask)
+
+    def base(input, context):
+        return theirs.to(input.dtype)(input, context, context, attn_mask=~mask)[0]
+
+    inputs = {"input": torch.randn(2, 5, EMBED), "context": torch.randn(2, 7, 24)}
+    assert_within_budget(candidate, base, inputs, wrt=list(inputs))
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (3, HEADS), ()])
+def test_a_dense_mask(shape, cross):
+    module = FusedAttention(EMBED, HEADS)
+    inputs = {"input": torch.randn(3, 9, EMBED)}
+    if cross:
+        inputs["context"] = torch.randn(3, 17, EMBED)
+    seqlen_k = 17 if cross else 9
+    mask = torch.rand(*shape, 9, seqlen_k) > 0.4
+    hold(module, inputs, attn_mask=mask, key_mask=torch.rand(3, seqlen_k) > 0.2)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -325,6 +385,17 @@ def test_bad_arguments_raise_typed_errors():
     ):
         with pytest.raises(ArgumentValueError, match=f"`{match}`"):
             module(*arguments, **options)
+    wide = FusedAttention(EMBED, HEADS, context_dim=24)
+    for match, module_of, arguments, options in (
+        ("attn_mask", module, (flat,), ragged | {"attn_mask": torch.ones(6, 6).bool()}),
+        ("attn_mask", module, (dense,), {"attn_mask": torch.ones(2, 3, 3).bool()}),
+        ("context", wide, (dense,), {}),
+        ("context", wide, (dense, dense), {}),
+    ):
+        with pytest.raises(ArgumentValueError, match=f"`{match}`"):
+            module_of(*arguments, **options)
+    with pytest.raises(ArgumentValueError, match="context_dim"):
+        FusedAttention(EMBED, HEADS, context_dim=0)
     with pytest.raises(ArgumentTypeError, match="key_mask"):
         module(dense, key_mask=torch.ones(2, 3))
     with pytest.raises(ArgumentTypeError, match="past"):

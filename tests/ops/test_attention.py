@@ -3,6 +3,7 @@ in every combination of layout, mask, bias and dropout; and the bits of dropout,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -86,9 +87,9 @@ def leaves(inputs: dict) -> tuple[str, ...]:
     return tuple(name for name in (*QKV, "bias_weight") if name in inputs)
 
 
-def stock(query, key, value, scale=None, cu_seqlens_q=None, cu_seqlens_k=None, **_):
+def stock(query, key, value, scale=None, attn_mask=None, cu_seqlens_q=None, cu_seqlens_k=None, **_):
     """PyTorch's kernel, sequence by sequence."""
-    attend = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    attend = functools.partial(F.scaled_dot_product_attention, attn_mask=attn_mask, scale=scale)
     if cu_seqlens_q is None:
         return attend(query, key, value)
     of_q, of_k = (starts.diff().tolist() for starts in (cu_seqlens_q, cu_seqlens_k))
@@ -406,6 +407,180 @@ def test_spare_rows_are_zero_with_zero_gradient_and_never_matter(device, backend
     for name, grad in grads.items():
         rows = len(expected_grads[name])
         assert torch.equal(grad[:rows], expected_grads[name]) and not grad[rows:].any()
+
+
+# --- a dense mask ---------------------------------------------------------------------------------
+
+
+def dense_mask(kind: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """A mask for the argument ``attn_mask``: random ones have rows and columns that are False."""
+    shape = {
+        "random": (batch, heads, seqlen_q, seqlen_k),
+        "of a sample": (batch, 1, seqlen_q, seqlen_k),
+        "of a head": (1, heads, seqlen_q, seqlen_k),
+        "of all": (seqlen_q, seqlen_k),
+        "of keys": (batch, 1, 1, seqlen_k),
+        "of queries": (batch, heads, seqlen_q, 1),
+    }.get(kind, (seqlen_q, seqlen_k))
+    if kind in ("all", "nothing"):
+        return torch.full(shape, kind == "all")
+    places = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    if kind == "causal":
+        return places <= seqlen_k - seqlen_q
+    if kind == "prefix":  # a prefix that all see, then causal
+        return (places <= seqlen_k - seqlen_q) | (torch.arange(seqlen_k) < seqlen_k // 3)
+    if kind == "blocks":
+        return torch.arange(seqlen_q)[:, None] // 7 == torch.arange(seqlen_k) // 7
+    mask = torch.rand(shape) < 0.6
+    if shape[-2] > 1:
+        mask[..., ::5, :] = False
+    return mask
+
+
+MASK_KINDS = (
+    *("random", "of a sample", "of a head", "of all", "of keys", "of queries"),
+    *("all", "nothing", "causal", "prefix", "blocks"),
+)
+
+
+@pairwise(
+    2,
+    backend=BACKENDS,
+    mask=MASK_KINDS,
+    beside=("nothing", "key mask", "causal", "cross", "few queries"),
+    extras=("plain", "dropout", "bias", "bias and dropout"),
+)
+def test_dense_masks(device, backend, mask, beside, extras):
+    sizes = {"cross": (37, 29), "few queries": (3, 29)}.get(beside, (29, 29))
+    inputs = make(device, 2, heads_for(extras) * 2, *sizes, head_dim=16)
+    inputs["is_causal"] = beside == "causal"
+    if beside == "key mask":  # and NaN behind it
+        inputs = hide(inputs, up_to((29, 17), 29))
+    inputs["attn_mask"] = dense_mask(mask, *inputs["query"].shape[:3], sizes[1]).to(device)
+    check(backend, with_extras(inputs, extras))
+
+
+@pairwise(
+    2,
+    backend=BACKENDS,
+    seqlen=(1, 63, 65, 130, 257),
+    extras=ALL_EXTRAS,
+    dtype=HALF,
+    is_causal=CAUSAL,
+)
+def test_lengths_with_a_dense_mask(device, backend, seqlen, extras, dtype, is_causal):
+    """A kernel is chosen by the lengths."""
+    inputs = make(device, 1, 2, seqlen, seqlen, head_dim=40, dtype=dtype)
+    mask = torch.rand(1, 1, seqlen, seqlen) < 0.5
+    mask[..., seqlen // 2, :] = False
+    inputs |= {"attn_mask": mask.to(device), "is_causal": is_causal}
+    check(backend, with_extras(inputs, extras, dtype=torch.float32))
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ("transposed", "every other", "in a larger one", "by sample"))
+def test_layouts_of_a_dense_mask(device, backend, layout):
+    """What lies beside a view never matters."""
+    inputs = make(device, 3, 2, 20, 37, head_dim=16)
+    mask = torch.rand(3, 2, 20, 37, device=device) < 0.6
+    if layout == "transposed":
+        view = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    elif layout == "every other":
+        view = torch.stack((mask, ~mask), -1)[..., 0]
+    elif layout == "in a larger one":
+        view = F.pad(mask, (3, 5, 1, 2, 1, 0), value=True)[:, 1:, 1:-2, 3:-5]
+    else:
+        view = mask[:, :1].transpose(0, 1).expand(2, -1, -1, -1).transpose(0, 1)
+        mask = view.contiguous()
+    assert torch.equal(view, mask) and not view.is_contiguous()
+    out, grads = out_and_grads(backend, inputs | {"attn_mask": mask})
+    viewed, viewed_grads = out_and_grads(backend, inputs | {"attn_mask": view})
+    assert torch.equal(out, viewed)
+    assert all(torch.equal(grads[name], viewed_grads[name]) for name in QKV)
+    check(backend, inputs | {"attn_mask": view})
+
+
+@each_backend
+@all_extras
+@pytest.mark.parametrize("kind", ("all", "key mask", "causal"))
+def test_a_dense_mask_that_says_the_same_gives_the_same_bits(device, backend, kind, extras):
+    if backend == "torch" and kind == "causal" and extras == "plain":
+        pytest.skip("PyTorch's kernel has another loop for causality")
+    inputs = make(device, 2, 2, 40, 70, head_dim=16)
+    lengths = (70, 33)
+    said = {"key mask": {"key_mask": up_to(lengths, 70).to(device)}, "causal": {"is_causal": True}}
+    mask = torch.ones(40, 70, dtype=torch.bool)
+    if kind == "key mask":
+        mask = up_to(lengths, 70)[:, None, None].expand(2, 2, 40, 70)
+    elif kind == "causal":
+        mask = mask.tril(30)
+    inputs = with_extras(inputs, extras if kind != "causal" else extras.replace("bias and ", ""))
+    out, grads = out_and_grads(backend, inputs | said.get(kind, {}))
+    by_mask, grads_by_mask = out_and_grads(backend, inputs | {"attn_mask": mask.to(device)})
+    assert torch.equal(out, by_mask)
+    assert all(torch.equal(grads[name], grads_by_mask[name]) for name in grads)
+
+
+@each_backend
+@all_extras
+def test_blocks_of_a_dense_mask_are_sequences(device, backend, extras):
+    """Block-diagonal, it does what ``attention_varlen`` does."""
+    lengths = (9, 1, 27)
+    inputs = make(device, 1, 4, 37, 37, head_dim=16)
+    sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    mask = (sequence[:, None] == sequence).to(device)
+    if "bias" in extras:
+        inputs = with_extras(inputs, "bias")
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def by_sequence(query, key, value, **bias):
+        rows = {n: x[0].transpose(0, 1) for n, x in zip(QKV, (query, key, value), strict=True)}
+        ends = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=27, max_seqlen_k=27)
+        return reference(**rows, **ends, **bias).transpose(0, 1)[None]
+
+    def by_mask(**inputs):
+        return run(backend, **inputs, attn_mask=mask)
+
+    peers = []
+    if backend == "torch" and extras == "plain":
+        peers = [functools.partial(stock, attn_mask=mask)]
+    assert_within_budget(by_mask, by_sequence, inputs, wrt=leaves(inputs), peers=peers)
+
+
+@each_backend
+@all_extras
+def test_rows_that_a_dense_mask_leaves_nothing_are_zero(device, backend, extras):
+    """And so are their gradients, and those of keys that nobody sees, beside a key mask too."""
+    inputs = make(device, 2, 4, 20, 30, head_dim=16)
+    mask = torch.rand(2, 4, 20, 30, device=device) < 0.7
+    mask[0, 1, 3:9], mask[1, 2], mask[..., 11] = False, False, False
+    mask[1, :, 5, 10:] = False  # what the key mask leaves
+    key_mask = torch.ones(2, 30, dtype=torch.bool, device=device)
+    key_mask[1, :10] = False
+    inputs = with_extras(inputs | {"attn_mask": mask, "key_mask": key_mask}, extras)
+    out, grads = out_and_grads(backend, inputs)
+    for row in ((0, 1, slice(3, 9)), (1, 2), (1, slice(None), 5)):
+        assert not out[row].any() and not grads["query"][row].any()
+    for name in QKV[1:]:
+        assert not grads[name][:, :, 11].any() and not grads[name][1, :, :10].any()
+        assert not grads[name][1, 2].any()
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_a_dense_mask_of_three_dimensions_says_what_to_do():
+    """[B, Tq, Tk] would be broadcast as [H, Tq, Tk]."""
+    inputs = make("cpu", 2, 2, 5, 5)
+    with pytest.raises(
+        ValueError, match=r"`attn_mask` got 3 dimensions \(2, 5, 5\).*mask\[:, None\]"
+    ):
+        ops.attention(**inputs, attn_mask=torch.ones(2, 5, 5, dtype=torch.bool))
+
+
+def test_a_dense_mask_is_no_argument_of_ragged_batches():
+    with pytest.raises(TypeError, match="attn_mask"):
+        ops.attention_varlen(
+            **pack(make("cpu"), (33, 9)), attn_mask=torch.ones(1, dtype=torch.bool)
+        )
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -820,6 +995,10 @@ def calls(draw):
         inputs = inputs | {"key_mask": key_mask}
         inputs = inputs if "expanded" in layouts.values() else hide(inputs, key_mask)
     if draw(st.booleans()):
+        sizes = (batch, heads, *longest)
+        shape = [n if draw(st.booleans()) else 1 for n in sizes]
+        inputs["attn_mask"] = torch.rand(shape) < draw(st.sampled_from((0.1, 0.5, 0.95)))
+    if draw(st.booleans()):
         buckets, max_distance = draw(st.sampled_from(((8, 20), (32, 128), (4, 3))))
         inputs["bias_weight"] = torch.randn(buckets, heads).to(inputs["query"].dtype)
         inputs |= dict(bidirectional=draw(st.booleans()), max_distance=max_distance)
@@ -829,7 +1008,7 @@ def calls(draw):
             seed=draw(st.integers(-(2**63), 2**63 - 1)),
             sample_index=torch.randint(2**63 - 1, (batch,)),
         )
-    if draw(st.booleans()):
+    if "attn_mask" not in inputs and draw(st.booleans()):
         inputs = pack(inputs, *lengths, spare=(draw(st.integers(0, 5)), draw(st.integers(1, 5))))
     return inputs | {name: LAYOUTS[layouts[name]](inputs[name]) for name in QKV}
 
@@ -959,6 +1138,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
     return (
         *(tensors[name] for name in QKV),
         inputs.get("key_mask"),
+        inputs.get("attn_mask"),
         inputs.get("cu_seqlens_q"),
         inputs.get("cu_seqlens_k"),
         inputs["max_seqlen_q"] if ragged else seqlen_q,
@@ -1108,6 +1288,50 @@ def planted(bug, query, key, value, bias_weight, cu_seqlens_q, cu_seqlens_k, see
             probs = probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
         outs.append((probs @ v).transpose(0, 1))
     return torch.cat(outs)
+
+
+def planted_in_masks(bug, query, key, value, attn_mask):
+    """Attention with a dense mask, with one bug."""
+    if bug == "batch and head swapped":
+        attn_mask = attn_mask.transpose(0, 1)
+    if bug == "mask of the first head":
+        attn_mask = attn_mask[:, :1]
+    if bug == "queries and keys swapped":
+        attn_mask = attn_mask.transpose(2, 3)
+    if bug == "dead rows attend to all":
+        attn_mask = attn_mask | ~attn_mask.any(-1, keepdim=True)
+    if bug == "ignored by keys and values":
+        out = attention_ref(query, key.detach(), value.detach(), attn_mask=attn_mask)
+        without = attention_ref(query.detach(), key, value)
+        return out + (without - without.detach())
+    if bug == "ignored by queries":
+        out = attention_ref(query.detach(), key, value, attn_mask=attn_mask)
+        without = attention_ref(query, key.detach(), value.detach())
+        return out + (without - without.detach())
+    return attention_ref(query, key, value, attn_mask=attn_mask)
+
+
+@pytest.mark.parametrize(
+    ("bug", "where"),
+    (
+        (None, None),
+        ("batch and head swapped", "output"),
+        ("mask of the first head", "output"),
+        ("queries and keys swapped", "output"),
+        ("dead rows attend to all", "output"),
+        ("ignored by keys and values", "gradient of key"),
+        ("ignored by queries", "gradient of query"),
+    ),
+)
+def test_planted_bugs_in_dense_masks_are_caught(bug, where):
+    inputs = make("cpu", 2, 2, 20, 20) | {"attn_mask": dense_mask("random", 2, 2, 20, 20)}
+    expected = contextlib.nullcontext()
+    if bug is not None:
+        expected = pytest.raises(BudgetExceeded, match=where)
+    with expected:
+        assert_within_budget(
+            functools.partial(planted_in_masks, bug), attention_ref, inputs, wrt=QKV
+        )
 
 
 def planted_and_its_inputs(bug):

@@ -71,6 +71,9 @@ def attention_inputs(dtype, batch, heads, seqlen_q, seqlen_k, width, option) -> 
         key=drawn(dtype, batch, heads, seqlen_k, width),
         value=drawn(dtype, batch, heads, seqlen_k, width),
     )
+    if "dense" in option:
+        inputs["attn_mask"] = torch.rand(batch, 1, seqlen_q, seqlen_k) < 0.7
+        inputs["attn_mask"][..., 3, :] = False  # a query without a key
     if "mask" in option:
         mask = torch.rand(batch, seqlen_k) < 0.7
         if batch > 1:

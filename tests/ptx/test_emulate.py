@@ -17,6 +17,7 @@ ATTENTION = [
     (80, "bfloat16", (1, 1, 40, 150, 64), "causal dropout"),
     (90, "bfloat16", (2, 1, 40, 70, 64), "mask causal"),
     (90, "float16", (2, 1, 70, 300, 64), "ragged"),
+    (90, "bfloat16", (1, 1, 40, 144, 64), "dense"),
     (80, "tf32", (2, 1, 40, 70, 64), "mask causal"),
     (90, "tf32", (2, 1, 40, 70, 64), "ragged dropout"),
     pytest.param(90, "bfloat16", (1, 1, 70, 300, 64), "mask dropout bias", marks=slow),
@@ -37,6 +38,8 @@ ATTENTION = [
             ((2, 1, 40, 70, 64), "mask dropout bias"),
             ((3, 1, 63, 130, 80), "ragged causal dropout"),
             ((3, 1, 63, 63, 40), "ragged bias"),
+            ((2, 1, 40, 70, 64), "dense mask causal dropout"),
+            ((2, 2, 40, 160, 64), "dense bias"),
         )
     ),
 ]

@@ -27,12 +27,14 @@ from fastplm.triton_kernels.attention.tiles import (
     Numbers,
     Tensor,
     Tile,
+    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
     load_rows,
     masked_scores,
     multiply,
+    pairs_allowed,
     rows_of,
     stats_head,
     store_rows,
@@ -50,7 +52,7 @@ def tile_step(
     q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
     do = load_rows(d_out, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
 
-    s = masked_scores(q, k, offs_q, offs_k, mask_k, head.diagonal, TILE)
+    s = masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE)
     m_i = tl.max(s, 1) * head.numbers.scale_log2
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     p = tl.exp2(s * head.numbers.scale_log2 - m_i[:, None])  # [BLOCK_Q, BLOCK_K]
@@ -91,8 +93,10 @@ def tile_head(
     tensors,
     mask_ptr,
     stride_mb,
+    attn_mask,
     numbers,
     dropout,
+    MASK_STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
@@ -108,6 +112,9 @@ def tile_head(
     mask_row = None
     if mask_ptr is not None:
         mask_row = mask_ptr + b * stride_mb + first_k
+    attn_rows = attn_mask_of(
+        attn_mask.ptr, attn_mask.stride_b, attn_mask.stride_h, attn_mask.stride_t, b, h, MASK_STEP
+    )
 
     offs_k = tl.arange(0, TILE.BLOCK_K)
     mask_k = keys_allowed(mask_row, offs_k, length_k)
@@ -118,7 +125,9 @@ def tile_head(
     # Not unrolled: the compiler would mix the steps, which needs too many registers on sm_120.
     for start_q in range(0, TILE.BLOCK_K, TILE.BLOCK_Q):
         diagonal = length_k - length_q
-        head = Head(b, h, length_q, length_k, diagonal, None, mask_row, None, numbers, dropout)
+        head = Head(
+            b, h, length_q, length_k, diagonal, None, mask_row, attn_rows, None, numbers, dropout
+        )
         dk, dv = tile_step(
             dk, dv, k, v, mask_k, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE
         )
@@ -135,6 +144,7 @@ def _attention_tile_bwd_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     seed_ptr,
@@ -165,6 +175,9 @@ def _attention_tile_bwd_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_dob,
     stride_doh,
     stride_dot,
@@ -180,6 +193,7 @@ def _attention_tile_bwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -200,6 +214,7 @@ def _attention_tile_bwd_kernel(
         Tensor(dk_ptr, stride_dkb, stride_dkh, stride_dkt),
         Tensor(dv_ptr, stride_dkb, stride_dkh, stride_dkt),
     )
+    attn_mask = Tensor(attn_mask_ptr, stride_ab, stride_ah, stride_at)
     numbers = Numbers(scale, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
     first = tl.program_id(0).to(tl.int64)
@@ -218,8 +233,10 @@ def _attention_tile_bwd_kernel(
                 tensors,
                 mask_ptr,
                 stride_mb,
+                attn_mask,
                 numbers,
                 dropout,
+                MASK_STEP,
                 TILE,
             )
             # Bounds are loaded one head ahead: Triton does not pipeline a load whose address is
@@ -238,8 +255,10 @@ def _attention_tile_bwd_kernel(
             tensors,
             mask_ptr,
             stride_mb,
+            attn_mask,
             numbers,
             dropout,
+            MASK_STEP,
             TILE,
         )
 
@@ -293,6 +312,7 @@ def dq_range(
             allowed = mask_k[None, :]
             if TILE.IS_CAUSAL:
                 allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+            allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             p = tl.where(allowed, p, 0.0)
         dp = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
         dp = multiply(do, tl.trans(v), dp, TILE.PRECISION)  # [BLOCK_Q, BLOCK_K]
@@ -318,6 +338,7 @@ def _attention_stream_bwd_dq_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     bias_ptr,
@@ -352,6 +373,9 @@ def _attention_stream_bwd_dq_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_ob,
     stride_oh,
     stride_ot,
@@ -368,6 +392,7 @@ def _attention_stream_bwd_dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of queries and loops over the keys in order.
@@ -413,7 +438,7 @@ def _attention_stream_bwd_dq_kernel(
         shift = diagonal
         end_k = tl.maximum(tl.minimum(length_k, start_q + BLOCK_Q + diagonal), 0)
         near = tl.maximum(tl.minimum(length_k, start_q + 1 + diagonal), 0) // BLOCK_K * BLOCK_K
-    if mask_ptr is not None:
+    if mask_ptr is not None or attn_mask_ptr is not None:
         near = 0
     if start_q >= length_q:
         end_k = 0
@@ -424,7 +449,10 @@ def _attention_stream_bwd_dq_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    head = Head(
+        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+    )
     # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
     # the right; else the tiles that need no mask, and the others.
     for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
@@ -512,6 +540,8 @@ def dkdv_range(
         p = probabilities(s, m_i, log2l, head, distance, BIAS)
         if MASKED:
             p = tl.where(at_k <= at_q + head.diagonal, p, 0.0)
+        if head.attn_mask is not None:
+            p = tl.where(pairs_allowed(head, at_k < head.length_k, at_q, at_k), p, 0.0)
         z_p = p
         if head.dropout.seed_ptr is not None:
             keep = keep_mask(head, offs_q, start_k, BLOCK_K)
@@ -532,6 +562,7 @@ def _attention_stream_bwd_dkdv_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     bias_ptr,
@@ -565,6 +596,9 @@ def _attention_stream_bwd_dkdv_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_sh,
     stride_dob,
     stride_doh,
@@ -578,6 +612,7 @@ def _attention_stream_bwd_dkdv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -630,7 +665,10 @@ def _attention_stream_bwd_dkdv_kernel(
         behind = tl.minimum(tl.maximum(behind, begin), length_q)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    head = Head(
+        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+    )
     # [begin, ahead), [ahead, behind), [behind, length_q): with a bias, these keys lie far to the
     # right of the queries, near, and far to the left; else all but the last need a causal mask.
     for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):

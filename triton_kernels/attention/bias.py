@@ -26,11 +26,13 @@ from fastplm.triton_kernels.attention.tiles import (
     Head,
     Tensor,
     Tile,
+    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
     load_rows,
     multiply,
+    pairs_allowed,
     rows_of,
     stats_head,
 )
@@ -97,6 +99,7 @@ def _attention_bwd_dbias_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     bias_ptr,
@@ -131,6 +134,9 @@ def _attention_bwd_dbias_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_sh,
     stride_dob,
     stride_doh,
@@ -141,6 +147,7 @@ def _attention_bwd_dbias_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # One program owns one head and one kind of tile: all whose elements (r, c) stand at the
@@ -206,13 +213,17 @@ def _attention_bwd_dbias_kernel(
             allowed = mask_q[:, None] & mask_k[None, :]
             if IS_CAUSAL:
                 allowed = allowed & (distance <= 0)
+            attn_mask = attn_mask_of(
+                attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP
+            )
+            dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
+            head = Head(b, h, length_q, length_k, None, None, None, attn_mask, None, None, dropout)
+            allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             s = (s * scale + bias - m_i[:, None]) * LOG2E
             p = tl.where(allowed, tl.exp2(s - log2l[:, None]), 0.0)
             dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             dp = multiply(do, tl.trans(v), dp, PRECISION)  # [BLOCK_Q, BLOCK_K]
             if seed_ptr is not None:
-                dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-                head = Head(b, h, None, None, None, None, None, None, None, dropout)
                 keep = keep_mask(head, offs_q, start_k, BLOCK_K)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             acc += p * (dp - delta[:, None])

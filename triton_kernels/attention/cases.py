@@ -18,9 +18,13 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "ragged": dict(ragged=True),
         "dropout": dict(has_mask=True, has_dropout=True),
         "bias": dict(has_bias=True),
+        "attention mask": dict(has_attn_mask=True),
         "everything": dict(ragged=True, is_causal=True, has_mask=True, has_dropout=True),
         "everything and bias": dict(
             ragged=True, is_causal=True, has_mask=True, has_dropout=True, has_bias=True
+        ),
+        "attention mask and everything": dict(
+            has_attn_mask=True, is_causal=True, has_mask=True, has_dropout=True, has_bias=True
         ),
     }
     always = {
@@ -30,6 +34,8 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         ("bfloat16", 64, 1024, "ragged"),
         ("bfloat16", 64, 1024, "everything"),
         ("bfloat16", 64, 1024, "everything and bias"),
+        ("bfloat16", 64, 128, "attention mask"),
+        ("bfloat16", 64, 1024, "attention mask and everything"),
         ("bfloat16", 128, 1024, "causal"),
         ("float32", 64, 1024, "everything and bias"),
         ("tf32", 64, 1024, "ragged"),
@@ -68,6 +74,7 @@ def meta_case(
     ragged: bool = False,
     is_causal: bool = False,
     has_mask: bool = False,
+    has_attn_mask: bool = False,
     has_dropout: bool = False,
     has_bias: bool = False,
     allow_tf32: bool = False,
@@ -87,11 +94,16 @@ def meta_case(
     query, (_, key, value) = project(seqlen_q)[0], project(seqlen_k)
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
     keys = (batch * seqlen_k,) if ragged else (batch, seqlen_k)
+    attn_mask = None
+    if has_attn_mask:  # one for all heads of a sample
+        attn_mask = meta(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+        attn_mask = attn_mask.expand(-1, heads, -1, -1)
     call = Call(
         query=query,
         key=key,
         value=value,
         key_mask=meta(*keys, dtype=torch.bool) if has_mask else None,
+        attn_mask=attn_mask,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_k=cu_seqlens,
         max_seqlen_q=seqlen_q,

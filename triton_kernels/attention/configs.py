@@ -29,7 +29,8 @@ from fastplm.triton_kernels._launch import (
 
 _LENGTHS = (64, 128, 256)
 _TILE_KINDS = (64, 128, "128 dropout")
-STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout")
+#: "mask": with an attention mask, and whatever else there is.
+STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
 
 # "tf32 …": fp32 multiplied in TF32. The tensor cores of sm_90 take 32-bit operands in one layout
 # only: there V is copied 4 bytes at a time, and K, which two products of dQ read, is not pipelined.
@@ -202,6 +203,41 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
 }
 
+#: With an attention mask: in place of the last one of an entry, where that would spill.
+_MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
+    ("dbias", 80, False, 128): (16, 32, 16, 1),
+    ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
+    ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
+    ("stream_dkdv", 100, False, 64): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 80, True, 128): (32, 64, 8, 1, 0),
+    ("stream_dkdv", 90, True, 128): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 100, True, 128): (32, 64, 4, 1, 1),
+    ("stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
+    ("stream_dkdv", 80, True, 256): (16, 32, 8, 1, 0),
+    ("stream_dkdv", 90, True, 256): (16, 16, 8, 1, 0),
+    ("stream_dq", 80, True, 128): (16, 64, 4, 1),
+    ("stream_dq", 80, True, 256): (16, 64, 8, 1),
+    ("stream_dq", 100, True, 256): (16, 64, 8, 1),
+    ("stream_fwd", 80, True, 64): (64, 64, 8, 1),
+    ("stream_fwd", 90, True, 128): (64, 64, 8, 3),
+    ("stream_fwd", 100, True, 128): (32, 64, 8, 1),
+    ("stream_fwd", 80, True, 256): (16, 64, 8, 1),
+    ("tf32 dbias", 90, False, 64): (32, 64, 8, 1),
+    ("tf32 stream_dkdv", 90, False, 64): (16, 64, 8, 1, 0),
+    ("tf32 stream_dkdv", 100, False, 64): (32, 64, 8, 1, 1),
+    ("tf32 stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
+    ("tf32 stream_dkdv", 90, False, 128): (16, 32, 8, 1, 0),
+    ("tf32 stream_dq", 80, False, 64): (16, 64, 4, 2),
+    ("tf32 stream_dq", 90, False, 64): (32, 64, 8, 1),
+    ("tf32 stream_dq", 80, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_dq", 90, False, 128): (16, 32, 8, 1),
+    ("tf32 stream_dq", 100, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_fwd", 80, False, 64): (64, 32, 8, 2),
+    ("tf32 stream_fwd", 80, False, 128): (16, 32, 8, 1),
+    ("tf32 stream_fwd", 90, False, 128): (16, 64, 8, 1),
+    ("tf32 stream_fwd", 100, False, 128): (16, 64, 8, 1),
+}
+
 #: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
 DECODE_QUERIES = 16
 
@@ -210,11 +246,12 @@ def block_d_of(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def row_limit(dtype: torch.dtype, head_dim: int) -> int:
+def row_limit(dtype: torch.dtype, head_dim: int, has_attn_mask: bool = False) -> int:
     """The longest row of keys that the forward holds in one tile; fp32 always streams."""
     if dtype.itemsize != 2:
         return 0
-    return {16: 128, 32: 128, 64: 256, 128: 128}.get(block_d_of(head_dim), 0)
+    longest = {16: 128, 32: 128, 64: 256, 128: 128}.get(block_d_of(head_dim), 0)
+    return min(longest, 128) if has_attn_mask else longest
 
 
 def tile_limit(dtype: torch.dtype, head_dim: int) -> int:
@@ -242,7 +279,7 @@ def length_class(seqlen: int) -> int:
 
 def tile_kind(shape: Any) -> str | int:
     longest = length_class(max(shape.seqlen_q, shape.seqlen_k))
-    return "128 dropout" if longest == 128 and shape.kind == "dropout" else longest
+    return "128 dropout" if longest == 128 and shape.kind in ("dropout", "mask") else longest
 
 
 def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
@@ -250,7 +287,8 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
     if INTERPRETED:
         config = _interpreter_config(kernel, kind, shape.dtype)
     else:
-        table = _TABLE[f"tf32 {kernel}" if shape.precision == "tf32" else kernel]
+        name = f"tf32 {kernel}" if shape.precision == "tf32" else kernel
+        table = _TABLE[name]
         half, block_d = shape.dtype.itemsize == 2, shape.block_d
         if all(entry[1:] != (half, block_d) for entry in table):
             block_d = 64
@@ -260,7 +298,10 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
         names = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", last)
         kinds = {"row_fwd": _LENGTHS, "tile_bwd": _TILE_KINDS}.get(kernel, STREAM_KINDS)
         chosen = table[arch, half, block_d]
-        config = dict(zip(names, chosen[min(kinds.index(kind), len(chosen) - 1)], strict=False))
+        config = chosen[min(kinds.index(kind), len(chosen) - 1)]
+        if kind == "mask":  # those of 80 fit 86 too, as their tiles are smaller
+            config = _MASKED.get((name, 80 if arch == 86 else arch, half, block_d), config)
+        config = dict(zip(names, config, strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
 
 

@@ -27,12 +27,14 @@ from fastplm.triton_kernels.attention.tiles import (
     Numbers,
     Tensor,
     Tile,
+    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
     load_rows,
     masked_scores,
     multiply,
+    pairs_allowed,
     rows_of,
     stats_head,
     store_rows,
@@ -98,6 +100,7 @@ def _attention_row_fwd_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     seed_ptr,
@@ -126,6 +129,9 @@ def _attention_row_fwd_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_ob,
     stride_oh,
     stride_ot,
@@ -136,6 +142,7 @@ def _attention_row_fwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -164,7 +171,10 @@ def _attention_row_fwd_kernel(
     diagonal = length_k - length_q
     numbers = Numbers(None, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head = Head(b, h, length_q, length_k, diagonal, None, mask_ptr, None, numbers, dropout)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    head = Head(
+        b, h, length_q, length_k, diagonal, None, mask_ptr, attn_mask, None, numbers, dropout
+    )
     first_tile = run * tiles_q * BLOCK_Q
     end_q = tl.minimum(first_tile + tiles_q * BLOCK_Q, length_q)
     for start_q in range(first_tile, end_q, BLOCK_Q):
@@ -173,7 +183,7 @@ def _attention_row_fwd_kernel(
         q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
         # Loaded again rather than kept, to save registers.
         mask_k = keys_allowed(mask_ptr, offs_k, length_k)
-        s = masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, TILE)
+        s = masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE)
         m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -212,6 +222,7 @@ def attend_range(
             allowed = mask_k[None, :]
             if TILE.IS_CAUSAL:
                 allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+            allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             s = tl.where(allowed, s, float("-inf"))
         m_i, l_i, acc = softmax_step(
             s, v, m_i, l_i, acc, factor, head, offs_q, start_k, BIAS != NO_BIAS, TILE
@@ -226,6 +237,7 @@ def _attention_stream_fwd_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    attn_mask_ptr,
     cu_q_ptr,
     cu_k_ptr,
     bias_ptr,
@@ -256,6 +268,9 @@ def _attention_stream_fwd_kernel(
     stride_vh,
     stride_vt,
     stride_mb,
+    stride_ab,
+    stride_ah,
+    stride_at,
     stride_ob,
     stride_oh,
     stride_ot,
@@ -266,6 +281,7 @@ def _attention_stream_fwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     HAS_STATS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -305,7 +321,7 @@ def _attention_stream_fwd_kernel(
         shift = diagonal
         end_k = tl.maximum(tl.minimum(length_k, start_q + BLOCK_Q + diagonal), 0)
         near = tl.maximum(tl.minimum(length_k, start_q + 1 + diagonal), 0) // BLOCK_K * BLOCK_K
-    if mask_ptr is not None:
+    if mask_ptr is not None or attn_mask_ptr is not None:
         near = 0
     far = end_k
     if bias_ptr is not None:
@@ -314,10 +330,14 @@ def _attention_stream_fwd_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head = Head(b, h, length_q, length_k, diagonal, shift, mask_ptr, bias_ptr, numbers, dropout)
+    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    head = Head(
+        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+    )
     # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
-    # the right; else the tiles that need no mask (none if there is a key mask), and the others.
-    FIRST: tl.constexpr = NEAR if bias_ptr is None and mask_ptr is not None else FAR_LEFT
+    # the right; else the tiles that need no mask (none if a tensor is one), and the others.
+    MASKED: tl.constexpr = mask_ptr is not None or attn_mask_ptr is not None
+    FIRST: tl.constexpr = NEAR if bias_ptr is None and MASKED else FAR_LEFT
     LAST: tl.constexpr = NEAR if bias_ptr is None else FAR_RIGHT
     for PLACE in tl.static_range(FIRST, LAST + 1):
         start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0)

@@ -35,7 +35,7 @@ from fastplm.triton_kernels.attention.forward import (
     _attention_row_fwd_kernel,
     _attention_stream_fwd_kernel,
 )
-from fastplm.triton_kernels.attention.tiles import LOG2E
+from fastplm.triton_kernels.attention.tiles import LOG2E, NO_ATTN_MASK
 
 
 class Call(NamedTuple):
@@ -51,6 +51,7 @@ class Call(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     key_mask: torch.Tensor | None
+    attn_mask: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens_k: torch.Tensor | None
     max_seqlen_q: int
@@ -88,6 +89,7 @@ class Shape:
         key_shape: tuple[int, ...],
         strides: tuple[tuple[int, ...], ...],
         mask_stride: int,
+        attn_mask_strides: tuple[int, ...] | None,
         num_seqs: int | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
@@ -114,8 +116,13 @@ class Shape:
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
         # What a streaming kernel carries besides the scores; its registers hang on it.
         has_dropout = dropout_threshold is not None
-        self.kind = STREAM_KINDS[2 * has_bias + has_dropout]
+        self.has_attn_mask = attn_mask_strides is not None
+        self.kind = "mask" if self.has_attn_mask else STREAM_KINDS[2 * has_bias + has_dropout]
         threshold, self.scale = dropout_threshold or 0, scale
+        attn_mask = NO_ATTN_MASK
+        if attn_mask_strides is not None:
+            step = 16 if max_seqlen_k % 16 == 0 else 1  # 16 bytes are the widest load
+            attn_mask = dict(**self.strides("a", attn_mask_strides), MASK_STEP=step)
         self.shared = dict(
             num_seqs=self.batch,
             num_heads=self.heads,
@@ -128,6 +135,7 @@ class Shape:
             **self.strides("k", strides[1]),
             **self.strides("v", strides[2]),
             stride_mb=mask_stride,
+            **attn_mask,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
             IS_CAUSAL=is_causal,
@@ -223,7 +231,8 @@ class Shape:
 
 
 def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
-    whole_row = not shape.has_bias and shape.seqlen_k <= row_limit(shape.dtype, shape.head_dim)
+    most = row_limit(shape.dtype, shape.head_dim, shape.has_attn_mask)
+    whole_row = not shape.has_bias and shape.seqlen_k <= most
     if shape.seqlen_q > DECODE_QUERIES and whole_row:
         return _attention_row_fwd_kernel, config_of("row_fwd", shape, length_class(shape.seqlen_k))
     kernel = "decode" if shape.seqlen_q <= DECODE_QUERIES else "stream_fwd"
@@ -243,6 +252,7 @@ def _shape_of(call: Call) -> Shape:
         key.shape,
         (query.stride(), key.stride(), call.value.stride()),
         0 if key_mask is None or starts is not None else key_mask.stride(0),
+        None if call.attn_mask is None else call.attn_mask.stride(),
         None if starts is None else starts.shape[0] - 1,
         call.max_seqlen_q,
         call.max_seqlen_k,
@@ -256,7 +266,7 @@ def _shape_of(call: Call) -> Shape:
 
 def _pointers(call: Call) -> dict[str, Any]:
     """Those that all kernels share."""
-    return dict(
+    pointers = dict(
         q_ptr=call.query,
         k_ptr=call.key,
         v_ptr=call.value,
@@ -266,6 +276,9 @@ def _pointers(call: Call) -> dict[str, Any]:
         seed_ptr=call.seed,
         sample_ptr=None if call.seed is None else call.sample_index,
     )
+    if call.attn_mask is not None:  # else it is in NO_ATTN_MASK
+        pointers["attn_mask_ptr"] = call.attn_mask.view(torch.uint8)
+    return pointers
 
 
 #: Queries and keys from which ``ping_pong`` is chosen; None: never, as it was not timed yet.

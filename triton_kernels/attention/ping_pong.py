@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastplm.triton_kernels._launch import INTERPRETED, Fixed, arch_of, cdiv, sm_count
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
+    NO_ATTN_MASK,
     Tensor,
     bounds,
     keys_allowed,
@@ -380,11 +381,12 @@ _STEPS = ("stride_q", "stride_k", "stride_v")
 @functools.lru_cache(maxsize=1024)
 def _launch_of(shape: Shape) -> tuple[Any, tuple[int], Fixed]:
     tiles = cdiv(shape.seqlen_q, 128) * shape.batch * shape.heads
+    shared = {name: value for name, value in shape.shared.items() if name not in NO_ATTN_MASK}
     fixed = Fixed(
         num_rows=shape.rows_q,
         stride_sh=shape.rows_q,
         **shape.strides("o", shape.like_query[1]),
-        **shape.shared,
+        **shared,
         BLOCK_Q=64,
         BLOCK_K=128,
         STAGES=4,

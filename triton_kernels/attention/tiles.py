@@ -20,6 +20,8 @@ from fastplm.triton_kernels._philox import philox
 # statistics start anywhere in it, so they are loaded one by one.
 COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_sh")
 
+#: A launch without an attention mask: None is a constant, so that kernels have no such parameters.
+NO_ATTN_MASK = dict.fromkeys(("attn_mask_ptr", "stride_ab", "stride_ah", "stride_at", "MASK_STEP"))
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,6 +44,14 @@ class Rows(NamedTuple):
 
     ptr: Any
     stride: Any
+
+
+class AttnMask(NamedTuple):
+    """[Tq, Tk] of one head: 0 where a query may not see a key."""
+
+    ptr: Any
+    stride: Any
+    STEP: Any  # divides the number of keys: as many are there or not
 
 
 class Numbers(NamedTuple):
@@ -67,6 +77,7 @@ class Head(NamedTuple):
     diagonal: Any  # query i sees keys j <= i + diagonal
     shift: Any  # and stands at position i + shift
     mask_ptr: Any  # [T] of its keys
+    attn_mask: Any  # AttnMask or None
     bias_ptr: Any  # [2 * max_distance + 1]
     numbers: Numbers
     dropout: Dropout
@@ -165,6 +176,28 @@ def keys_allowed(mask_ptr, offs_k, seqlen_k):
     return allowed
 
 
+@triton.jit
+def attn_mask_of(ptr, stride_b, stride_h, stride_t, b, h, STEP: tl.constexpr):
+    """The attention mask of head ``h`` of sample ``b``; None where there is none."""
+    if ptr is None:
+        return None
+    else:
+        return AttnMask(ptr + b * stride_b + h * stride_h, stride_t, STEP)
+
+
+@triton.jit
+def pairs_allowed(head, allowed, at_q, at_k):
+    """What is left of ``allowed`` by the attention mask; ``at_q`` and ``at_k`` broadcast to it."""
+    if head.attn_mask is not None:
+        STEP: tl.constexpr = head.attn_mask.STEP
+        ptrs = head.attn_mask.ptr + at_q.to(tl.int64) * head.attn_mask.stride + at_k
+        # The same for STEP keys, so that one load brings them all.
+        exists = at_k // STEP * STEP < head.length_k
+        exists = exists & (at_q >= 0) & (at_q < head.length_q)
+        allowed = allowed & (tl.load(ptrs, mask=exists, other=0) != 0)
+    return allowed
+
+
 # --- dropout --------------------------------------------------------------------------------------
 
 
@@ -214,11 +247,12 @@ def keep_mask(head, offs_q, start_k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def masked_scores(q, k, offs_q, offs_k, mask_k, diagonal, TILE: tl.constexpr):
+def masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE: tl.constexpr):
     """[BLOCK_Q, BLOCK_K] raw scores, -inf where a query may not see a key."""
     s = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
     s = multiply(q, tl.trans(k), s, TILE.PRECISION)
     allowed = mask_k[None, :]
     if TILE.IS_CAUSAL:
-        allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
+        allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+    allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
     return tl.where(allowed, s, float("-inf"))
