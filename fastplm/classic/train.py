@@ -120,7 +120,7 @@ def _train(
         "model": str(out / "model"),
     }
     with writing("classic", out):
-        save_models(out, {"model": model}, words)
+        save_models(out, {"model": model}, {"": words})
         write_json(out / "metrics.json", metrics)
         seal(out, ["model", "metrics.json", RECORD])
     return metrics
