@@ -120,7 +120,7 @@ def pseudo_log_likelihood(
         "a masked language model of fastplm.models, such as BertForMaskedLM",
         "Use log_likelihood for other language models.",
     )
-    mask_id = getattr(tokenizer, "mask_token_id", None)
+    mask_id: Any = getattr(tokenizer, "mask_token_id", None)
     for lacks, what in (
         (mask_id is None, "without a mask token"),
         (method == "within_word_l2r" and not tokenizer.is_fast, "that is not a fast one"),
@@ -213,7 +213,7 @@ def log_likelihood(
     expected = "a tokenizer with a beginning-of-text token"
     check(not bos or start is not None, where, "bos", "True for another", expected, fix)
     limit = most_positions(getattr(model.config, "decoder", model.config))
-    before = [start] if bos else []
+    before = [start] if bos and start is not None else []
     encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate, before)
     if paired:
         given = [""] * len(texts) if sources is None else sources
@@ -310,8 +310,9 @@ def _encoded(
         for i, text in enumerate(some):
             encoding, index = together, i
             length = len(before) + len(together["input_ids"][i])
-            truncated = limit is not None and length > limit
-            if truncated:
+            truncated = False
+            if limit is not None and length > limit:
+                truncated = True
                 got = f"text {start + i}, {text[:_SHOWN]!r}…, of {length} tokens"
                 expected = f"{limit} at most, the positions of this model"
                 fix = "Shorten it, or cut it with truncate=True (--truncate)."

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastplm.train.arguments import Settings, setting, whole
 
-METRICS = ("log-likelihood", "pseudo-log-likelihood")
+METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
 #: Which tokens are masked where one is scored.
 METHODS = ("original", "within_word_l2r")
 #: The tokens of a batch: so many that the caches of a CPU hold what a layer makes of them.
 BATCH_TOKENS = 1024
 UNITS = ("token", "text", "corpus")
 FORMATS = ("tsv", "json")
+_OF_BERTSCORE = ("references", "idf", "layer", "baseline")
 
 
 @dataclass
@@ -34,7 +36,8 @@ class ScoreArguments(Settings):
     )
     metric: str | None = setting(
         "what is computed (default: that of the model: pseudo-log-likelihood for BERT, RoBERTa, "
-        "ALBERT and ELECTRA's generator, log-likelihood for GPT, GPT-2, BART and T5)",
+        "ALBERT and ELECTRA's generator, log-likelihood for GPT, GPT-2, BART and T5); bertscore "
+        "compares the texts with --references",
         None,
         choices=METRICS,
     )
@@ -48,8 +51,25 @@ class ScoreArguments(Settings):
         "a score for each token, for each text, or one for all", "text", choices=UNITS
     )
     format: str = setting("tsv: a header and rows; json: one object", "tsv", choices=FORMATS)
-    out: str | Path | None = setting(
+    out: str | Path | None = setting(  # type: ignore[assignment]
         "file of the scores (default: print them)", None, metavar="FILE"
+    )
+    references: Sequence[str | Path] | None = setting(
+        "bertscore: files of references, line by line those of --data; the best of several counts",
+        None,
+        metavar="FILE",
+    )
+    idf: bool = setting("bertscore: rare tokens of the references weigh more", False)
+    layer: int | None = setting(
+        "bertscore: the layer whose states are compared (default: the last one)",
+        None,
+        number=whole(0, 1000),
+        metavar="N",
+    )
+    baseline: str | Path | None = setting(
+        "bertscore: file of scores of unrelated texts, as of bert-score, to rescale by",
+        None,
+        metavar="FILE",
     )
     bos: bool = setting(
         "GPT and GPT-2: put the beginning-of-text token before each text, so that the first token "
@@ -66,3 +86,15 @@ class ScoreArguments(Settings):
 
     def __post_init__(self) -> None:
         self.check_values()
+        compares = self.metric == "bertscore"
+        for name in _OF_BERTSCORE:
+            given = getattr(self, name) not in (None, False)
+            fix = "Leave the option out, or give --metric bertscore."
+            self.check(name, compares or not given, "nothing with another metric", fix)
+        fix = "Give --references FILE."
+        self.check("references", not compares or bool(self.references), "a file", fix)
+        fix = "Choose text or corpus."
+        self.check("by", not (compares and self.by == "token"), "text or corpus", fix)
+        for name in ("method", "bos"):
+            given = getattr(self, name) not in (None, False)
+            self.check(name, not (compares and given), "nothing with bertscore", "Leave it out.")

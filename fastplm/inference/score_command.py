@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.inference._encoder import load_encoder
+from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.inference.score_arguments import METHODS, ScoreArguments
 from fastplm.train._run import using_threads
@@ -90,7 +93,7 @@ def score_file(args: ScoreArguments) -> str:
     fix = "Leave the option out."
     expected = f"{usual}, the one for a {config.model_type} model of this kind"
     args.check("metric", metric == usual or not likelihood, expected, fix)
-    lines = read_lines(args, paired=config.is_encoder_decoder)
+    lines = read_lines(args, paired=likelihood and config.is_encoder_decoder)
     with using_threads(args.threads):
         begun = time.perf_counter()
         report = _METRICS[metric](args, lines, config)
@@ -122,7 +125,8 @@ def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
     Args:
         paired: whether a tab parts a source from its text; either all lines have one, or none.
     """
-    lines, blank = [], 0
+    lines: list[Line] = []
+    blank = 0
     for number, line in enumerate(lines_of(Path(args.data)), 1):
         text = line.rstrip("\n")
         if not text.strip():
@@ -207,10 +211,51 @@ def _likelihood(
     )
 
 
+# --- BERTScore ------------------------------------------------------------------------------------
+
+
+def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
+    files = [[text.strip() for text in lines_of(Path(path))] for path in args.references or ()]
+    least = lines[-1].number
+    for path, texts in zip(args.references or (), files, strict=True):
+        got = f"{path}, a file of {len(texts)} lines"
+        fix = "Give the references line by line."
+        expected = f"{least} lines at least, as --data has"
+        args.check("references", len(texts) >= least, expected, fix, got, DataError)
+    references = [[texts[line.number - 1] for texts in files] for line in lines]
+    model, tokenizer = load_encoder("score", args.model)
+    _say_what(args, model)
+    with warnings.catch_warnings(record=True) as caught, _precision(args, model.device):
+        warnings.simplefilter("always")
+        score = bert_score(
+            [line.text for line in lines],
+            references,
+            model,
+            tokenizer,
+            idf=args.idf,
+            layer=args.layer,
+            baseline=args.baseline,
+            batch_tokens=args.batch_tokens,
+            progress=True,
+        )
+    for warning in caught:
+        say(str(warning.message))
+    rows = zip(*(part.tolist() for part in score), strict=True)
+    return Report(
+        [dict(zip(score._fields, row, strict=True)) for row in rows],
+        [],
+        {
+            "texts": len(lines),
+            **{name: float(part.mean()) for name, part in score._asdict().items()},
+        },
+    )
+
+
 #: What computes the report of a metric from the lines of a file.
 _METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
     "log-likelihood": _likelihood,
     "pseudo-log-likelihood": functools.partial(_likelihood, pseudo=True),
+    "bertscore": _bertscore,
 }
 
 
@@ -260,6 +305,11 @@ def _model(args: ScoreArguments, config: Any, auto: Any) -> Any:
         DataError,
     )
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    _say_what(args, model)
+    return model
+
+
+def _say_what(args: ScoreArguments, model: Any) -> None:
     say(
         block(
             {
@@ -270,7 +320,6 @@ def _model(args: ScoreArguments, config: Any, auto: Any) -> Any:
             }
         )
     )
-    return model
 
 
 def _precision(args: ScoreArguments, device: torch.device) -> Any:

@@ -30,7 +30,7 @@ TEXTS = ["the lazy foxes jump", "a", "", "unbelievably lazy", "dogs  and dogs"]
 SOURCES = ["dogs", "the lazy dogs jump", "a fox", "", "over and over"]
 _CORPUS = [*TEXTS[:2], *TEXTS[3:], *SOURCES[:3], "jumping", "believe", "able"] * 3
 #: Tokens of each kind of tokenizer, so few that words have several.
-_SIZES = {"wordpiece": 60, "bytelevel": 285, "unigram": 150}
+_SIZES = {"wordpiece": 60, "bytelevel": 285, "unigram": 130}
 _SMALL = dict(
     num_hidden_layers=2,
     num_attention_heads=2,

@@ -18,8 +18,9 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.data import train_tokenizer
+from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import log_likelihood, perplexity, pseudo_log_likelihood
-from fastplm.models import BertForMaskedLM, GPT2LMHeadModel, T5ForConditionalGeneration
+from fastplm.models import AutoModel, BertForMaskedLM, GPT2LMHeadModel, T5ForConditionalGeneration
 
 TEXTS = ["the lazy dogs jump", "a", "dogs over foxes"]
 _SIZES = dict(
@@ -44,7 +45,8 @@ def checkpoints(tmp_path_factory) -> Path:
     for name in ("bert", "headless"):
         words.save_pretrained(out / name)
     letters = train_tokenizer(corpus, 285, out / "cache", "bytelevel")
-    gpt = transformers.GPT2Config(len(letters), n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    gpt = transformers.GPT2Config(vocab_size=len(letters), **sizes)
     GPT2LMHeadModel(gpt).save_pretrained(out / "gpt2")
     letters.save_pretrained(out / "gpt2")
     pieces = train_tokenizer(corpus, 150, out / "cache", "unigram")
@@ -121,9 +123,7 @@ def test_json(score, data, checkpoints):
         assert text["text"] == content and "source" not in text
         assert [token["token"] for token in text["by_token"]] == known.tokens
         assert [token["log_prob"] for token in text["by_token"]] == known.log_probs.tolist()
-        # JSON has no NaN: a text of one token has no perplexity under GPT-2.
-        assert text["perplexity"] == (known.perplexity if known.tokens else None)
-    assert found["texts"][1]["log_likelihood"] == 0
+        assert (text["log_likelihood"], text["perplexity"]) == (known.sum, known.perplexity)
     by_text = json.loads(score("gpt2", data, "--format", "json"))
     assert [text["tokens"] for text in by_text["texts"]] == [len(known.tokens) for known in scores]
     assert "texts" not in json.loads(score("gpt2", data, "--format", "json", "--by", "corpus"))
@@ -240,3 +240,56 @@ def test_texts_that_are_cut_are_counted(checkpoints, tmp_path, capsys):
     shown = capsys.readouterr()
     assert "texts longer than the model takes, cut: 1 of 2" in shown.err
     assert int(_rows(shown.out)[1]["tokens"]) == 30
+
+
+# --- BERTScore ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def references(tmp_path) -> list[Path]:
+    """Two files of references, line by line those of ``data``."""
+    paths = [tmp_path / name for name in ("first.txt", "second.txt")]
+    for path, texts in zip(paths, (TEXTS[::-1], TEXTS), strict=True):
+        path.write_text("\n".join([*texts[:2], "never read", texts[2]]), encoding="utf-8")
+    return paths
+
+
+@pytest.mark.parametrize("model", ["bert", "headless", "t5"])
+def test_bertscore(model, score, data, references, checkpoints):
+    options = ("--metric", "bertscore", "--layer", 1, "--idf", "--references")
+    rows = _rows(score(model, data, *options, *references))
+    assert [row["line"] for row in rows] == ["1", "2", "4"]
+    loaded, tokenizer = _loaded(checkpoints / model, AutoModel)
+    both = list(zip(TEXTS[::-1], TEXTS, strict=True))
+    known = bert_score(TEXTS, both, loaded, tokenizer, idf=True, layer=1)
+    for name, values in known._asdict().items():
+        assert all(
+            _near(row[name], value) for row, value in zip(rows, values.tolist(), strict=True)
+        )
+    (row,) = _rows(score(model, data, "--by", "corpus", *options, references[0]))
+    alone = bert_score(TEXTS, TEXTS[::-1], loaded, tokenizer, idf=True, layer=1)
+    assert _near(row["f1"], alone.f1.mean().item())
+    assert not torch.equal(alone.f1, known.f1)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--metric bertscore", "references.*Give --references FILE"),
+        ("--metric bertscore --references DATA --by token", "by.*text or corpus"),
+        ("--metric bertscore --references DATA --bos", "bos.*nothing with bertscore"),
+        ("--references DATA", "references.*or give --metric bertscore"),
+        ("--idf", "idf.*or give --metric bertscore"),
+        ("--metric bertscore --references SHORT", "SHORT, a file of 1 lines; expected 4"),
+    ],
+)
+def test_wrong_bertscore(words, expected, data, checkpoints, tmp_path, capsys):
+    short = tmp_path / "SHORT"
+    short.write_text("one\n")
+    places = {"DATA": str(data), "SHORT": str(short)}
+    given = [places.get(word, word) for word in words.split()]
+    start = ["score", "--model", str(checkpoints / "bert"), "--data", str(data)]
+    assert main([*start, *given]) == 2
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if "blank lines" not in line]
+    assert len(errors) == 1 and re.search(expected, errors[0]), said
