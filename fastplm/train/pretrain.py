@@ -93,7 +93,8 @@ class Pretraining:
 
     def facts(self) -> dict[str, Any]:
         """What the losses depend on beside settings and data."""
-        return {}
+        # Version 2: the pair of a run of one sentence is a random one.
+        return {"pairs": 2 if self.args.objective == "mlm+nsp" else None}
 
     def trainer(
         self,
@@ -370,8 +371,6 @@ def _record(
         },
         tokenizer=hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
         held_out={"tokens": len(data.all) - len(data.store), "samples": samples},
-        # Version 2: the pair of a run of one sentence is a random one.
-        pairs=2 if args.objective == "mlm+nsp" else None,
         processes=training_arguments.world_size,
         precision="bf16" if training_arguments.bf16 else "fp32",
         threads=torch.get_num_threads(),

@@ -8,7 +8,6 @@ import torch
 import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm._checks import UnsupportedError
 from fastplm.models import T5ForConditionalGeneration, T5Model
 
 from . import conftest
@@ -56,14 +55,17 @@ def test_no_layer_gets_a_dense_bias(monkeypatch):
     assert len(seen) == 12 and not any(isinstance(bias, torch.Tensor) for bias in seen)
 
 
-def test_a_table_does_not_go_with_a_complete_mask():
+def test_a_table_goes_with_a_complete_mask():
     query = torch.randn(1, 2, 3, 8)
     bias = fastplm.ops.T5RelativeBias(torch.randn(8, 2))
-    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    with pytest.raises(UnsupportedError, match="position_bias"):
-        fastplm.hf.fastplm_attention_forward(
-            torch.nn.Identity(), query, query, query, mask, position_bias=bias, is_causal=False
-        )
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    found, _ = fastplm.hf.fastplm_attention_forward(
+        torch.nn.Identity(), query, query, query, mask, scaling=1.0, position_bias=bias
+    )
+    wanted = fastplm.ops.attention(
+        query, query, query, attn_mask=mask, scale=1.0, relative_bias=bias
+    )
+    assert torch.equal(found, wanted.transpose(1, 2))
 
 
 def test_a_decoder_without_inputs_is_the_parents_error():

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
 from fastplm import ops
+from fastplm._checks import BackendError
 from fastplm.reference.linear_distillation import (
     LinearDistillation,
     linear_distillation_ref,
@@ -384,7 +385,7 @@ def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(way, bad):
 
 
 def test_the_kernels_say_that_they_take_no_given_probabilities():
-    with fastplm.use_backend("triton"), pytest.raises(fastplm.BackendError, match="k likeliest"):
+    with fastplm.use_backend("triton"), pytest.raises(BackendError, match="k likeliest"):
         ops.linear_distillation_topk(**given("cpu"))
 
 

@@ -86,7 +86,7 @@ TUNE = "finetune --task qa --model m --data d --out out"
         (f"{TUNE} --threshold high", "--threshold: got 'high'; expected a number"),
         (f"{TUNE} --threshold nan", "--threshold: got 'nan'; expected a number"),
         (f"{TUNE} --seeds 0", "--seeds: got '0'; expected a whole number from 1"),
-        ("distill --recipe bert", "--recipe: got 'bert'; .*. Did you mean distilbert?"),
+        ("distill --recipe distil", "--recipe: got 'distil'; .*. Did you mean distilbert?"),
         ("demo --minutes -1", "--minutes: got '-1'; expected a number, 0 or more"),
         ("demo --minutes soon", "--minutes: got 'soon'; expected a number"),
     ],

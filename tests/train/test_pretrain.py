@@ -303,7 +303,7 @@ REFUSED = [
     (None, {"electra_objective": "replace_mlm"}, "electra_objective", "bert-tiny"),
     (None, {"electra_sharing": "all"}, "electra_sharing", "bert-tiny"),
     (None, {"two_stage": True}, "two_stage", "bert-tiny"),
-    (None, {"arch": "electra-tiny", "no_nsp": True}, "mlm with electra-tiny", "rtd"),
+    (None, {"arch": "gpt2-tiny", "no_nsp": True}, "mlm with gpt2-tiny", "clm"),
     (None, {"arch": "t5-tiny", "objective": "denoise"}, "denoise with t5-tiny", "spans"),
     (None, {"arch": "t5-tiny", "unit": "word"}, "word with objective spans"),
     (None, {"arch": "t5-tiny", "attention_dropout": 0.3}, "attention_dropout", "one rate"),
