@@ -152,7 +152,7 @@ def write_files(folder: Path) -> None:
     sentences = [sentence(i) for i in range(6)]
     (folder / "sentences.txt").write_text("\n".join(sentences))
     (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))
-    # Those of benchmarks/finetuning.py.
+    # Those of benchmarks/finetuning.py and benchmarks/distillation.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",
         "sentiment/movie.test.tsv": "scores.tsv",
@@ -163,6 +163,13 @@ def write_files(folder: Path) -> None:
         "qa/xquad.en.json": "squad.json",
         "choice/commonsenseqa.train.jsonl": "questions.jsonl",
         "choice/commonsenseqa.dev.jsonl": "questions.jsonl",
+        "text/wikitext-2.valid.txt": "wiki.txt",
+        "text/wikitext-2.test.txt": "wiki.txt",
+        **{
+            f"translation/multi30k.{split}.{side}.gz": f"{split}.{side}.gz"
+            for split in ("train", "test")
+            for side in ("en", "de")
+        },
     }.items():
         path = folder / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
