@@ -191,7 +191,12 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
         assert target.decode(ids[0], skip_special_tokens=True).strip() == text
 
 
-@pytest.mark.parametrize("start", ["t5", "bert2bert", "rnd2gpt"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "start", ["bert2bert", pytest.param("t5", marks=SLOW), pytest.param("rnd2gpt", marks=SLOW)]
+)
 def test_learns(start, arguments):
     metrics = finetune(arguments(start, steps=80))
     assert metrics["scores"]["bleu"]["mean"] > 50
@@ -318,7 +323,7 @@ def test_scores_on_the_way_change_nothing(arguments):
     assert scored["scores_by_step"][0].keys() >= scored["scores"].keys()
 
 
-@pytest.mark.parametrize("start", ["bertshare", "new source"])
+@pytest.mark.parametrize("start", [pytest.param("bertshare", marks=SLOW), "new source"])
 def test_resume(start, arguments, monkeypatch):
     settings = {"steps": 6, "save_every": 2, "dropout": 0.1, "eval_every": 3}
     whole = finetune(arguments(start, "whole", **settings))["seeds"][0]

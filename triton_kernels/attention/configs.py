@@ -218,7 +218,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("stream_dq", 80, True, 128): (16, 64, 4, 1),
     ("stream_dq", 80, True, 256): (16, 64, 8, 1),
     ("stream_dq", 100, True, 256): (16, 64, 8, 1),
-    ("stream_fwd", 80, True, 64): (64, 64, 8, 1),
+    ("stream_fwd", 80, True, 64): (64, 32, 4, 2),
     ("stream_fwd", 90, True, 128): (64, 64, 8, 3),
     ("stream_fwd", 100, True, 128): (32, 64, 8, 1),
     ("stream_fwd", 80, True, 256): (16, 64, 8, 1),
