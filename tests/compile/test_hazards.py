@@ -371,7 +371,7 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("attention_stream_fwd", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of v_ptr"): ((90, 100), ROWS),
     ("attention_stream_fwd", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
-    ("attention_stream_fwd", waits("attn_mask_ptr")): ((90,), PAIRS),
+    ("attention_stream_fwd", waits("attn_mask_ptr")): ((80, 90), PAIRS),
     ("attention_stream_fwd", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_stream_fwd", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
     ("linear_cross_entropy_bwd_input", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
