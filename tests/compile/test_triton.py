@@ -162,6 +162,7 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
     assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)
 
 
+@pytest.mark.slow
 def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
     """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
     options = ("--json", "--arch", "120", "attention", "gather_rows", "linear_cross_entropy")

@@ -139,6 +139,7 @@ CUTS = {
     "python benchmarks/generation.py": Cut(
         "--arch bart-tiny --batch-size 2 --tokens 2 --rounds 1",
         says=r"(?s)bart-tiny fp32, 2 prompts .*fastplm +\d",
+        slow=True,
     ),
     "python benchmarks/gpu_report.py --dry-run": Cut(
         f"{ONE_STEP_OF_THE_REPORT} --results out", leaves=("out/cpu/report.md",), slow=True
