@@ -27,74 +27,111 @@ from fastplm.cli import main
 pytestmark = pytest.mark.slow
 
 
-class Pretraining:
-    """Six steps of a BERT, a checkpoint after each second one."""
+FINETUNE = "finetune --steps 6 --batch-size 4 --save-every 2 --log-every 1 --max-length 16"
+CLASSIFY = f"{FINETUNE} --task classification --data {{table}} --model {{bert}} --seeds 2"
+WRITE = f"{FINETUNE} --task seq2seq --data {{pairs}} --eval-every 3 --beams 2"
+WRITE += " --max-target-length 8"
+STREAM = "--corpus {corpus} --cache {cache} --steps 6 --batch-size 4 --save-every 2 --log-every 1"
+STREAM += " --block-size 32 --precision fp32 --dropout 0.1"
+# An epoch of these sentences has five steps.
+CLASSIC = "classic --corpus {sentences} --steps 6 --batch-size 16 --save-every 2 --log-every 1"
+CLASSIC += " --hidden 16 --embedding 8 --vocab-size 60 --system"
+#: The kinds of runs: six steps, a checkpoint after each second one.
+KINDS = {
+    "pretrain": f"pretrain --arch bert-tiny --vocab-size 120 --lr 1e-3 {STREAM}",
+    "finetune": CLASSIFY,
+    "frozen": f"{CLASSIFY} --freeze --features mix --head bilstm",
+    "new source encoder": f"{WRITE} --model {{bart}} --source-encoder-layers 1"
+    " --source-vocab-size 300 --source-encoder-steps 3",
+    "elmo": f"{CLASSIC} elmo",
+    "distill": f"distill --recipe distilbert --teacher {{bert}} --student-layers 1 {STREAM}",
+    "t5": f"{WRITE} --model {{t5}}",
+    "bart": f"{WRITE} --model {{bart}}",
+    "encoder-decoder": f"{WRITE} --encoder {{bert}} --share",
+    "skip-thoughts": f"{CLASSIC} skip-thoughts",
+    "quick-thoughts": f"{CLASSIC} quick-thoughts",
+}
+every_kind = pytest.mark.parametrize("training", KINDS, indirect=True)
+#: One of each way to read texts and to keep results.
+some_kinds = pytest.mark.parametrize("training", list(KINDS)[:5], indirect=True)
 
-    def __init__(self, arguments, work):
-        self.cache, self.arguments = work / "cache", arguments
+
+class Training:
+    """A kind of run: its command line, and what it leaves.
+
+    Attributes:
+        whole, stopped: folders of a run that was finished, and of one that was killed on its way.
+        gold: ``curve`` of the first.
+    """
+
+    def __init__(self, name, places):
+        self.words, self.places = KINDS[name], places
+        self.finetunes = self.words.startswith("finetune")
+        self.has_cache = "{cache}" in self.words
+        self.often = name in ("pretrain", "finetune")  # the others share most of their code
+
+    def faults(self, count):
+        return count if self.often else count // 3
 
     def argv(self, out, resume=False, overwrite=False):
-        options = {"resume": resume, "overwrite": overwrite, "dropout": 0.1, "threads": 1}
-        options = {name: value for name, value in options.items() if value is not False}
-        return self.arguments(out, cache=out.parent / "cache", **options)
+        words = self.words.format(**self.places, cache=out.parent / "cache").split()
+        flags = ["--resume"] * resume + ["--overwrite"] * overwrite
+        return [*words, "--out", str(out), "--threads", "1", *flags]
 
     def curve(self, out):
+        """All numbers of a run but those of a clock, and its weights."""
         metrics = json.loads((out / "metrics.json").read_text())
-        entries = metrics["history"]
-        curve = [{k: v for k, v in entry.items() if "second" not in k} for entry in entries]
-        return curve, metrics["held_out"], (out / "model" / "model.safetensors").read_bytes()
-
-
-class Finetuning:
-    """Two seeds of six steps each."""
-
-    def __init__(self, model, work):
-        self.model, self.data = model, work / "data.tsv"
-        rows = (f"the {'river' if i % 3 else 'house'} {i}\t{i % 2}" for i in range(30))
-        self.data.write_text("\n".join(("text\tlabel", *rows)) + "\n")
-
-    def argv(self, out, resume=False, overwrite=False):
-        words = (
-            f"finetune --task classification --model {self.model} --data {self.data} --out {out}"
-        )
-        words += " --steps 6 --batch-size 4 --log-every 1 --save-every 2 --max-length 16 --seeds 2"
-        words += " --threads 1" + " --resume" * resume + " --overwrite" * overwrite
-        return words.split()
-
-    def curve(self, out):
-        seeds = json.loads((out / "metrics.json").read_text())["seeds"]
+        runs = metrics.get("seeds", [metrics])
         curves = [
-            [{k: v for k, v in entry.items() if "second" not in k} for entry in seed["history"]]
-            for seed in seeds
+            [{k: v for k, v in entry.items() if "second" not in k} for entry in run["history"]]
+            for run in runs
         ]
-        weights = [
-            (out / f"seed-{seed['seed']}" / "model" / "model.safetensors").read_bytes()
-            for seed in seeds
-        ]
-        return curves, [seed["scores"] for seed in seeds], weights
+        names = ("scores", "scores_by_step", "held_out")
+        scores = [{name: run[name] for name in names if name in run} for run in runs]
+        models = [*out.glob("model/*.safetensors"), *out.glob("seed-?/model/*.safetensors")]
+        assert models and any(scores)
+        return curves, scores, {str(path.relative_to(out)): path.read_bytes() for path in models}
 
 
-@pytest.fixture(scope="module", params=["pretrain", "finetune"])
-def training(request, arguments, bert, killed, tmp_path_factory):
+@pytest.fixture(scope="module")
+def places(corpus, bert, run, tmp_path_factory):
+    """What the command lines name."""
+    work = tmp_path_factory.mktemp("places")
+    documents = corpus.read_text().split("\n\n")
+    (work / "sentences.txt").write_text("\n\n".join(documents[:12]))
+    names = [f"the {'river' if i % 3 else 'house'} {i}" for i in range(26)]
+    rows = (f"{name}\t{i % 2}" for i, name in enumerate(names))
+    (work / "data.tsv").write_text("\n".join(("text\tlabel", *rows)) + "\n")
+    pairs = (f"{name}\t{name[4:]}" for name in names)
+    (work / "pairs.tsv").write_text("\n".join(("source\ttarget", *pairs)) + "\n")
+    for arch in ("t5", "bart"):
+        run(work / arch, arch=f"{arch}-tiny", vocab_size=300, steps=1)
+    return {
+        "corpus": corpus,
+        "sentences": work / "sentences.txt",
+        "table": work / "data.tsv",
+        "pairs": work / "pairs.tsv",
+        "bert": bert / "model",
+        "t5": work / "t5" / "model",
+        "bart": work / "bart" / "model",
+    }
+
+
+@pytest.fixture(scope="module")
+def training(request, places, killed, tmp_path_factory):
     """A kind of run, its folder when it was finished, and one of it killed on its way."""
-    work = tmp_path_factory.mktemp(request.param)
-    kind = (
-        Pretraining(arguments, work)
-        if request.param == "pretrain"
-        else Finetuning(bert / "model", work)
-    )
-    whole = work / "out"
+    work = tmp_path_factory.mktemp("training")
+    kind = Training(request.param, places)
+    kind.whole = work / "out"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert main(kind.argv(whole)) == 0
-    kind.whole = whole
-    kind.gold = kind.curve(whole)
+    assert main(kind.argv(kind.whole)) == 0
+    kind.gold = kind.curve(kind.whole)
     # Killed at step 5 (of the second seed).
-    stopped = work / "stopped" / "out"
-    if (work / "cache").is_dir():
+    kind.stopped = work / "stopped" / "out"
+    if kind.has_cache:
         shutil.copytree(work / "cache", work / "stopped" / "cache")
-    killed(kind.argv(stopped), 5, seed=0 if request.param == "pretrain" else 1)
-    kind.stopped = stopped
+    killed(kind.argv(kind.stopped), 5, seed=len(kind.gold[0]) - 1)
     yield kind
     torch.set_num_threads(threads)
 
@@ -107,7 +144,7 @@ def outcome(kind, out, capsys, argv=None):
     assert "Traceback" not in shown
     if code == 0:
         assert kind.curve(out) == kind.gold
-        passed = "whole" in shown
+        passed = "not whole" in shown
         return "the same curve, with a line on what was passed over" if passed else "the same curve"
     assert code == 2, shown
     lines = [line for line in shown.splitlines() if "error" in line]
@@ -142,15 +179,25 @@ def report(capsys, name, counts):
             print(f"  {count:4}  {what}")
 
 
+@every_kind
+def test_killed_in_a_known_step(training, tmp_path, capsys):
+    for name in ("out", "cache")[: 1 + training.has_cache]:
+        shutil.copytree(training.stopped.parent / name, tmp_path / name)
+    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert max(path.name for path in (tmp_path / "out").rglob("checkpoint-*")) == "checkpoint-4"
+    assert outcome(training, tmp_path / "out", capsys) == "the same curve"
+
+
+@some_kinds
 @pytest.mark.parametrize(
     "state, damaged, faults",
     [("stopped", "out", 45), ("whole", "out", 15), ("stopped", "cache", 40)],
 )
 def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, request):
-    if damaged == "cache" and not isinstance(training, Pretraining):
-        pytest.skip("fine-tuning has no cache")
+    if damaged == "cache" and not training.has_cache:
+        pytest.skip("this kind of run has no cache")
     draw, counts = random.Random(state + damaged), Counter()
-    folder = getattr(training, state)
+    folder, faults = getattr(training, state), training.faults(faults)
     for number in range(faults):
         work = tmp_path / str(number)
         for name in "out", "cache":
@@ -168,18 +215,20 @@ def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, reque
     report(capsys, f"{request.node.name}: {faults} faults", counts)
 
 
-@pytest.mark.parametrize("faults", [25])
-def test_killed(training, faults, tmp_path, capsys, request):
+@every_kind
+def test_killed(training, tmp_path, capsys, request):
     """Killed at random moments, each time anew on the way on from the last."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastplm.cli", "fastplm.train.finetune", "transformers"])
-    draw, counts = random.Random("killed"), Counter()
+    modules = ["fastplm.cli", "fastplm.train.finetune", "fastplm.classic.train", "transformers"]
+    context.set_forkserver_preload(modules)
+    draw, counts, faults = random.Random("killed"), Counter(), training.faults(25)
+
+    def checkpoints(out):
+        return {*out.glob("checkpoint-*"), *out.glob("seed-?/checkpoint-*")}
 
     def start(out):
-        begun = bool(list(out.glob("**/checkpoint-*"))) or (
-            isinstance(training, Finetuning) and (out / "run.json").exists()
-        )
-        argv = training.argv(out, resume=begun, overwrite=not begun and out.exists())
+        begun = checkpoints(out) or (training.finetunes and (out / "run.json").exists())
+        argv = training.argv(out, resume=bool(begun), overwrite=not begun and out.exists())
         process = context.Process(target=main, args=(argv,))
         process.start()
         return process
@@ -203,8 +252,12 @@ def test_killed(training, faults, tmp_path, capsys, request):
         out = prepared(tmp_path / str(number))
         number += 1
         for _ in range(3):
+            known, soon = checkpoints(out), draw.random() < 0.5
             process = start(out)
-            process.join(draw.uniform(0.2, 1.0) * seconds)
+            # Half of the kills come after a checkpoint: a short run mostly starts up.
+            while soon and process.is_alive() and checkpoints(out) <= known:
+                time.sleep(0.002)
+            process.join(draw.uniform(0, 0.2) * seconds if soon else draw.uniform(0.2, 1) * seconds)
             if process.is_alive():
                 process.kill()
                 killed += 1
@@ -220,10 +273,10 @@ def test_killed(training, faults, tmp_path, capsys, request):
     report(capsys, f"{request.node.name}, {killed} kills", counts)
 
 
-@pytest.mark.parametrize("faults", [20])
-def test_a_disk_that_fills(training, faults, tmp_path, capsys, request):
+@some_kinds
+def test_a_disk_that_fills(training, tmp_path, capsys, request):
     """Where a small disk may be mounted the writes fail; else files may not grow beyond a size."""
-    draw, counts = random.Random("disk"), Counter()
+    draw, counts, faults = random.Random("disk"), Counter(), training.faults(20)
     needed = sum(path.stat().st_size for path in training.stopped.rglob("*") if path.is_file())
     disk = tmp_path / "disk"
     disk.mkdir()
