@@ -114,8 +114,7 @@ def _classic(**settings: Any) -> int:
 
     with _running():
         metrics = classic(ClassicArguments(**settings))
-    if metrics:
-        print(summary(metrics))
+    print(summary(metrics))
     return 0
 
 

@@ -31,10 +31,15 @@ class ClassicArguments(Settings):
         choices=tuple(SYSTEMS),
     )
     corpus: Sequence[str | Path] = setting(
-        "text files or folders of .txt files; blank lines between documents", metavar="PATH"
+        "text files, plain or compressed, or folders of .txt files; blank lines between documents",
+        metavar="PATH",
     )
     out: str | Path = setting("folder of all results", metavar="DIR")
-    steps: int = setting("optimizer steps; of word2vec, passes over the text", 1000, number=COUNT)
+    steps: int | None = setting(
+        "optimizer steps (default: 1000); of word2vec, passes over the text (default: 5)",
+        None,
+        number=COUNT,
+    )
     batch_size: int | None = setting(
         "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2)
     )
@@ -42,7 +47,7 @@ class ClassicArguments(Settings):
     hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=whole(2))
     embedding: int = setting("width of a word's vector inside the model", 128, number=whole(2))
     layers: int = setting("layers of ELMo", 2, number=whole(1, 100))
-    max_length: int = setting("words of a sentence at most", 40, number=whole(3))
+    max_length: int = setting("most words of a sentence; the rest is left out", 40, number=whole(3))
     learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
     seed: int = setting("seed of weights, order and dropout", 0, number=SEED)
     save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
@@ -54,6 +59,7 @@ class ClassicArguments(Settings):
     def __post_init__(self) -> None:
         self.check_values()
         self.batch_size = self.batch_size or SYSTEMS[self.system]
+        self.steps = self.steps or (5 if self.system == "word2vec" else 1000)
         self.check(
             "resume",
             not (self.resume and self.system == "word2vec"),

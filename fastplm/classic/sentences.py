@@ -122,6 +122,8 @@ class SkipThoughtsModel(_Thoughts):
         for decoder, ids in zip(self.decoders, (previous, next), strict=True):
             if ids is None:
                 continue
+            # Where no sentence has a neighbour there is one column, and nothing would be read.
+            ids = F.pad(ids, (0, max(0, 2 - ids.shape[1])), value=PAD)
             read = self.encoder.embedding(ids[:, :-1])
             thought = vectors[:, None].expand(-1, read.shape[1], -1)
             states, _ = decoder(torch.cat((read, thought), -1))

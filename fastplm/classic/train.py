@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError
+from fastplm._checks import DataError, TooLittleTextError
 from fastplm.classic.arguments import ClassicArguments
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import (
@@ -68,10 +69,19 @@ def _train(
 ) -> dict[str, Any]:
     from transformers import set_seed
 
-    out = Path(args.out)
-    checkpoint = None if before is None else checkpoint_to_resume("classic", out)
+    out, checkpoint = Path(args.out), None
+    assert args.steps is not None, "see ClassicArguments.__post_init__"
     sentences = Sentences(documents, args.max_length)
-    held_out = min(_MOST_HELD_OUT, math.ceil(_HELD_OUT * len(sentences)))
+    args.check(
+        "corpus",
+        args.system == "elmo" or not all(sentences.begins),
+        "documents of several sentences, as a sentence is learned from those beside it",
+        "Put blank lines between documents alone.",
+        "documents of one sentence each",
+        TooLittleTextError,
+    )
+    # Two at least, as one has no neighbour.
+    held_out = max(2, min(_MOST_HELD_OUT, math.ceil(_HELD_OUT * len(sentences))))
     train = torch.utils.data.Subset(sentences, range(len(sentences) - held_out))
     words = Words.train((" ".join(s) for s in sentences.words[: len(train)]), args.vocab_size)
     run = describe(args, _FREE_ON_RESUME, text=fingerprint(documents))
@@ -79,7 +89,8 @@ def _train(
         check_same("classic", run, before)
         if damage(out) is None:
             say(f"The run in {out} is finished, all {args.steps} steps of it: nothing was changed.")
-            return {}
+            return json.loads((out / "metrics.json").read_text())
+        checkpoint = checkpoint_to_resume("classic", out)
         (out / MANIFEST).unlink(missing_ok=True)
     # Of every step; there is no other implementation on a CPU.
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
@@ -96,7 +107,6 @@ def _train(
         seed=args.seed,
         # Neighbours are in one batch only if the text keeps its order.
         train_sampling_strategy="sequential" if args.system == "quick-thoughts" else "random",
-        save_total_limit=1,
     )
     collate = COLLATORS[args.system](sentences, words)
     trainer = _Trainer(model=model, args=settings, train_dataset=train, data_collator=collate)
@@ -236,7 +246,7 @@ def _word2vec(args: ClassicArguments, documents: TextFiles) -> dict[str, Any]:
         min_count=1,
         max_final_vocab=args.vocab_size,
         epochs=args.steps,
-        seed=args.seed + 1,  # 0 would be no seed
+        seed=args.seed % (2**32 - 1) + 1,  # 0 would be no seed
         workers=1,  # with several the vectors would depend on how they take turns
     )
     metrics = {

@@ -150,7 +150,7 @@ class Sentences(Dataset):
         length: words of a sentence at most; what is longer is cut.
 
     Raises:
-        TooLittleTextError: fewer than three sentences.
+        TooLittleTextError: fewer than four sentences.
     """
 
     def __init__(self, documents: Iterable[str], length: int) -> None:
@@ -167,8 +167,8 @@ class Sentences(Dataset):
                 self.words.append(words[:length])
                 self.begins.append(first)
                 first = False
-        if len(self.words) < 3:
-            got, expected = f"{len(self.words)} sentences", "three at least"
+        if len(self.words) < 4:
+            got, expected = f"{len(self.words)} sentences", "four at least"
             raise TooLittleTextError(
                 message("Sentences", "documents", got, expected, "Give more text.")
             )

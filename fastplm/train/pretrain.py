@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
 
-_KEPT_CHECKPOINTS = 2
 _A_WHILE = 2.0  # seconds
 # Settings that may differ when a run is resumed. Another number of threads may change the last
 # digits of the losses, and another interval of the log its points.
@@ -331,7 +330,6 @@ def _training_arguments(args: Any, out: Path) -> TrainingArguments:
         dataloader_num_workers=args.workers,
         dataloader_persistent_workers=args.workers > 0,
         ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
-        save_total_limit=_KEPT_CHECKPOINTS,
     )
 
 

@@ -69,7 +69,8 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         save_steps=args.save_every,
         disable_tqdm=True,
         report_to="none",
-        **{"lr_scheduler_type": "linear"} | settings,
+        # If the newest is damaged, a run goes on from the one before.
+        **{"lr_scheduler_type": "linear", "save_total_limit": 2} | settings,
     )
 
 

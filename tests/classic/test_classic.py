@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_sentences():
     assert found.words == [["One", "two", "."], ["Three", "!"], ["Four", "five", "six"],
                            ["Eight", "."]]  # fmt: skip
     assert found.begins == [True, False, False, True] and found.cut == 2
-    with pytest.raises(TooLittleTextError, match="three at least"):
+    with pytest.raises(TooLittleTextError, match="four at least"):
         Sentences(["One. Two."], length=3)
 
 
@@ -141,6 +142,15 @@ def test_skip_thoughts_equals_its_formula():
     torch.testing.assert_close(loss.double(), total / count)
 
 
+def test_skip_thoughts_of_a_batch_without_neighbours():
+    torch.manual_seed(0)
+    model = SkipThoughtsModel(SMALL)
+    ids, none = pad([WORDS.encode("the cat")] * 2), pad([[PAD]] * 2)
+    loss = model(ids, previous=none, next=none).loss
+    loss.backward()
+    assert loss == 0 and all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
 def test_quick_thoughts_by_hand():
     scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     begins = torch.tensor([True, False, True, False])  # two documents of two sentences
@@ -183,7 +193,7 @@ def arguments(corpus, tmp_path):
     def build(system, name="run", **changes):
         settings = {"hidden": 24, "embedding": 16, "vocab_size": 60, "steps": 6, "batch_size": 16}
         settings |= {"log_every": 1, "learning_rate": 1e-2, "out": tmp_path / name}
-        return ClassicArguments(system=system, corpus=[corpus], **{**settings, **changes})
+        return ClassicArguments(system=system, **{"corpus": [corpus], **settings, **changes})
 
     return build
 
@@ -216,8 +226,8 @@ def test_learns(system, arguments):
     assert metrics["held_out"]["loss"] < first
 
 
-@pytest.mark.parametrize("system", ["elmo", "quick-thoughts"])
-def test_resume(system, arguments, monkeypatch):
+@pytest.mark.parametrize("system, damaged", [("elmo", False), ("quick-thoughts", True)])
+def test_resume(system, damaged, arguments, tmp_path, monkeypatch, capsys):
     whole = classic(arguments(system, "whole", save_every=2))
     step = module._Trainer.training_step
 
@@ -229,13 +239,26 @@ def test_resume(system, arguments, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(module._Trainer, "training_step", stop)
         classic(arguments(system, "part", save_every=2))
+    if damaged:
+        (tmp_path / "part" / "checkpoint-4" / "model.safetensors").write_bytes(b"")
     part = classic(arguments(system, "part", save_every=2, resume=True))
+    assert ("checkpoint-4 is not whole and is passed over" in capsys.readouterr().err) == damaged
     assert [e["loss"] for e in part["history"]] == [e["loss"] for e in whole["history"]]
     assert part["held_out"] == whole["held_out"]
-    assert classic(arguments(system, "part", save_every=2, resume=True)) == {}
+    for path in (tmp_path / "part").glob("checkpoint-*"):
+        shutil.rmtree(path)
+    assert classic(arguments(system, "part", save_every=2, resume=True)) == part  # it is finished
 
 
-def test_wrong_settings(arguments, monkeypatch):
+def test_wrong_settings(arguments, tmp_path, monkeypatch):
+    (tmp_path / "lines.txt").write_text("".join(f"A line {i}.\n" for i in range(9)))
+    lines = {"corpus": [tmp_path / "lines.txt"]}
+    for system in ("skip-thoughts", "quick-thoughts"):
+        with pytest.raises(TooLittleTextError, match="got documents of one sentence each"):
+            classic(arguments(system, **lines))
+    assert classic(arguments("elmo", "elmo", **lines))["held_out"]["loss"] > 0
+    assert classic(arguments("word2vec", "w2v", seed=2**32 - 1, **lines))["arguments"]["steps"] == 6
+    assert arguments("word2vec", steps=None).steps == 5
     with pytest.raises(ArgumentValueError, match="quick-thoughts"):
         arguments("bert")
     with pytest.raises(ArgumentValueError, match="no checkpoints"):
