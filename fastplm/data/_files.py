@@ -99,6 +99,8 @@ def check_regular(path: Path) -> os.stat_result:
             stat.S_IFDIR: "a folder",
         }
         fix = f"A corpus is read several times: write it to a file first (cat {path} > corpus.txt)."
+        if stat.S_ISDIR(mode):
+            fix = "Name a file in it."
         refuse(path, kinds[stat.S_IFMT(mode)], fix)
     return found
 

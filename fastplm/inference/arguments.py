@@ -78,8 +78,8 @@ class EmbedArguments(Settings):
         "truncate",
         choices=TOO_LONG,
     )
-    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
-    dtype: str = setting("of the numbers in the file", "float32", choices=DTYPES)
+    batch_tokens: int = setting("most tokens of a batch", 1024, number=whole())
+    dtype: str = setting("type of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     overwrite: bool = setting("replace the file --out", False)
@@ -125,9 +125,9 @@ class PromptArguments(Settings):
         metavar="N",
     )
     shots_data: str | Path | None = setting(
-        "labelled examples to choose from", None, metavar="FILE"
+        "labelled examples from which --shots are chosen", None, metavar="FILE"
     )
-    seed: int = setting("seed of that choice", 0, number=whole(0, 2**32 - 1))
+    seed: int = setting("seed of the choice of --shots", 0, number=whole(0, 2**32 - 1))
     text_columns: Sequence[str] | None = setting(
         "columns of the texts in a table (default: the usual names)", None, metavar="NAME"
     )
@@ -137,7 +137,7 @@ class PromptArguments(Settings):
     max_samples: int | None = setting(
         "score N examples, the same ones every time", None, number=whole(), metavar="N"
     )
-    batch_tokens: int = setting("tokens of a batch", 1024, number=whole())
+    batch_tokens: int = setting("most tokens of a batch", 1024, number=whole())
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     overwrite: bool = setting("replace the file --out", False)

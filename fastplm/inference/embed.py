@@ -371,9 +371,8 @@ def embed_file(args: EmbedArguments) -> str:
     free = args.overwrite or old is None
     fix = "Choose another --out, or replace it with --overwrite."
     args.check("out", free, "a new file", fix, f"{old}, which exists", DataError)
-    args.check(
-        "out", out.parent.is_dir(), "a file in an existing folder", "Make it.", error=DataError
-    )
+    there = out.parent.is_dir() and not out.is_dir()
+    args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
     settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
     settings["max_length"] = args.max_length
     theirs = None
@@ -383,8 +382,8 @@ def embed_file(args: EmbedArguments) -> str:
         settings.update(theirs, normalize=args.normalize or theirs["normalize"])
         settings["max_length"] = args.max_length or theirs["max_length"]
     texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
-    there = any(text.strip() for text in texts)
-    args.check("data", there, "a file with texts", "Check it.", error=DataError)
+    some = any(text.strip() for text in texts)
+    args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
     model, tokenizer = load_encoder(_WHERE, args.model, bf16=args.bf16, split=split)
     say(_announcement(args, settings, model, len(texts), theirs is not None))

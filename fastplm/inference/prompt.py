@@ -87,6 +87,12 @@ class Prompt:
         )
         object.__setattr__(self, "fields", texts)
         words = [word for of_one in self.labels.values() for word in of_one]
+        shown = [text for known, _ in self.examples for text in known]
+        one = {"separator": [self.separator], "premise": [self.premise or ""]}
+        for argument, values in {"labels": words, "examples": shown, **one}.items():
+            got = next((repr(value) for value in values if not isinstance(value, str)), "")
+            fix = "Put it in quotation marks."
+            check(not got, _WHERE, argument, got, "a text", fix, ArgumentTypeError)
         check(
             len(self.labels) > 1 and all(self.labels.values()) and all(w.strip() for w in words),
             _WHERE,
@@ -226,6 +232,15 @@ def score_labels(
         line = f"{asked.cut:,} of {len(texts):,} texts were cut off: a prompt has {asked.limit}"
         warnings.warn(f"{line} tokens at most.", stacklevel=2)
     scores = asked.scores(batch_tokens, progress)
+    check(
+        bool(np.isfinite(scores).all()),
+        _WHERE,
+        "model",
+        f"a {type(model).__name__} whose probabilities are not numbers",
+        "finite weights",
+        "Take a checkpoint from before its training diverged.",
+        DataError,
+    )
     shares = scores[len(texts) : -1]
     shares = np.exp(shares - np.logaddexp.reduce(shares, axis=1, keepdims=True))
     return LabelScores(scores[: len(texts)], np.log(shares.mean(0)), scores[-1])
@@ -465,7 +480,7 @@ def run_prompt(args: PromptArguments) -> str:
         fix = "Choose another --out, or replace it with --overwrite."
         free = args.overwrite or not out.exists()
         args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
-        there = out.parent.is_dir()
+        there = out.parent.is_dir() and not out.is_dir()
         args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
     prompt = read_prompt(args.prompt)
     examples = subset(_examples(args, args.data, prompt), args.max_samples)

@@ -342,7 +342,9 @@ def loaded(
     except FastplmError:
         raise
     except Exception as error:
-        got = f"{path} ({_first_line(error)})"
+        # Libraries would look for a model of this name elsewhere, and say so.
+        there = os.path.exists(path)
+        got = f"{path} ({_first_line(error) if there else 'no such file or folder'})"
         fix = "Check the path, and whether the files are whole."
         raise DataError(message(where, argument, got, expected, fix)) from error
 

@@ -182,7 +182,7 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type) -> dict[str, 
             options["nargs"] = "+" if "Sequence" in str(each.type) else None
             options["required"] = default is MISSING and each.default_factory is MISSING
         # Without a default of its own an option has none to show: its help says what happens.
-        shown = each.type != "bool" and default not in (None, MISSING)
+        shown = each.type != "bool" and default not in (None, "", MISSING)
         (groups[group] if group else parser).add_argument(
             f"--{each.name.replace('_', '-')}",
             help=known["help"],
@@ -216,7 +216,7 @@ class Settings:
     def check_values(self) -> None:
         """Check the range and the choices of each setting."""
         # An empty name would be the current folder.
-        self.check("out", str(self.out).strip() != "", "a folder", "Name one.", repr(self.out))
+        self.check("out", str(self.out).strip() != "", "a path", "Name one.", repr(self.out))
         for each in fields(self):  # type: ignore[arg-type]
             given = getattr(self, each.name)
             number, choices = each.metadata["number"], each.metadata["choices"]
@@ -695,7 +695,9 @@ class FinetuneArguments(Settings):
     data: str | Path = setting("file of examples to train on", metavar="FILE")
     out: str | Path = setting("folder of all results", metavar="DIR")
     model: str | Path | None = setting(
-        "folder of the checkpoint and its tokenizer", None, metavar="DIR"
+        "folder of the checkpoint and its tokenizer; needed unless there is --encoder",
+        None,
+        metavar="DIR",
     )
     eval_data: str | Path | None = setting(
         "file of examples to score (default: a tenth of --data is held out)",
@@ -703,8 +705,8 @@ class FinetuneArguments(Settings):
         metavar="FILE",
     )
     text_columns: Sequence[str] | None = setting(
-        "columns of the texts in a table; two for pair, one or two for regression (default: the "
-        "usual names)",
+        "columns of the texts in a table; two for pair, one or two for regression, source and "
+        "target for seq2seq (default: the usual names)",
         None,
         metavar="NAME",
     )
@@ -786,38 +788,42 @@ class FinetuneArguments(Settings):
         metavar="DIR",
     )
     decoder: str | Path | None = setting(
-        "folder of the checkpoint that starts the decoder (default: that of --encoder)",
+        "with --encoder: folder of the checkpoint that starts the decoder (default: the same)",
         None,
         metavar="DIR",
     )
     warm: str = setting(
-        "which parts take their weights from the checkpoints; the others are new",
+        "with --encoder: which parts take their weights from the checkpoints; the others are new",
         "both",
         choices=("both", "encoder", "decoder", "none"),
     )
-    share: bool = setting("encoder and decoder share all weights but cross-attention", False)
+    share: bool = setting(
+        "with --encoder: encoder and decoder share all weights but cross-attention", False
+    )
     target_vocab_size: int | None = setting(
-        "train a byte-level vocabulary of N tokens on the targets; the decoder's embeddings are "
-        "then new",
+        "with --encoder: train a byte-level vocabulary of N tokens on the targets; the decoder's "
+        "embeddings are then new",
         None,
         number=whole(300),
         metavar="N",
     )
     source_encoder_layers: int | None = setting(
-        "translate with a pre-trained BART from a language it has not seen: a new encoder of N "
-        "layers, with a vocabulary of its own, in place of its word embeddings",
+        "seq2seq: translate with a pre-trained BART from a language it has not seen: a new encoder "
+        "of N layers, with a vocabulary of its own, in place of its word embeddings",
         None,
         number=whole(1, 1000),
         metavar="N",
     )
     source_vocab_size: int | None = setting(
-        "tokens of that vocabulary, which is trained on the sources (default: 8000)",
+        "with --source-encoder-layers: tokens of that vocabulary, which is trained on the sources "
+        "(default: 8000)",
         None,
         number=whole(300),
         metavar="N",
     )
     source_encoder_steps: int | None = setting(
-        "first steps, in which most of BART is frozen (default: half of all)",
+        "with --source-encoder-layers: first steps, in which most of BART is frozen (default: half "
+        "of all)",
         None,
         number=whole(0, 2**40),
         metavar="N",
@@ -1117,17 +1123,24 @@ class DistillArguments(Settings):
         excludes="vocabulary",
         metavar="N",
     )
-    pooling: str = setting("multilingual: a sentence's vector", "mean", choices=POOLINGS)
+    pooling: str = setting(
+        "multilingual: a sentence's vector is the mean of its tokens' last hidden states, or the "
+        "first token's (cls)",
+        "mean",
+        choices=POOLINGS,
+    )
     generator: str | Path | None = setting(
         "electra: folder of the generator that replaces tokens; it is not trained",
         None,
         metavar="DIR",
     )
     temperature: float = setting(
-        "divides the logits of both models before the divergence", 2.0, number=_POSITIVE
+        "distilbert, electra: divides the logits of both models before the divergence",
+        2.0,
+        number=_POSITIVE,
     )
     divergence: str = setting(
-        "of the student's predictions from the teacher's: KL(teacher || student), "
+        "distilbert: of the student's predictions from the teacher's: KL(teacher || student), "
         "KL(student || teacher), or Jensen-Shannon",
         "forward_kl",
         choices=DIVERGENCES,
@@ -1187,11 +1200,13 @@ class DistillArguments(Settings):
             "Leave one of them out.",
             "0, as all of them are",
         )
-        for name in ("translation", "tokenizer", "vocab_size"):
+        for name in ("translation", "tokenizer", "vocab_size", "pooling"):
             self._only(name, recipe=self.recipe == "multilingual")
         for name in ("teacher_layer", "relation_heads"):
             self._only(name, recipe=self.recipe == "minilm-v2")
         self._only("generator", recipe=self.recipe == "electra")
+        self._only("temperature", recipe="soft_weight" in recipe.weights)
+        self._only("divergence", recipe=self.recipe == "distilbert")
         for recipe_name, name, fix in (
             ("multilingual", "translation", "Give --translation."),
             ("electra", "generator", "Give --generator, such as OUT/generator of a pre-training."),
@@ -1219,9 +1234,10 @@ class DistillArguments(Settings):
         )
 
     def _only(self, name: str, *, recipe: bool) -> None:
+        usual = next(each.default for each in fields(self) if each.name == name)
         self.check(
             name,
-            recipe or getattr(self, name) is None,
+            recipe or getattr(self, name) == usual,
             "another recipe",
             "Leave the option out.",
             f"{getattr(self, name)} with the recipe {self.recipe}",

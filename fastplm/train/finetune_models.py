@@ -40,6 +40,13 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         default = args.__dataclass_fields__[name].default
         got = f"{value} with --model {args.model}, a {config.model_type}"
         args.check(name, able or value == default, expected, "Leave the option out.", got)
+    args.check(
+        "model",
+        config.is_encoder_decoder or args.task != "seq2seq" or args.encoder is not None,
+        "a model that writes texts from texts, such as T5 or BART",
+        "Choose another, or start one from an encoder: --encoder in place of --model.",
+        f"{args.model}, a {config.model_type}",
+    )
     return config
 
 

@@ -309,6 +309,10 @@ def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp
         ({"out": "vectors.txt"}, "a name that ends in .npy"),
         ({"out": "no/such.npy"}, "a file in an existing folder"),
         ({"data": "missing.txt"}, "a path that does not exist"),
+        ({"data": "."}, "`paths` got ., a folder; .* Name a file in it"),
+        ({"data": "latin.txt"}, "latin.txt, which is not UTF-8: byte 0xdf"),
+        ({"out": " "}, "`out` got ''; expected a path"),
+        ({"out": "folder.npy --overwrite"}, "`out` got folder.npy; expected a file in an existing"),
         ({"data": "empty.txt"}, "a file with texts"),
         ({"model": "missing"}, "`directory` got missing"),
         ({"layers": "7"}, "`layers` got"),
@@ -320,8 +324,10 @@ def test_errors_are_one_line(change, said, checkpoint, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     for name, text in (("texts.txt", "ab\n"), ("empty.txt", ""), ("old.npy", "kept")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "latin.txt").write_bytes("ß\n".encode("latin-1"))
     given = {"model": checkpoint, "data": "texts.txt", "out": "new.npy", **change}
-    words = [w for k, v in given.items() for w in (f"--{k}", *str(v).split())]
+    words = [w for k, v in given.items() for w in (f"--{k}", *(str(v).split() or [""]))]
     assert cli.main(["embed", *words]) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("fastplm: error: ")

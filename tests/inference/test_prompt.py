@@ -163,10 +163,14 @@ def test_texts_that_are_too_long_are_cut_off(words):
         ({"labels": {"a": ["b"], "c": []}}, "`labels` got 2 labels and 1 words"),
         ({"examples": [(("a",), "d")]}, "`examples` got 'd'"),
         ({"examples": [(("a", "b"), "good")]}, "`examples` got 2 texts where"),
+        ({"labels": {"a": ["b"], "c": [1]}}, "`labels` got 1; expected a text"),
+        ({"examples": [((1,), "good")]}, "`examples` got 1; expected a text"),
+        ({"separator": 3}, "`separator` got 3; expected a text"),
+        ({"premise": 3}, "`premise` got 3; expected a text"),
     ],
 )
 def test_bad_prompts(options, said):
-    with pytest.raises(ArgumentValueError, match=f"prompt: {said}"):
+    with pytest.raises((ArgumentValueError, ArgumentTypeError), match=f"prompt: {said}"):
         Prompt(**{"template": "{text} {label}", "labels": LABELS, **options})
 
 
@@ -178,6 +182,9 @@ def test_bad_models(words):
         score_labels(model, tokenizer, Prompt("{label} {text}", LABELS), TEXTS)
     with pytest.raises(ArgumentValueError, match="`texts` got 2 texts where the template has 1"):
         score_labels(model, tokenizer, PROMPT, [("a", "b")])
+    model.transformer.wte.weight.data.fill_(torch.nan)
+    with pytest.raises(DataError, match="a GPT2LMHeadModel whose probabilities are not numbers"):
+        score_labels(model, tokenizer, PROMPT, TEXTS)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -196,6 +203,10 @@ def folder(words, tmp_path, monkeypatch):
     )
     (tmp_path / "data.tsv").write_text("label\ttext\n" + "0\tab c\n1\tp\n" * 4 + "1\tabc\n")
     (tmp_path / "other.tsv").write_text("label\ttext\n2\tab\n")
+    (tmp_path / "latin.tsv").write_bytes("label\ttext\n0\tß\n".encode("latin-1"))
+    (tmp_path / "numbers.json").write_text(
+        json.dumps({"template": "{text} {label}", "labels": {"0": [1], "1": "k"}})
+    )
     (tmp_path / "old.tsv").write_text("kept")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -225,11 +236,18 @@ def test_the_command_writes_predictions(folder, capsys):
     "change, said",
     [
         ("--out old.tsv", "`out` got old.tsv, which exists"),
+        ("--out model --overwrite", "`out` got model; expected a file in an existing folder"),
         ("--data other.tsv", "`data` got other.tsv:2: the label '2'; expected one of the prompt"),
         ("--prompt data.tsv", "`prompt` got data.tsv .*expected JSON"),
         ("--prompt missing.json", "`prompt` got missing.json .No such file"),
         ("--model headless", "`model` got headless, without weights of cls"),
         ("--shots 2", "`shots` got 2 with --shots-data None"),
+        ("--data missing.tsv", "missing.tsv: a file that cannot be read .No such file"),
+        ("--data model", "`path` got model: a file that cannot be read .Is a directory"),
+        ("--data latin.tsv", "latin.tsv:2: no UTF-8"),
+        ("--data data.tsv --label-column name", "expected one named 'name'"),
+        ("--prompt numbers.json", "`prompt` got numbers.json .*`labels` got 1; expected a text"),
+        ("--model missing", "`directory` got missing; expected a directory"),
     ],
 )
 def test_errors_are_one_line(change, said, folder, capsys):

@@ -682,6 +682,9 @@ def places(bert, electra, word_tokenizer, tmp_path_factory):
         ({"attention_weight": 1}, ["`attention_weight` got 1.0 with the recipe distilbert"]),
         ({"hard_weight": 0, "soft_weight": 0, "hidden_weight": 0}, ["`hard_weight` got 0"]),
         ({"vocab_size": 99}, ["`vocab_size` got 99 with the recipe distilbert"]),
+        ({"pooling": "cls"}, ["`pooling` got cls with the recipe distilbert"]),
+        ({"recipe": "tinybert", "temperature": 3}, ["`temperature` got 3.0 with the recipe"]),
+        ({"recipe": "minilm", "divergence": "js"}, ["`divergence` got js with the recipe minilm"]),
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(map(str, value)),
 )

@@ -402,6 +402,10 @@ def test_wrong_models(arguments, folder, monkeypatch):
     args = arguments("new source", model=folder / "t5")
     with pytest.raises(ArgumentValueError, match="a t5; expected a BART"):
         prepare_task(args)
+    for model in ("bert", "gpt2"):
+        with pytest.raises(ArgumentValueError, match=f"a {model}; expected a model that writes"):
+            finetune(arguments("bart", model=folder / model))
+    assert not arguments().out.exists()
     args = arguments("bert2bert", decoder=folder / "t5")
     with pytest.raises(DataError, match="a family with a decoder"):
         build_model(args, prepare_task(args), 0)
