@@ -1,10 +1,11 @@
 """How probable a language model finds texts: log-likelihood and pseudo-log-likelihood.
 
     texts -> token ids -> longest first -> batches of so many tokens, without padding
-    -> the model's loss of each label -> log-probabilities, in the order of the texts
+    -> the loss of each label -> log-probabilities, in the order of the texts
 
 Under a masked language model a text of n tokens is computed n times, each time with another token
 masked. The last layer and the head compute only the masked tokens, and there are no full logits.
+The head computes the masked tokens of several batches at once, as it reads the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from torch.nn.utils.rnn import pad_sequence
 from fastplm._checks import ArgumentTypeError, check, check_choice, check_int, message
 from fastplm.inference.score_arguments import BATCH_TOKENS, METHODS
 from fastplm.models._base import most_positions
-from fastplm.models._heads import CausalLM, MaskedLM
+from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
 from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.models.encoder_decoder import EncoderDecoderModel
-from fastplm.nn._rows import IGNORE_INDEX
+from fastplm.nn._rows import IGNORE_INDEX, vocabulary_loss
 
 # Texts that the tokenizer gets at once.
 _ENCODED_TOGETHER = 1024
 # Letters of a text that an error shows.
 _SHOWN = 30
+# Masked tokens that the head computes at once; with fewer it waits for the vocabulary's weights.
+_HEAD_ROWS = 256
 
 
 class TextScore(NamedTuple):
@@ -130,23 +133,29 @@ def pseudo_log_likelihood(
         check(not lacks, where, "tokenizer", got, expected, "Use that of the checkpoint.")
     encoded = _encoded(where, "texts", tokenizer, texts, most_positions(model.config), truncate)
 
-    def batch(parts: list[_Part]) -> dict[str, Tensor]:
-        """Copies of texts, a label in each."""
-        rows: list[Tensor] = []
+    def rows(parts: list[_Part]) -> Tensor:
+        """[P, E]: the last hidden state of the masked token of each copy."""
+        copies: list[Tensor] = []
         for text, chosen in parts:
             hidden = _hidden(text, text.scored[chosen], method)
-            rows += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
-        inputs = _padded(rows, tokenizer)
+            copies += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
+        inputs = _padded(copies, tokenizer, model.device)
         places = torch.cat([text.scored[chosen] for text, chosen in parts])
-        places += torch.arange(len(rows)) * inputs["input_ids"].shape[1]
-        labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
-        labels.view(-1)[places] = torch.cat(
-            [text.ids[text.scored[chosen]] for text, chosen in parts]
-        )
-        return {**inputs, "labels": labels, "masked_positions": places}
+        places += torch.arange(len(copies)) * inputs["input_ids"].shape[1]
+        places = places.to(model.device)
+        outputs = model.base_model(**inputs, output_rows=places, return_dict=True)
+        return requested_rows(model, outputs.last_hidden_state, places)
+
+    transform, decoder = model._head()
+
+    def losses(rows: Tensor, parts: list[_Part]) -> Tensor:
+        labels = torch.cat([text.ids[text.scored[chosen]] for text, chosen in parts])
+        rows = rows if transform is None else transform(rows)
+        labels = labels.to(rows.device)
+        return vocabulary_loss(rows, decoder, labels, None, dense=True, reduction="none")
 
     sizes = [(len(text.scored), len(text.ids)) for text in encoded]
-    return _scores(where, model, tokenizer, encoded, batch, sizes, batch_tokens, progress)
+    return _scores(where, model, tokenizer, encoded, rows, losses, sizes, batch_tokens, progress)
 
 
 def log_likelihood(
@@ -238,17 +247,21 @@ def log_likelihood(
     else:
         encoded = [text._replace(scored=torch.arange(1, len(text.ids))) for text in encoded]
 
-    def batch(parts: list[_Part]) -> dict[str, Tensor]:
+    def losses(parts: list[_Part]) -> Tensor:
         texts = [text for text, _ in parts]
-        if paired:
-            labels = pad_sequence([text.ids for text in texts], True, IGNORE_INDEX)
-            return {**_padded([text.source for text in texts], tokenizer), "labels": labels}
-        labels = pad_sequence([text.ids[1:] for text in texts], True, IGNORE_INDEX)
-        return {**_padded([text.ids[:-1] for text in texts], tokenizer), "shift_labels": labels}
+        shift = 0 if paired else 1
+        read = [text.source if paired else text.ids[:-1] for text in texts]
+        labels = pad_sequence([text.ids[shift:] for text in texts], True, IGNORE_INDEX)
+        labels = labels.to(model.device)
+        inputs = _padded(read, tokenizer, model.device)
+        inputs["labels" if paired else "shift_labels"] = labels
+        # Where labels are not counted, those of unused slots come last.
+        count = sum(len(text.scored) for text in texts)
+        return model(**inputs, reduction="none").loss[:count]
 
     # A text without tokens to score is not computed.
     sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in encoded]
-    return _scores(where, model, tokenizer, encoded, batch, sizes, batch_tokens, progress)
+    return _scores(where, model, tokenizer, encoded, losses, None, sizes, batch_tokens, progress)
 
 
 # --- texts as tokens ------------------------------------------------------------------------------
@@ -348,16 +361,16 @@ def _hidden(text: _Text, scored: Tensor, method: str) -> Tensor:
 # --- batches --------------------------------------------------------------------------------------
 
 
-def _padded(rows: list[Tensor], tokenizer: Any) -> dict[str, Tensor]:
+def _padded(rows: list[Tensor], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
     """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
     pad = tokenizer.pad_token_id
     input_ids = pad_sequence(rows, True, 0 if pad is None else pad)
     lengths = torch.tensor([len(row) for row in rows])
     seqlen = input_ids.shape[1]
-    if int(lengths.min()) == seqlen:
-        return {"input_ids": input_ids}
-    mask = torch.arange(seqlen) < lengths[:, None]
-    return {"input_ids": input_ids, "attention_mask": mask}
+    inputs = {"input_ids": input_ids}
+    if int(lengths.min()) < seqlen:
+        inputs["attention_mask"] = torch.arange(seqlen) < lengths[:, None]
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _batches(
@@ -404,7 +417,8 @@ def _scores(
     model: Any,
     tokenizer: Any,
     texts: list[_Text],
-    batch: Callable[[list[_Part]], dict[str, Tensor]],
+    compute: Callable[[list[_Part]], Tensor],
+    head: Callable[[Tensor, list[_Part]], Tensor] | None,
     sizes: list[tuple[int, int]],
     batch_tokens: int,
     progress: Callable[[int, int], object] | None,
@@ -412,14 +426,31 @@ def _scores(
     """The scores of all texts.
 
     Args:
-        batch: the model's inputs, with a label for each scored token of the parts.
+        compute: the loss of each scored token of the parts of a batch; or, with ``head``, the row
+            [E] that the head reads for it.
+        head: the losses from these rows, of several batches; None = there is nothing left to do.
         sizes: of each text the number of its copies, one for each scored token or one for all of
             them, and the tokens of one.
     """
     fix = "Lower it if memory is short."
     check_int(where, "batch_tokens", batch_tokens, 1, 1 << 40, fix)
-    device = next(model.parameters()).device
     losses: list[list[Tensor]] = [[] for _ in texts]
+    waiting: list[tuple[int, _Part]] = []
+    rows: list[Tensor] = []
+
+    def finish() -> None:
+        """Split what is waiting into the losses of each text."""
+        if not waiting:
+            return
+        parts = [part for _, part in waiting]
+        found = torch.cat(rows)
+        found = (found if head is None else head(found, parts)).cpu()
+        counts = [len(text.scored[chosen]) for text, chosen in parts]
+        for (index, _), some in zip(waiting, found.split(counts), strict=True):
+            losses[index].append(some)
+        waiting.clear()
+        rows.clear()
+
     done, total = 0, sum(copies * length for copies, length in sizes)
     with _evaluating(model):
         for planned in _batches(sizes, batch_tokens):
@@ -427,15 +458,14 @@ def _scores(
                 (texts[index], slice(first, last) if sizes[index][0] > 1 else slice(None))
                 for index, first, last in planned
             ]
-            inputs = {name: value.to(device) for name, value in batch(parts).items()}
-            counts = [len(text.scored[chosen]) for text, chosen in parts]
-            # Where labels are not counted, those of unused slots come last.
-            found = model(**inputs, reduction="none").loss[: sum(counts)]
-            for (index, *_), some in zip(planned, found.cpu().split(counts), strict=True):
-                losses[index].append(some)
+            rows.append(compute(parts))
+            waiting += [(index, part) for (index, *_), part in zip(planned, parts, strict=True)]
+            if head is None or sum(map(len, rows)) >= _HEAD_ROWS:
+                finish()
             done += sum((last - first) * sizes[index][1] for index, first, last in planned)
             if progress is not None:
                 progress(done, total)
+        finish()
     nothing = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32))
     return [
         TextScore(

@@ -119,6 +119,7 @@ CUTS = {
     "pytest benchmarks/test_attention.py": Cut(
         variables={"PYTEST_ADDOPTS": "-k 64x256-forward"},
         says=r"attention +cross 64x256 +forward +fastplm +\d",
+        slow=True,
     ),
     "python benchmarks/compare.py": Cut(
         "--ops mask_tokens --rounds 1 --turns 1",

@@ -252,9 +252,10 @@ def run_to_its_end(words, environment):
 @pytest.mark.parametrize(
     "options",
     [
-        {"arch": "electra-tiny"},
-        pytest.param({"arch": "bert-tiny"}, marks=pytest.mark.slow),
-        pytest.param({"arch": "albert-tiny"}, marks=pytest.mark.slow),
+        *(
+            pytest.param({"arch": arch}, marks=pytest.mark.slow)
+            for arch in ("bert-tiny", "albert-tiny", "electra-tiny")
+        ),
         pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
     ],
     ids=str,
