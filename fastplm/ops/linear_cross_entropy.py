@@ -378,10 +378,14 @@ def _kept_rows(
     if backend == "triton":  # which multiplies kept rows whether they count or not
         rows = min(rows, expected) if expected is not None else rows if budget is not None else 0
     if budget is None:
-        on_cpu = backend == "torch"
-        pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
-        budget = _LOGITS_BUDGET if pays else 0
+        budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
     return rows_that_fit(rows, input, linear_weight, budget)
+
+
+def usual_budget(width: int, *, on_cpu: bool) -> int:
+    """The default of ``logits_budget``: bytes where keeping pays, else 0."""
+    pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
+    return _LOGITS_BUDGET if pays else 0
 
 
 def rows_that_fit(rows: int, input: Tensor, linear_weight: Tensor, budget: int) -> int:
