@@ -82,7 +82,7 @@ class EmbedArguments(Settings):
     dtype: str = setting("of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
-    overwrite: bool = setting("replace the file --out", False)
+    overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 
     def __post_init__(self) -> None:
         self.check_values()
