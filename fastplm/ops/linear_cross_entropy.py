@@ -293,8 +293,8 @@ def _vocabulary_pass(
         reduction,
     )
     OP.check(call, where)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
     kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
@@ -314,7 +314,7 @@ def _vocabulary_pass(
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, watched)
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, dispatches)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     statistics = None

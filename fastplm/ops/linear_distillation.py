@@ -345,8 +345,8 @@ def _distilled(
         reduction,
     )
     OP.check(call, where)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     chosen = rows_chosen(call.input, call.target, mask, ignore_index)
     if probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
@@ -368,7 +368,7 @@ def _distilled(
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
-    parts = OP(call, backend, watched)[:3]
+    parts = OP(call, backend, dispatches)[:3]
     if divides:
         parts = (reduce_loss(part, None, reduction, normalizer) for part in parts)
     return LinearDistillation(*parts)
