@@ -21,6 +21,7 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
+from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.train._checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
@@ -28,7 +29,6 @@ from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
 TARGET_TOKENIZER = "target_tokenizer"
-_IGNORED = -100
 _SOURCE_VOCABULARY = 8000
 
 
@@ -185,10 +185,10 @@ class _Collator:
         labels = [torch.tensor(feature.pop("labels")) for feature in features]
         batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
         batch["labels"] = torch.nn.utils.rnn.pad_sequence(
-            labels, batch_first=True, padding_value=_IGNORED
+            labels, batch_first=True, padding_value=IGNORE_INDEX
         )
         if self.masks_decoder:
-            batch["decoder_attention_mask"] = (batch["labels"] != _IGNORED).long()
+            batch["decoder_attention_mask"] = (batch["labels"] != IGNORE_INDEX).long()
         return batch
 
 
@@ -303,7 +303,6 @@ def _part(
         return auto.from_config(config, **options)
     options = {**options, "config": config, "dtype": torch.float32}
     options["ignore_mismatched_sizes"] = not encodes and args.target_vocab_size is not None
-    expected = f"a checkpoint for the {part}"
-    return weights_at("finetune", part, path, expected, auto, **options)[
-        0
-    ]  # cross-attention is new
+    # What a decoder lacks is its cross-attention.
+    model, _ = weights_at("finetune", part, path, f"a checkpoint for the {part}", auto, **options)
+    return model
