@@ -168,7 +168,7 @@ MUTATIONS = (
         "triton_kernels/maxsim.py",
         "tl.where(later, start + at, place)",
         "tl.where(later, at, place)",
-        "tests/ops/test_maxsim.py -k 'first_row and triton'",
+        "tests/ops/test_maxsim.py -k 'shapes and triton'",
     ),
     Mutation(
         "triton_kernels/maxsim.py",

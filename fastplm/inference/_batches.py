@@ -22,8 +22,6 @@ from fastplm._checks import ArgumentTypeError, ArgumentValueError, check
 from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
 
-#: The tokens of a batch. More are no faster on a CPU, and its caches hold these.
-BATCH_TOKENS = 1024
 _AT_ONCE = 10_000  # texts
 
 

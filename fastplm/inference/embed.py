@@ -18,25 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastplm._checks import (
-    ArgumentValueError,
-    DataError,
-    check,
-    check_choice,
-    check_int,
-)
+from fastplm._checks import ArgumentValueError, DataError, check, check_choice, check_int
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.inference._batches import (
-    BATCH_TOKENS,
-    Tokens,
-    batches,
-    limit_of,
-    progress_bar,
-)
+from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
 from fastplm.inference._checkpoint import check_out, whole
 from fastplm.inference._encoder import Encoder, load_encoder
 from fastplm.inference.arguments import (
+    BATCH_TOKENS,
     COMBINATIONS,
     POOLINGS,
     TOO_LONG,

@@ -28,9 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
-from fastplm.inference._batches import BATCH_TOKENS, batches, longest_input, progress_bar
+from fastplm.inference._batches import batches, longest_input, progress_bar
 from fastplm.inference._checkpoint import check_out, head_of, load_model, whole
-from fastplm.inference.arguments import CALIBRATIONS, PromptArguments
+from fastplm.inference.arguments import BATCH_TOKENS, CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
