@@ -92,14 +92,21 @@ class Backend:
         call: Any,
         *,
         forced: bool,
-        watched: bool = True,
+        dispatches: bool = True,
         for_layer: bool = False,
     ) -> str | None:
         """Why it does not run a call: it cannot, or another one is faster.
 
         A traced graph serves calls of any size, so it does not ask for the faster one.
+
+        Args:
+            op: the name of the op.
+            call: its arguments.
+            forced: whether the user asked for this backend.
+            dispatches: as of ``resolve``.
+            for_layer: whether a layer asks, which may call PyTorch's own function instead.
         """
-        if watched and self.name != "eager":
+        if dispatches and self.name != "eager":
             reason = needs_plain_pytorch()
             if reason is not None:
                 return reason
@@ -234,11 +241,12 @@ def record_decisions() -> Iterator[list[Decision]]:
         _thread.record = previous
 
 
-def resolve(op: str, backends: dict[str, Backend], call: Any, watched: bool = True) -> str:
+def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool = True) -> str:
     """The name of the backend that runs this call.
 
     Args:
-        watched: False if the call is known to be neither traced nor transformed.
+        dispatches: the answer of ``_registry.needs_dispatch(call)``. A call that it is False of is
+            neither traced nor transformed.
 
     Raises:
         BackendError: the requested backend cannot run it.
@@ -248,7 +256,7 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, watched: bool = Tr
         _thread.record.append(_decide(op, backends, call, wanted))
     if wanted == "auto":
         for backend in backends.values():
-            if backend.refuses(op, call, forced=False, watched=watched) is None:
+            if backend.refuses(op, call, forced=False, dispatches=dispatches) is None:
                 return backend.name
     elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
         return wanted

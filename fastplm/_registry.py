@@ -142,7 +142,7 @@ class Op:
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
 
-    def __call__(self, call: Any, backend: str = "", watched: bool | None = None) -> Any:
+    def __call__(self, call: Any, backend: str = "", dispatches: bool | None = None) -> Any:
         """Run a call: check it, choose its backend, and run that.
 
         Unless it needs PyTorch's dispatcher, a call goes straight to the backend, under an
@@ -150,20 +150,20 @@ class Op:
 
         Args:
             backend: the one to run, of a call that was checked and that it accepts.
-            watched: the answer of ``needs_dispatch(call)``, if it is known.
+            dispatches: the answer of ``needs_dispatch(call)``; None = ask.
         """
         if not backend:
             self.check(call)
-            watched = needs_dispatch(call)
-            backend = self.resolve(call, watched)
+            dispatches = needs_dispatch(call)
+            backend = self.resolve(call, dispatches)
         if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
             return self.backends["eager"].forward(call)
-        if needs_dispatch(call) if watched is None else watched:
+        if needs_dispatch(call) if dispatches is None else dispatches:
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
-                return self(call, backend, watched=False)
+                return self(call, backend, dispatches=False)
         if (
             self._formula is not None
             and torch.is_grad_enabled()
@@ -179,9 +179,9 @@ class Op:
         if self._extra_checks:
             call.check(where)
 
-    def resolve(self, call: Any, watched: bool = True) -> str:
+    def resolve(self, call: Any, dispatches: bool = True) -> str:
         """The backend that runs a call (see ``_backends.resolve``)."""
-        return resolve(self.name, self.backends, call, watched)
+        return resolve(self.name, self.backends, call, dispatches)
 
     def is_faster(self, *arguments: Any) -> bool:
         """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.

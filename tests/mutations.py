@@ -168,7 +168,7 @@ MUTATIONS = (
         "triton_kernels/maxsim.py",
         "tl.where(later, start + at, place)",
         "tl.where(later, at, place)",
-        "tests/ops/test_maxsim.py -k 'first_row and triton'",
+        "tests/ops/test_maxsim.py -k 'shapes and triton'",
     ),
     Mutation(
         "triton_kernels/maxsim.py",
@@ -267,6 +267,24 @@ MUTATIONS = (
         "group = slice(here.start, here.start + teacher.shape[0])",
         "group = slice(0, teacher.shape[0])",
         f"{DISTILLED} 'temperatures and torch'",
+    ),
+    Mutation(
+        "triton_kernels/linear_distillation/tiles.py",
+        "shift = (by - (finite(new) - finite(old))) * inverse_temperature",
+        "shift = by * inverse_temperature",
+        f"{DISTILLED} 'temperatures and triton'",
+    ),
+    Mutation(
+        "triton_kernels/linear_distillation/tiles.py",
+        "(setting.cross_entropy_weight * row.one_over_hard_l)[:, None]",
+        "(setting.cross_entropy_weight * row.one_over_l)[:, None]",
+        f"{DISTILLED} 'temperatures and triton'",
+    ),
+    Mutation(
+        "triton_kernels/linear_distillation/forward.py",
+        "total += moved(total_s, l_s, m_s, m_new, rise, inverse)",
+        "total += total_s",
+        f"{DISTILLED} 'temperatures and triton'",
     ),
     # --- nn
     Mutation(
@@ -695,6 +713,42 @@ MUTATIONS = (
     ),
     Mutation(SCORE, "    model.eval()\n", "", f"{SCORES} in_training"),
     Mutation(
+        "fastplm/inference/embed.py",
+        "of_words.unlink(missing_ok=True)",
+        "pass",
+        "tests/inference/test_embed.py -k command",
+    ),
+    Mutation(
+        "fastplm/inference/embed.py",
+        "totals = self.counts * (self.counts + 1) // 2",
+        "totals = self.counts",
+        "tests/inference/test_embed.py",
+    ),
+    Mutation(
+        "fastplm/inference/bertscore.py",
+        "last[i] >= end",
+        "last[i] > end",
+        "tests/inference/test_bertscore.py -k encoded_once",
+    ),
+    Mutation(
+        "fastplm/inference/prompt.py",
+        "(*ids, *tokens[:-1]), source, len(ids) - 1)",
+        "(*ids, *tokens[:-1]), source, len(ids))",
+        "tests/inference/test_prompt.py -k parent",
+    ),
+    Mutation(
+        "fastplm/inference/_checkpoint.py",
+        "not (head and lost)",
+        "True",
+        "tests/inference/test_score_command.py -k one_line",
+    ),
+    Mutation(
+        "fastplm/inference/_batches.py",
+        "(most_positions(config), tokenizer.model_max_length)",
+        "(None, tokenizer.model_max_length)",
+        "tests/inference/test_batches.py",
+    ),
+    Mutation(
         ROWS,
         """    if reduction == "none":
         normalizer = None
@@ -752,9 +806,9 @@ MUTATIONS = (
         f"{DISTILLATION} minilm",
     ),
     Mutation(
-        DISTILL,
-        "return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)",
-        "return hidden.mean(1)",
+        "fastplm/models/features.py",
+        "return states.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)",
+        "return states.mean(1)",
         f"{DISTILLATION} multilingual",
     ),
     Mutation(

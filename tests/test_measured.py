@@ -144,7 +144,7 @@ def _plain_calls():
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_the_short_way_of_a_plain_call_ends_where_the_long_one_does(measured, ours):
+def test_the_fast_path_of_a_plain_call_ends_where_the_full_one_does(measured, ours):
     measured.ours = lambda op, form, dtype, sizes: ours and dtype is not torch.float64
     for call in _plain_calls():
         short = call()
@@ -157,7 +157,7 @@ def test_the_short_way_of_a_plain_call_ends_where_the_long_one_does(measured, ou
 
 @needs_csrc
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_plain_call_takes_the_short_way(measured, ours, monkeypatch):
+def test_a_plain_call_takes_the_fast_path(measured, ours, monkeypatch):
     measured.ours = lambda *call: ours
     query, weight = torch.randn(2, 3, 5, 16), torch.randn(6, 16)
     calls = {
@@ -189,7 +189,7 @@ def test_a_cold_cell(monkeypatch):
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_the_short_way_keeps_gradients(measured, ours):
+def test_the_fast_path_keeps_gradients(measured, ours):
     measured.ours = lambda *call: ours
     query, key, value = torch.randn(3, 2, 3, 5, 16).unbind()
     input, weight = torch.randn(4, 16), torch.randn(6, 16)

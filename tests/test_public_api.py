@@ -192,20 +192,20 @@ TWICE = {
 }
 
 
-def penalty(function, x, watched=False):
+def penalty(function, x, profiled=False):
     """What a gradient penalty needs: the gradient of a gradient's square."""
-    with torch.profiler.profile() if watched else contextlib.nullcontext():
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
         (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
         return torch.autograd.grad(grad.square().sum() + x.sum(), x)[0]
 
 
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("profiled", [False, True])
 @pytest.mark.parametrize("op", TWICE)
-def test_a_gradient_without_one_of_its_own_says_so(op, watched):
+def test_a_gradient_without_one_of_its_own_says_so(op, profiled):
     """And does not pass for a constant; the reference has one."""
     x = torch.randn(4, 16, requires_grad=True)
     with pytest.raises(fastplm.FastplmError, match=rf"use_backend\('eager', '{op}'\)"):
-        penalty(TWICE[op], x, watched)
+        penalty(TWICE[op], x, profiled)
     with fastplm.use_backend("eager", op):
         second = penalty(TWICE[op], x)
     assert (second != 1).any()

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastplm.train.arguments import _COUNT as COUNT
-from fastplm.train.arguments import _POSITIVE as POSITIVE
-from fastplm.train.arguments import _SEED as SEED
-from fastplm.train.arguments import Settings, setting, whole
+from fastplm.train.arguments import COUNT, POSITIVE, SEED, Settings, setting, whole
 
 #: The systems, and the sentences of a batch (of word2vec, those read at once).
 SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastplm import ops
 from fastplm._checks import check
 from fastplm.classic.words import BEGIN, END, PAD, SPECIAL_WORDS, UNK, Words, word_bytes
+from fastplm.nn._rows import IGNORE_INDEX
 
 _SYMBOLS = 261
 
@@ -156,7 +157,7 @@ class ElmoForLanguageModeling(PreTrainedModel):
             within = attention_mask[:, 1:].bool()
             rows = torch.cat((ahead[-1][:, :-1], back[-1][:, 1:]))
             targets = torch.cat((labels[:, 1:], labels[:, :-1]))
-            targets = targets.masked_fill(~torch.cat((within, within)), -100)
+            targets = targets.masked_fill(~torch.cat((within, within)), IGNORE_INDEX)
             loss = ops.linear_cross_entropy(
                 self.dropout(rows).flatten(0, 1),
                 self.softmax.weight,

@@ -15,8 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastplm import ops
 from fastplm.classic.words import PAD, Words
-
-_IGNORED = -100
+from fastplm.nn._rows import IGNORE_INDEX
 
 
 class ThoughtsConfig(PreTrainedConfig):
@@ -128,7 +127,7 @@ class SkipThoughtsModel(_Thoughts):
             thought = vectors[:, None].expand(-1, read.shape[1], -1)
             states, _ = decoder(torch.cat((read, thought), -1))
             rows.append(states.flatten(0, 1))
-            targets.append(ids[:, 1:].masked_fill(ids[:, 1:] == PAD, _IGNORED).flatten())
+            targets.append(ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORE_INDEX).flatten())
         loss = None
         if rows:
             loss = ops.linear_cross_entropy(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError, TooLittleTextError
+from fastplm._checks import DataError, TooLittleTextError, message
 from fastplm.classic.arguments import ClassicArguments
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import (
@@ -229,10 +229,9 @@ def _word2vec(args: ClassicArguments, documents: TextFiles) -> dict[str, Any]:
     try:
         from gensim.models import Word2Vec
     except ImportError as error:
-        raise DataError(
-            f"classic: `system` got word2vec, but gensim is not installed. "
-            f"pip install gensim ({error})"
-        ) from error
+        got = f"word2vec, without its library ({error})"
+        fix = "pip install gensim"
+        raise DataError(message("classic", "system", got, "the library gensim", fix)) from error
     out = Path(args.out)
     sentences = Sentences(documents, args.max_length)
     run = describe(args, _FREE_ON_RESUME, text=fingerprint(documents))

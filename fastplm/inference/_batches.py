@@ -19,10 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, check
+from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
 
-#: The tokens of a batch. More are no faster on a CPU, and its caches hold these.
-BATCH_TOKENS = 1024
 _AT_ONCE = 10_000  # texts
 
 
@@ -192,10 +191,7 @@ def batches(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
 
 def longest_input(tokenizer: Any, config: Any) -> int | None:
     """The most tokens of a text that a model takes; None where there is no limit."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= config.pad_token_id + 1
-    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
+    limits = [limit for limit in (most_positions(config), tokenizer.model_max_length) if limit]
     # Transformers' 1e30 stands for "no limit".
     return min((int(limit) for limit in limits if limit < 1 << 30), default=None)
 
@@ -218,8 +214,8 @@ def limit_of(where: str, tokenizer: Any, config: Any, max_length: int | None) ->
     return max_length
 
 
-def progress_bar(total: int, what: str, show: bool) -> Any:
-    """A bar on stderr: tokens done, and the time that is left.
+def progress_bar(total: int | None, what: str, show: bool) -> Any:
+    """A bar on stderr: tokens done, and the time that is left; None = ``total`` is set later.
 
     Use it as a context, and call ``update(tokens)`` after each batch.
     """

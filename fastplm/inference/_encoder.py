@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError, check
 from fastplm.data import load_tokenizer
 from fastplm.inference._batches import Batch
-from fastplm.models import AutoModel
+from fastplm.inference._checkpoint import load_model
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._gpt import CausalModel
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import Stack
-from fastplm.train._run_folder import loaded
 
 
 class _Enough(Exception):
@@ -180,20 +178,7 @@ def load_encoder(
         tokenizer = AutoTokenizer.from_pretrained(
             folder, add_prefix_space=True, local_files_only=True
         )
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # a new pooler is no matter: it is left out
-    try:
-        model = loaded(
-            where,
-            "model",
-            folder,
-            "a checkpoint with its config.json and weights",
-            lambda: AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype),
-        )
-    finally:
-        logging.set_verbosity(before)
-    encoder: Any = Encoder(where, model).backbone
+    encoder: Any = Encoder(where, load_model(where, folder, bf16=bf16)).backbone
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
-    return encoder.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return encoder, tokenizer

@@ -16,6 +16,8 @@ WORD_POOLINGS = ("first", "mean", "max", "sum")
 COMBINATIONS = ("concat", "mean", "sum")
 #: How the scores of label words are compared.
 CALIBRATIONS = ("none", "contextual", "pmi")
+#: The tokens of a batch. More are no faster on a CPU: its caches hold what a layer makes of these.
+BATCH_TOKENS = 1024
 TOO_LONG = ("truncate", "error")
 DTYPES = ("float32", "float16")
 _WEIGHT = Number(float, -1e9, 1e9, "a number")
@@ -78,11 +80,11 @@ class EmbedArguments(Settings):
         "truncate",
         choices=TOO_LONG,
     )
-    batch_tokens: int = setting("most tokens of a batch", 1024, number=whole())
+    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
     dtype: str = setting("type of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
-    overwrite: bool = setting("replace the file --out", False)
+    overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 
     def __post_init__(self) -> None:
         self.check_values()
@@ -137,7 +139,7 @@ class PromptArguments(Settings):
     max_samples: int | None = setting(
         "score N examples, the same ones every time", None, number=whole(), metavar="N"
     )
-    batch_tokens: int = setting("most tokens of a batch", 1024, number=whole())
+    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     overwrite: bool = setting("replace the file --out", False)

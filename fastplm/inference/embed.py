@@ -6,11 +6,10 @@ texts -> token ids -> batches of similar length -> hidden states on packed rows 
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastplm._checks import (
-    ArgumentValueError,
-    DataError,
-    check,
-    check_choice,
-    check_int,
-)
+from fastplm._checks import ArgumentValueError, DataError, check, check_choice, check_int
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.inference._batches import (
-    BATCH_TOKENS,
-    Tokens,
-    batches,
-    limit_of,
-    progress_bar,
-)
+from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
+from fastplm.inference._checkpoint import check_out, whole
 from fastplm.inference._encoder import Encoder, load_encoder
 from fastplm.inference.arguments import (
+    BATCH_TOKENS,
     COMBINATIONS,
     POOLINGS,
     TOO_LONG,
@@ -366,13 +355,8 @@ def embed_file(args: EmbedArguments) -> str:
         FastplmError: a file, the model or a setting is wrong.
     """
     out = Path(args.out)
-    files = [out] if args.words is None else [out, out.with_suffix(".offsets.npy")]
-    old = next((path for path in files if path.exists()), None)
-    free = args.overwrite or old is None
-    fix = "Choose another --out, or replace it with --overwrite."
-    args.check("out", free, "a new file", fix, f"{old}, which exists", DataError)
-    there = out.parent.is_dir() and not out.is_dir()
-    args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
+    of_words = out.with_suffix(".offsets.npy")
+    check_out(args, out, of_words)
     settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
     settings["max_length"] = args.max_length
     theirs = None
@@ -405,7 +389,9 @@ def embed_file(args: EmbedArguments) -> str:
             **settings,
         )
         if offsets is not None:
-            np.save(files[1], offsets)
+            np.save(of_words, offsets)
+        else:  # of the file that is replaced
+            of_words.unlink(missing_ok=True)
     say(cut)
     what = "texts" if offsets is None else f"words of {len(texts):,} texts"
     seconds = time.perf_counter() - start
@@ -440,17 +426,12 @@ def _announcement(
 @contextmanager
 def _array(path: Path, dtype: str) -> Any:
     """Gives what makes the array of a file, which is there when all of it is written."""
-    part = path.with_name(f".{path.name}.part")
     made: list[np.memmap] = []
+    with whole(path) as part:
 
-    def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
-        made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))
-        return made[0]
+        def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
+            made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))
+            return made[0]
 
-    try:
         yield allocate
         made[0].flush()
-        os.replace(part, path)
-    finally:
-        with suppress(FileNotFoundError):
-            part.unlink()

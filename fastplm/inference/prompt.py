@@ -11,7 +11,6 @@ there, T5 a sentinel.
 from __future__ import annotations
 
 import json
-import os
 import random
 import string
 import warnings
@@ -25,20 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig
-from transformers.utils import logging
 
-from fastplm import models
 from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
-from fastplm.inference._batches import BATCH_TOKENS, batches, longest_input, progress_bar
-from fastplm.inference.arguments import CALIBRATIONS, PromptArguments
+from fastplm.inference._batches import batches, longest_input, progress_bar
+from fastplm.inference._checkpoint import check_out, head_of, load_model, whole
+from fastplm.inference.arguments import BATCH_TOKENS, CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
+from fastplm.train._checkpoint import config_at
 from fastplm.train._run import using_threads
-from fastplm.train._run_folder import loaded
 from fastplm.train.finetune_data import Example, read_examples, subset
 from fastplm.train.report import block
 
@@ -477,17 +474,15 @@ def run_prompt(args: PromptArguments) -> str:
     """
     out = None if args.out is None else Path(args.out)
     if out is not None:
-        fix = "Choose another --out, or replace it with --overwrite."
-        free = args.overwrite or not out.exists()
-        args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
-        there = out.parent.is_dir() and not out.is_dir()
-        args.check("out", there, "a file in an existing folder", "Make it.", error=DataError)
+        check_out(args, out)
     prompt = read_prompt(args.prompt)
     examples = subset(_examples(args, args.data, prompt), args.max_samples)
     if args.shots is not None and args.shots_data is not None:
         shots = _shots(_examples(args, args.shots_data, prompt), args.shots, args.seed)
         prompt = replace(prompt, examples=[(e.texts, e.target) for e in shots])
-    model, tokenizer = _load(args.model, bf16=args.bf16)
+    tokenizer: Any = load_tokenizer(args.model, needs=())
+    head = head_of(config_at(_WHERE, "model", args.model))
+    model = load_model(_WHERE, args.model, head, bf16=args.bf16)
     names = list(prompt.labels)
     threads = f", {args.threads or torch.get_num_threads()} threads"
     rows = {
@@ -541,39 +536,6 @@ def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
     return chosen
 
 
-def _load(folder: str | Path, *, bf16: bool) -> tuple[Any, Any]:
-    """(the language model, its tokenizer) of a checkpoint, on the GPU if there is one."""
-    tokenizer: Any = load_tokenizer(folder, needs=())
-    expected = "a checkpoint of a language model"
-
-    def load() -> Any:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = "CausalLM" if config.model_type in ("gpt2", "openai-gpt") else "MaskedLM"
-        auto = getattr(models, f"AutoModelFor{'Seq2SeqLM' if config.is_encoder_decoder else kind}")
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        return auto.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, output_loading_info=True
-        )
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # weights that are missing are an error below
-    try:
-        model, info = loaded(_WHERE, "model", folder, expected, load)
-    finally:
-        logging.set_verbosity(before)
-    missing = sorted(info["missing_keys"])
-    check(
-        not missing,
-        _WHERE,
-        "model",
-        f"{folder}, without weights of {', '.join(missing[:3])}",
-        "a checkpoint with its language-model head",
-        "Take the checkpoint of the pre-training.",
-        DataError,
-    )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
-
-
 def _write(
     out: Path,
     examples: list[Example],
@@ -588,6 +550,5 @@ def _write(
         lines.append(
             "\t".join([example.target, *found, *(f"{score:.6g}" for score in scores.texts[i])])
         )
-    part = out.with_name(f".{out.name}.part")
-    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(part, out)
+    with whole(out) as part:
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastplm.inference.arguments import BATCH_TOKENS
 from fastplm.train.arguments import Settings, setting, whole
 
 METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
 #: Which tokens are masked where one is scored.
 METHODS = ("original", "within_word_l2r")
-#: The tokens of a batch: so many that the caches of a CPU hold what a layer makes of them.
-BATCH_TOKENS = 1024
 UNITS = ("token", "text", "corpus")
 FORMATS = ("tsv", "json")
 _OF_BERTSCORE = ("references", "idf", "layer", "baseline")

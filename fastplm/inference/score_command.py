@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import functools
 import io
 import json
 import math
-import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import logging
 
-from fastplm import models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.inference._batches import progress_bar
+from fastplm.inference._checkpoint import check_out, head_of, load_model, whole
 from fastplm.inference._encoder import load_encoder
 from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.inference.score_arguments import METHODS, ScoreArguments
+from fastplm.train._checkpoint import config_at
 from fastplm.train._run import using_threads
-from fastplm.train._run_folder import loaded
 from fastplm.train.report import block
-
-# The names of classes that write from left to right.
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
-# Seconds between two states of a bar; in a log each of them is a line.
-_ON_A_TERMINAL, _IN_A_LOG = 0.2, 30.0
 
 
 @dataclass(frozen=True)
@@ -76,18 +65,9 @@ def score_file(args: ScoreArguments) -> str:
     """
     out = None if args.out is None else Path(args.out)
     if out is not None:
-        free = args.overwrite or not os.path.lexists(out)
-        fix = "Name another file, or replace it with --overwrite."
-        args.check("out", free, "a new file", fix, f"{out}, which exists", DataError)
-        args.check(
-            "out",
-            out.parent.is_dir() and not out.is_dir(),
-            "a file in a folder that exists",
-            "Make the folder, or name another file.",
-            error=DataError,
-        )
-    config = _config(args)
-    usual = "log-likelihood" if _writes(config) else "pseudo-log-likelihood"
+        check_out(args, out)
+    config = config_at("score", "model", args.model)
+    usual = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
     metric = args.metric or usual
     likelihood = metric.endswith("log-likelihood")
     fix = "Leave the option out."
@@ -108,13 +88,8 @@ def score_file(args: ScoreArguments) -> str:
     text = (_json if args.format == "json" else _table)(args.by, lines, report, head)
     if out is None:
         return text
-    part = out.with_name(f".{out.name}.part")
-    try:
+    with whole(out) as part:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, out)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
     say(f"written to {out}")
     return ""
 
@@ -172,8 +147,8 @@ def _likelihood(
     fix = "Leave it out."
     args.check("bos", causal and not pseudo or not args.bos, "a GPT or GPT-2", fix, "another model")
     tokenizer: Any = load_tokenizer(args.model, needs=("mask",) if pseudo else ())
-    kind = "MaskedLM" if pseudo else "CausalLM" if causal else "Seq2SeqLM"
-    model = _model(args, config, getattr(models, f"AutoModelFor{kind}"))
+    model = load_model("score", args.model, head_of(config))
+    _say_what(args, model)
     texts = [line.text for line in lines]
     options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "truncate": args.truncate}
     metric: Callable[..., list[TextScore]] = log_likelihood
@@ -184,8 +159,13 @@ def _likelihood(
         options["bos"] = args.bos
     elif lines[0].source is not None:
         options["sources"] = [line.source for line in lines]
-    with _bar("scoring") as progress, _precision(args, model.device):
-        scores = metric(model, tokenizer, texts, progress=progress, **options)
+    with progress_bar(None, "score", True) as bar, _precision(args, model.device):
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        scores = metric(model, tokenizer, texts, progress=show, **options)
     names = ("pseudo_log_likelihood", "pseudo_perplexity")
     if not pseudo:
         names = ("log_likelihood", "perplexity")
@@ -259,56 +239,6 @@ _METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
 }
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
-def _config(args: ScoreArguments) -> Any:
-    load = functools.partial(AutoConfig.from_pretrained, args.model, local_files_only=True)
-    return loaded("score", "model", args.model, "a checkpoint with its config.json", load)
-
-
-def _writes(config: Any) -> bool:
-    """Whether the model of a configuration writes texts from left to right."""
-    saved = (config.architectures or [""])[0]
-    return (
-        config.is_encoder_decoder
-        or getattr(config, "is_decoder", False)
-        or saved.endswith(_CAUSAL)
-        or config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    )
-
-
-def _model(args: ScoreArguments, config: Any, auto: Any) -> Any:
-    """The checkpoint with its language-model head, on a GPU if there is one."""
-    expected = "a checkpoint of a language model that this metric is for"
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # weights that are missing are an error below
-    load = functools.partial(
-        auto.from_pretrained,
-        args.model,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    try:
-        model, loading = loaded("score", "model", args.model, expected, load)
-    finally:
-        logging.set_verbosity(before)
-    lost = sorted(loading["missing_keys"])
-    args.check(
-        "model",
-        not lost,
-        f"all weights of a {type(model).__name__}, its head among them",
-        "Take a checkpoint that was trained with this head, of ELECTRA the generator.",
-        f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}",
-        DataError,
-    )
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    _say_what(args, model)
-    return model
-
-
 def _say_what(args: ScoreArguments, model: Any) -> None:
     say(
         block(
@@ -324,19 +254,6 @@ def _say_what(args: ScoreArguments, model: Any) -> None:
 
 def _precision(args: ScoreArguments, device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function of (done, all) that draws a bar on stderr, with the time to go."""
-    each = _ON_A_TERMINAL if sys.stderr.isatty() else _IN_A_LOG
-    with tqdm(desc=what, unit=" tokens", unit_scale=True, mininterval=each) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
 
 
 # --- results --------------------------------------------------------------------------------------

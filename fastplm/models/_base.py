@@ -235,7 +235,7 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
 def most_positions(config: Any) -> int | None:
     """The most tokens of a sequence, by the configuration of a model; None = any number."""
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type == "roberta":
+    if positions is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= config.pad_token_id + 1  # the first rows belong to no position
     return positions
 

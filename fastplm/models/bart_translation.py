@@ -44,7 +44,10 @@ class BartTranslationEncoder(BartEncoder):
         lookup: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Like the parent; ``input_ids`` are those of the source vocabulary."""
+        """Like the parent; ``input_ids`` are those of the source vocabulary.
+
+        ``lookup``, of BART's own words, is for the decoder alone.
+        """
         if input_ids is not None and inputs_embeds is None:
             outputs = self.source_encoder(
                 input_ids=input_ids, attention_mask=attention_mask, unpad=unpad, return_dict=True

@@ -217,7 +217,7 @@ def pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     kept = mask.bool()[..., None]
     if pooling == "max":
         return states.masked_fill(~kept, -torch.inf).amax(1)
-    return states.masked_fill(~kept, 0).sum(1) / kept.sum(1)
+    return states.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)
 
 
 def _mask(input_ids: Tensor | None, mask: Tensor | None) -> Tensor:

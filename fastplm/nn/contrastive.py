@@ -23,6 +23,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm.errors import ArgumentValueError, message
+from fastplm.nn._rows import IGNORE_INDEX
 
 #: The logit of a document that is a copy of another: its exponential is 0 beside any other one.
 #: As small as fp16 holds.
@@ -146,7 +147,7 @@ class ContrastiveLoss(nn.Module):
             bias = (copy * _LEFT_OUT).to(table.dtype)
             positive = torch.where(positive >= 0, first[positive.clamp(min=0)], -1)
         # The one that the product picks, and what the mean of all differs from it by.
-        target = torch.where(positive[:, 0] >= 0, positive[:, 0], -100)
+        target = torch.where(positive[:, 0] >= 0, positive[:, 0], IGNORE_INDEX)
         loss = ops.linear_cross_entropy(
             rows,
             table,

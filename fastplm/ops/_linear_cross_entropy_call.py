@@ -35,13 +35,7 @@ class Call(NamedTuple):
     reduction: str
 
     def check(self, where: str) -> None:
-        dtypes: tuple[torch.dtype, ...] = (self.input.dtype,)
-        if self.input.dtype in (torch.float16, torch.bfloat16):
-            dtypes += (torch.float32,)
-        for name in ("linear_weight", "linear_bias"):
-            value = getattr(self, name)
-            if value is not None:
-                check_dtype(where, name, value, dtypes, f"Convert it with {name}.to(input.dtype).")
+        check_parameters(where, self, "input", "linear_weight", "linear_bias")
 
 
 class Saved(NamedTuple):
@@ -63,6 +57,17 @@ class Saved(NamedTuple):
     need_input: bool
     need_linear_weight: bool
     need_linear_bias: bool
+
+
+def check_parameters(where: str, call: Any, rows: str, *parameters: str) -> None:
+    """The parameters of a layer have the dtype of its rows, or beside 16-bit rows fp32."""
+    dtype = getattr(call, rows).dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    for name in parameters:
+        value = getattr(call, name)
+        if value is not None:
+            dtypes = (dtype, torch.float32) if half else (dtype,)
+            check_dtype(where, name, value, dtypes, f"Convert it with {name}.to({rows}.dtype).")
 
 
 def check_targets(
@@ -97,22 +102,33 @@ def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
     """Of a forward of rows, to be written.
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
-    argmax and sample, int64 [N] or without elements; the gradient of kept logits at grad_loss = 1,
-    [kept_rows, columns], of the first rows that count; what is left over is 0 on the Triton
-    backend, and is never written on the other. Then what the Triton backend needs again: the rows
-    of kept logits, [kept_rows, E], and the order in which it took all rows, int64.
+    argmax and sample, int64 [N] or without elements; then ``empty_for_backward``.
 
     Maximum and sum, not their logsumexp: its rounding would be an error of the softmax, e.g. 0.05 %
     at logits around 1e4.
     """
-    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
+    rows = call.input.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    on_triton, kept_rows = backend == "triton", call.kept_rows
-    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(4)),
         call.target.new_empty(rows if call.need_argmax else 0),
         call.target.new_empty(rows if call.seed is not None else 0),
+        *empty_for_backward(call, backend),
+    )
+
+
+def empty_for_backward(call: Any, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of a forward that its backward reads, to be written.
+
+    The gradient of kept logits at grad_loss = 1, [kept_rows, columns], of the first rows that
+    count; what is left over is 0 on the Triton backend, and is never written on the other. Then
+    what the Triton backend needs again: the rows of kept logits, [kept_rows, E], and the order in
+    which it took all rows, int64.
+    """
+    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
+    on_triton, kept_rows = backend == "triton", call.kept_rows
+    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
+    return (
         call.input.new_empty(logits if kept_rows else (0,)),
         call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
         call.target.new_empty(ORDER_HEAD + rows if on_triton else 0),

@@ -7,9 +7,9 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, check_dtype, message, values_are_known
+from fastplm._checks import ArgumentValueError, message, values_are_known
 from fastplm._declare import Arg, Size
-from fastplm.ops._linear_cross_entropy_call import ORDER_HEAD, logit_columns
+from fastplm.ops._linear_cross_entropy_call import check_parameters, empty_for_backward
 
 #: What the forward finds out about each row, in this order: of the student the maximum logit, the
 #: sum of exponentials above it at the temperature and at 1; the first two of the teacher; what the
@@ -50,20 +50,9 @@ class Call(NamedTuple):
         return "linear_distillation" + "_topk" * (self.teacher_indices is not None)
 
     def check(self, where: str) -> None:
-        for rows, *parameters in (
-            ("input", "linear_weight", "linear_bias"),
-            ("teacher_input", "teacher_weight", "teacher_bias"),
-        ):
-            if getattr(self, rows) is None:
-                continue
-            dtype = getattr(self, rows).dtype
-            half = dtype in (torch.float16, torch.bfloat16)
-            for name in parameters:
-                value = getattr(self, name)
-                if value is not None:
-                    dtypes = (dtype, torch.float32) if half else (dtype,)
-                    fix = f"Convert it with {name}.to({rows}.dtype)."
-                    check_dtype(where, name, value, dtypes, fix)
+        check_parameters(where, self, "input", "linear_weight", "linear_bias")
+        if self.teacher_input is not None:
+            check_parameters(where, self, "teacher_input", "teacher_weight", "teacher_bias")
 
 
 class Saved(NamedTuple):
@@ -127,14 +116,10 @@ def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
     Loss, divergence and cross-entropy, each [N]; the statistics, [7, N]; the rest as in
     ``linear_cross_entropy``.
     """
-    (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
+    rows = call.input.shape[0]
     dtype = torch.promote_types(call.input.dtype, torch.float32)
-    on_triton, kept_rows = backend == "triton", call.kept_rows
-    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
     return (
         *(call.input.new_empty(rows, dtype=dtype) for _ in range(3)),
         call.input.new_empty(STATISTICS, rows, dtype=dtype),
-        call.input.new_empty(logits if kept_rows else (0,)),
-        call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
-        call.target.new_empty(ORDER_HEAD + rows if on_triton else 0),
+        *empty_for_backward(call, backend),
     )

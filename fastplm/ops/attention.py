@@ -137,10 +137,10 @@ def attention(
         and not (is_causal and query.shape[2] > 1)
         and (scale is None or isinstance(scale, (float, int)) and scale == scale)
     ):
-        out = _short_way(query, key, value, scale)
+        out = _fast_path(query, key, value, scale)
         if out is not None:
             return out
-    call, backend, watched = _prepared(
+    call, backend, dispatches = _prepared(
         where,
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
@@ -155,7 +155,7 @@ def attention(
     )
     if backend == _SDPA:
         return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
-    return OP(call, backend, watched)[0]
+    return OP(call, backend, dispatches)[0]
 
 
 def is_faster(query: Tensor, key: Tensor) -> bool:
@@ -302,12 +302,12 @@ def _prepared(
         _scale(where, scale, query.shape[-1]),
     )
     OP.check(call, where)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     if backend == "eager":
-        return call, backend, watched
+        return call, backend, dispatches
     if backend == "torch" and call.is_plain and requested("attention") == "auto":
-        return call, _SDPA, watched
+        return call, _SDPA, dispatches
     if backend == "triton":
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
@@ -320,7 +320,7 @@ def _prepared(
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         dense = stored_once(call.attn_mask).contiguous()
         call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
-    return call, backend, watched
+    return call, backend, dispatches
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:
@@ -361,7 +361,7 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 _CSRC_REJECTS = csrc_rejects("attention")
 
 
-def _short_way(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+def _fast_path(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
     """The result of a correct call without mask, bias and dropout, or None.
 
     It does the same as ``_prepared`` and ``OP`` with less Python code, which is most of the cost of

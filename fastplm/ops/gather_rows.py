@@ -80,8 +80,8 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
     OP.check(call)
     if input.stride(1) != 1 or positions.stride(0) != 1:
         call = Call(last_dim_contiguous(input), positions.contiguous())
-    watched = needs_dispatch(call)
-    return OP(call, OP.resolve(call, watched), watched)
+    dispatches = needs_dispatch(call)
+    return OP(call, OP.resolve(call, dispatches), dispatches)
 
 
 def _check_range(call: Call) -> None:

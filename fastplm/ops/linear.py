@@ -95,7 +95,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_tensor("linear", "weight", weight, ndim=2)
     if bias is not None:
         check_tensor("linear", "bias", bias)
-    out = _short_way(input, weight, bias)
+    out = _fast_path(input, weight, bias)
     if out is not None:
         return out
     call = Call(input, weight, bias)
@@ -187,11 +187,11 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
     return CallClass(form, b.dtype, (rows, b.numel()))
 
 
-def _short_way(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The result of a correct call on the CPU without gradients, or None.
+def _fast_path(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The result of a valid call on the CPU without gradients, or None if ``linear`` must go on.
 
-    A shorter way to what ``linear`` does: Python code is cold between the layers of a model, and
-    most of the cost of a small call.
+    The result is that of ``linear``, after less Python code: between the layers of a model that
+    code is not in the CPU's caches, and it is most of the cost of a small call.
     """
     wanted = requested("linear")
     if (

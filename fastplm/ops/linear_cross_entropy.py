@@ -293,8 +293,8 @@ def _vocabulary_pass(
         reduction,
     )
     OP.check(call, where)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
     kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
@@ -314,7 +314,7 @@ def _vocabulary_pass(
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, watched)
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, dispatches)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     statistics = None
@@ -378,10 +378,14 @@ def _kept_rows(
     if backend == "triton":  # which multiplies kept rows whether they count or not
         rows = min(rows, expected) if expected is not None else rows if budget is not None else 0
     if budget is None:
-        on_cpu = backend == "torch"
-        pays = input.shape[1] >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
-        budget = _LOGITS_BUDGET if pays else 0
+        budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
     return rows_that_fit(rows, input, linear_weight, budget)
+
+
+def usual_budget(width: int, *, on_cpu: bool) -> int:
+    """The default of ``logits_budget``: bytes where keeping pays, else 0."""
+    pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
+    return _LOGITS_BUDGET if pays else 0
 
 
 def rows_that_fit(rows: int, input: Tensor, linear_weight: Tensor, budget: int) -> int:

@@ -41,6 +41,7 @@ from fastplm.ops.linear_cross_entropy import (
     autocast_operands,
     grad_of_rows,
     rows_that_fit,
+    usual_budget,
 )
 from fastplm.reference._reduce import denominator_of, reduce_loss
 from fastplm.reference.linear_distillation import (
@@ -55,12 +56,6 @@ from fastplm.reference.linear_distillation import (
 _NAME = "linear_distillation"
 DIVERGENCES = ("forward_kl", "reverse_kl", "js")
 _FP32 = torch.finfo(torch.float32)
-
-# Keeping D saves the products of both sides in the backward, at the price of passes over the logits
-# of both: so from the widths at which ``linear_cross_entropy`` keeps those of one.
-_KEEP_FROM_WIDTH = 2 * 184
-_KEEP_FROM_WIDTH_ON_A_CPU = 192
-_LOGITS_BUDGET = 2 << 30
 
 
 def linear_distillation(
@@ -350,8 +345,8 @@ def _distilled(
         reduction,
     )
     OP.check(call, where)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     chosen = rows_chosen(call.input, call.target, mask, ignore_index)
     if probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
@@ -373,7 +368,7 @@ def _distilled(
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
-    parts = OP(call, backend, watched)[:3]
+    parts = OP(call, backend, dispatches)[:3]
     if divides:
         parts = (reduce_loss(part, None, reduction, normalizer) for part in parts)
     return LinearDistillation(*parts)
@@ -442,11 +437,11 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
     elif not on_cpu and budget is None:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:
-        width = call.input.shape[1] + (
-            0 if call.teacher_input is None else call.teacher_input.shape[1]
-        )
-        pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else 2 * _KEEP_FROM_WIDTH)
-        budget = _LOGITS_BUDGET if pays else 0
+        # Keeping D saves the products of both sides in the backward, at the price of passes over
+        # the logits of both: so it goes by their mean width, on a CPU by the sum.
+        taught = 0 if call.teacher_input is None else call.teacher_input.shape[1]
+        width = call.input.shape[1] + taught
+        budget = usual_budget(width if on_cpu else width // 2, on_cpu=on_cpu)
     return rows_that_fit(rows, call.input, call.linear_weight, budget)
 
 

@@ -125,8 +125,8 @@ def maxsim(
     """
     call = Call(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, normalize)
     OP.check(call)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     call.check_lengths()
     if backend == "eager":
         return maxsim_ref(*call[:6], normalize=normalize)
@@ -136,7 +136,7 @@ def maxsim(
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
     )
-    score, index = OP(call, backend, watched)
+    score, index = OP(call, backend, dispatches)
     queries = query.shape[0]
     return MaxSim(score[:queries], index[:queries], score[queries:], index[queries:])
 

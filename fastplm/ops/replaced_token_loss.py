@@ -144,8 +144,8 @@ def replaced_token_loss(
         input, weight, bias, flags, original, mask, normalizer, reduction, return_counts, False
     )
     OP.check(call)
-    watched = needs_dispatch(call)
-    backend = OP.resolve(call, watched)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return replaced_token_loss_ref(
             input,
@@ -172,7 +172,7 @@ def replaced_token_loss(
         return_counts,
         needs_sum and _sums_weight(input, backend),
     )
-    loss, _, _, _, _, counts = OP(call, backend, watched)
+    loss, _, _, _, _, counts = OP(call, backend, dispatches)
     if divides:
         loss = reduce_loss(loss, None, reduction, normalizer)
     return (loss, DetectionCounts(*counts.unbind())) if return_counts else loss

@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint."""
+"""The configuration and the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _DROPOUTS = (
 )
 
 
-def config_at(path: str | Path, argument: str, **settings: Any) -> Any:
-    """The configuration in a folder, which ``argument`` names.
+def config_at(where: str, argument: str, path: str | Path, **settings: Any) -> Any:
+    """The configuration in a folder, which ``argument`` of the command ``where`` names.
 
     Raises:
         DataError: there is none.
@@ -34,7 +34,30 @@ def config_at(path: str | Path, argument: str, **settings: Any) -> Any:
     from transformers import AutoConfig
 
     load = functools.partial(AutoConfig.from_pretrained, path, local_files_only=True, **settings)
-    return loaded("finetune", argument, path, "a checkpoint with its config.json", load)
+    return loaded(where, argument, path, "a checkpoint with its config.json", load)
+
+
+def weights_at(
+    where: str, argument: str, path: str | Path, expected: str, kind: Any, **options: Any
+) -> tuple[Any, list[str]]:
+    """(a model of the class ``kind`` from a folder, the names of the weights that it lacks).
+
+    Transformers does not warn of these: that is up to the caller.
+
+    Raises:
+        DataError: there is none.
+    """
+    from transformers.utils import logging
+
+    options |= {"local_files_only": True, "output_loading_info": True}
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        load = functools.partial(kind.from_pretrained, path, **options)
+        model, info = loaded(where, argument, path, expected, load)
+    finally:
+        logging.set_verbosity(shown)
+    return model, sorted(info["missing_keys"])
 
 
 def set_dropout(config: Any, rate: float | None) -> None:

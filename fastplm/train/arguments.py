@@ -114,11 +114,11 @@ def whole(low: int = 1, high: int = 10**9) -> Number:
 
 _LARGEST = sys.float_info.max
 _ANY = Number(float, -_LARGEST, _LARGEST, "a number")
-_POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
+POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
 NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
 _SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
-_SEED = whole(0, 2**32 - 1)
-_COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
+SEED = whole(0, 2**32 - 1)
+COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
 
 
 def setting(
@@ -262,7 +262,7 @@ class PretrainArguments(Settings):
         metavar="PATH",
         on_command_line=["embedded"],
     )
-    steps: int = setting("optimizer steps of the run", number=_COUNT)
+    steps: int = setting("optimizer steps of the run", number=COUNT)
     out: str | Path = setting("folder of all results", metavar="DIR")
     tokenizer: str | Path | None = setting(
         "folder of a saved tokenizer (default: train one)",
@@ -283,7 +283,7 @@ class PretrainArguments(Settings):
         "peak learning rate (default: the published one, times the square root of the samples of a "
         "step over those of the published run)",
         None,
-        number=_POSITIVE,
+        number=POSITIVE,
     )
     warmup: int | None = setting(
         "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
@@ -291,9 +291,9 @@ class PretrainArguments(Settings):
         None,
         number=whole(0, 2**40),
     )
-    seed: int = setting("seed of weights, order, masks and samples", 0, number=_SEED)
-    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
-    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
+    seed: int = setting("seed of weights, order, masks and samples", 0, number=SEED)
+    save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=COUNT)
     resume: bool = setting("continue from the last checkpoint in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
     dry_run: bool = setting(
@@ -409,7 +409,7 @@ class PretrainArguments(Settings):
     rtd_weight: float | None = setting(
         "factor of the loss of ELECTRA's discriminator (default: 50; 1 where it predicts tokens)",
         None,
-        number=_POSITIVE,
+        number=POSITIVE,
         of=("electra",),
     )
     adversarial: bool = setting(
@@ -829,7 +829,7 @@ class FinetuneArguments(Settings):
         metavar="N",
     )
     eval_every: int | None = setting(
-        "also score every N steps, for a curve", None, number=_COUNT, metavar="N"
+        "also score every N steps, for a curve", None, number=COUNT, metavar="N"
     )
     epochs: float = setting(
         "passes over the examples",
@@ -838,7 +838,7 @@ class FinetuneArguments(Settings):
         excludes="length",
     )
     steps: int | None = setting(
-        "optimizer steps instead of --epochs", None, number=_COUNT, excludes="length"
+        "optimizer steps instead of --epochs", None, number=COUNT, excludes="length"
     )
     batch_size: int | None = setting(
         "samples of a batch (default: 32; 16 for qa and choice)", None, number=whole()
@@ -847,7 +847,7 @@ class FinetuneArguments(Settings):
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
         "on; 1e-3 with --freeze)",
         None,
-        number=_POSITIVE,
+        number=POSITIVE,
     )
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
@@ -863,22 +863,22 @@ class FinetuneArguments(Settings):
         "train on the first N of the examples in a random order, the same in every run; several "
         "growing numbers, such as 100,300,1000, give scores for each",
         None,
-        number=Numbers(_COUNT),
+        number=Numbers(COUNT),
         metavar="N",
     )
-    max_eval_samples: int | None = setting("score N examples", None, number=_COUNT, metavar="N")
+    max_eval_samples: int | None = setting("score N examples", None, number=COUNT, metavar="N")
     seeds: int = setting(
         "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
     )
-    seed: int = setting("seed of the first run: of head, order and dropout", 0, number=_SEED)
+    seed: int = setting("seed of the first run: of head, order and dropout", 0, number=SEED)
     bf16: bool = setting("train under autocast to bfloat16", False)
     library: str = setting(
         "whose classes are trained: the same samples in the same order, from the same weights",
         "fastplm",
         choices=LIBRARIES,
     )
-    save_every: int = setting("steps between checkpoints", 1000, number=_COUNT)
-    log_every: int = setting("steps between logged losses", 10, number=_COUNT)
+    save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=COUNT)
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     resume: bool = setting("continue the run in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
@@ -1137,7 +1137,7 @@ class DistillArguments(Settings):
     temperature: float = setting(
         "distilbert, electra: divides the logits of both models before the divergence",
         2.0,
-        number=_POSITIVE,
+        number=POSITIVE,
     )
     divergence: str = setting(
         "distilbert: of the student's predictions from the teacher's: KL(teacher || student), "
@@ -1166,7 +1166,7 @@ class DistillArguments(Settings):
     batch_size: int = as_in(PretrainArguments, "batch_size")
     gradient_accumulation: int = as_in(PretrainArguments, "gradient_accumulation")
     lr: float | None = setting(
-        "peak learning rate (default: the published one, of large batches)", None, number=_POSITIVE
+        "peak learning rate (default: the published one, of large batches)", None, number=POSITIVE
     )
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of the run, 10000 at most)",

@@ -18,8 +18,8 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import PretrainingStream, TokenStore, load_tokenizer, train_tokenizer
 from fastplm.data._folder import file_hash
-from fastplm.train._checkpoint import set_dropout
-from fastplm.train._run_folder import loaded
+from fastplm.models._base import most_positions
+from fastplm.train._checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.arguments import DistillArguments, PretrainArguments
 from fastplm.train.distill_data import (
     ParallelCollator,
@@ -399,36 +399,12 @@ def load_model(args: DistillArguments, argument: str, dropout: float | None = No
     Raises:
         DataError: there is no such checkpoint, or it lacks weights.
     """
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
     path = getattr(args, argument)
-    expected = "a checkpoint with its config.json"
-    config = loaded(
-        "distill",
-        argument,
-        path,
-        expected,
-        functools.partial(AutoConfig.from_pretrained, path, local_files_only=True),
-    )
+    config = config_at("distill", argument, path)
     kind = _class_for(args, argument, config)
     set_dropout(config, dropout)
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # heads that are not used are expected
-    load = functools.partial(
-        kind.from_pretrained,
-        path,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        output_loading_info=True,
-        **_without_pooler(kind),
-    )
-    try:
-        model, loading = loaded("distill", argument, path, f"a {kind.__name__}", load)
-    finally:
-        logging.set_verbosity(shown)
-    missing = sorted(loading["missing_keys"])
+    options = {"config": config, "dtype": torch.float32, **_without_pooler(kind)}
+    model, missing = weights_at("distill", argument, path, f"a {kind.__name__}", kind, **options)
     args.check(
         argument,
         not missing,
@@ -501,12 +477,10 @@ def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
     """Check the positions of both, and the sizes that the recipe compares."""
     ours, theirs = student.config, teacher.config
     for config in (ours, theirs):
-        longest = config.max_position_embeddings
-        if config.model_type == "roberta":
-            longest -= config.pad_token_id + 1
+        longest = most_positions(config)
         args.check(
             "block_size",
-            args.block_size <= longest,
+            longest is None or args.block_size <= longest,
             f"at most {longest}, the positions of student and teacher",
             "Lower it.",
         )

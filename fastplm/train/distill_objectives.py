@@ -19,6 +19,7 @@ from fastplm import ops
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
 from fastplm.models._heads import shifted
 from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
+from fastplm.models.features import pooled
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
 from fastplm.train.arguments import WEIGHTS
 from fastplm.train.distill_losses import (
@@ -558,14 +559,12 @@ def sentence_vectors(
         input_ids, attention_mask: int64 [B, T].
         pooling: "mean" | "cls".
     """
+    inputs: dict[str, Any] = {"attention_mask": attention_mask, "return_dict": True}
     if pooling == "cls":
-        inputs: dict[str, Any] = {"attention_mask": attention_mask, "output_rows": "first"}
-        hidden = model.base_model(input_ids, **inputs, return_dict=True).last_hidden_state
-        return hidden[:, 0].to(torch.promote_types(hidden.dtype, torch.float32))
-    outputs = model.base_model(input_ids, attention_mask=attention_mask, return_dict=True)
-    mask = attention_mask[..., None]
-    hidden = outputs.last_hidden_state.to(torch.promote_types(outputs[0].dtype, torch.float32))
-    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+        inputs["output_rows"] = "first"
+    hidden = model.base_model(input_ids, **inputs).last_hidden_state
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return pooled(wide, attention_mask, pooling)
 
 
 KINDS: Mapping[str, type[Distillation]] = {

@@ -10,12 +10,12 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
-from fastplm.train._checkpoint import config_at, set_dropout
+from fastplm.models._base import most_positions
+from fastplm.train._checkpoint import config_at, set_dropout, weights_at
 from fastplm.train._run_folder import loaded
 from fastplm.train.arguments import ENCODERS, FinetuneArguments
 from fastplm.train.finetune_tasks import CAUSAL, Task
@@ -28,7 +28,8 @@ _PADDING = "<|padding|>"
 
 def read_config(args: FinetuneArguments, **settings: Any) -> Any:
     """The configuration of the checkpoint, with some settings of its own."""
-    config = config_at(args.checkpoint, "model" if args.encoder is None else "encoder", **settings)
+    argument = "model" if args.encoder is None else "encoder"
+    config = config_at("finetune", argument, args.checkpoint, **settings)
     causal = config.model_type in CAUSAL
     encodes = not causal and not config.is_encoder_decoder
     for name, able, expected in (
@@ -123,10 +124,7 @@ def add_task_tokens(tokenizer: Any) -> None:
 
 def longest(args: FinetuneArguments, usual: int, config: Any, tokenizer: Any) -> int:
     """The tokens of a feature at most: ``args.max_length`` or, within the model's, ``usual``."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type == "roberta":
-        positions -= config.pad_token_id + 1
-    bound = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    bound = min(tokenizer.model_max_length, most_positions(config) or tokenizer.model_max_length)
     length = min(usual, bound) if args.max_length is None else args.max_length
     args.check("max_length", length <= bound, f"{bound}, this model's", "Lower it.", length)
     return length
@@ -184,24 +182,11 @@ def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[st
         expected = f"the configuration of a model with a head for {args.task}"
         load = functools.partial(make, config)
         return loaded("finetune", "model", args.model, expected, load).float(), set()
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # a new head is expected
-    load = functools.partial(
-        kind.from_pretrained,
-        args.model,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    try:
-        plain, loading = loaded("finetune", "model", args.model, expected, load)
-    finally:
-        logging.set_verbosity(shown)
+    options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    plain, missing = weights_at("finetune", "model", args.model, expected, kind, **options)
     # A model without a head is the backbone itself.
     backbone = "" if auto == "AutoModel" else f"{plain.base_model_prefix}."
-    missing = [name for name in sorted(loading["missing_keys"]) if name.startswith(backbone)]
+    missing = [name for name in missing if name.startswith(backbone)]  # a new head is expected
     lost = [name for name in missing if "pooler." not in name]
     got = f"{args.model}, which lacks {len(lost)} weights, such as {lost[:1]}"
     args.check("model", not lost, expected, "Check the path.", got, DataError)

@@ -15,22 +15,20 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.utils import logging
 
 import fastplm.hf
 import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
-from fastplm.train._checkpoint import config_at, set_dropout
-from fastplm.train._run_folder import loaded
+from fastplm.nn._rows import IGNORE_INDEX
+from fastplm.train._checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
 from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
 TARGET_TOKENIZER = "target_tokenizer"
-_IGNORED = -100
 _SOURCE_VOCABULARY = 8000
 
 
@@ -187,10 +185,10 @@ class _Collator:
         labels = [torch.tensor(feature.pop("labels")) for feature in features]
         batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
         batch["labels"] = torch.nn.utils.rnn.pad_sequence(
-            labels, batch_first=True, padding_value=_IGNORED
+            labels, batch_first=True, padding_value=IGNORE_INDEX
         )
         if self.masks_decoder:
-            batch["decoder_attention_mask"] = (batch["labels"] != _IGNORED).long()
+            batch["decoder_attention_mask"] = (batch["labels"] != IGNORE_INDEX).long()
         return batch
 
 
@@ -255,7 +253,7 @@ def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
     """
     assert args.encoder is not None
     paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
-    configs = {part: config_at(path, part) for part, path in paths.items()}
+    configs = {part: config_at("finetune", part, path) for part, path in paths.items()}
     target, config = task.target_tokenizer, configs["decoder"]
     args.check(
         "encoder" if args.decoder is None else "decoder",
@@ -303,18 +301,8 @@ def _part(
     set_dropout(config, args.dropout)
     if args.warm not in ("both", part):
         return auto.from_config(config, **options)
-    load = functools.partial(
-        auto.from_pretrained,
-        path,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        ignore_mismatched_sizes=not encodes and args.target_vocab_size is not None,
-        **options,
-    )
-    shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # new cross-attention is expected
-    try:
-        return loaded("finetune", part, path, f"a checkpoint for the {part}", load)
-    finally:
-        logging.set_verbosity(shown)
+    options = {**options, "config": config, "dtype": torch.float32}
+    options["ignore_mismatched_sizes"] = not encodes and args.target_vocab_size is not None
+    # What a decoder lacks is its cross-attention.
+    model, _ = weights_at("finetune", part, path, f"a checkpoint for the {part}", auto, **options)
+    return model

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from fastplm import ops
 from fastplm._checks import ArgumentValueError, DataError, message
 from fastplm.models._heads import shifted
-from fastplm.nn._rows import batch_share
+from fastplm.nn._rows import IGNORE_INDEX, batch_share
 from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune_data import Example
 
@@ -37,7 +37,6 @@ _WHERE = "finetune"
 #: The families with a causal backbone, whose classifiers read the last token.
 CAUSAL = ("gpt2", "openai-gpt")
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
-_IGNORED = -100
 
 
 class Task:
@@ -374,7 +373,7 @@ class Tagging(Labelled):
             sample, labels, places = samples[index], [], []
             for place, word in enumerate(encoded.word_ids(index)):
                 if word is None or (sample, word) <= last:
-                    labels.append(_IGNORED)
+                    labels.append(IGNORE_INDEX)
                     continue
                 last = (sample, word)
                 labels.append(self.ids[examples[sample].target[word]])
@@ -644,7 +643,7 @@ def with_language_model(
         return run(model, **batch)
     outputs = run(model, **batch, output_hidden_states=True)
     ids, kept = batch["input_ids"], batch["attention_mask"].bool()
-    targets = shifted(ids.masked_fill(~kept, _IGNORED).flatten(0, -2))
+    targets = shifted(ids.masked_fill(~kept, IGNORE_INDEX).flatten(0, -2))
     assert targets is not None
     table = getattr(model, "module", model).get_input_embeddings().weight
     loss = ops.linear_cross_entropy(

@@ -96,14 +96,15 @@ def test_empty_texts_have_0(tokenizer):
     assert [len(part) for part in bert_score([], [], model, tokenizer)] == [0, 0, 0]
 
 
-def test_each_text_is_encoded_once_and_dropped_after_its_last_pair(tokenizer, monkeypatch):
+@pytest.mark.parametrize("room", [1, 20])  # tokens; in 1 each pair is matched alone
+def test_each_text_is_encoded_once_and_dropped_after_its_last_pair(room, tokenizer, monkeypatch):
     """Whatever is matched together, and however often a text comes again."""
     model, _ = pair("BertModel")
     expected = bert_score(CANDIDATES, REFERENCES, model, tokenizer)
     computed, kept = [], []
     model.embeddings.register_forward_hook(lambda m, i, output: computed.append(output.shape[1]))
     scores = module._scores
-    monkeypatch.setattr(module, "_PAIR_TOKENS", 20)
+    monkeypatch.setattr(module, "_PAIR_TOKENS", room)
     monkeypatch.setattr(
         module,
         "_scores",

@@ -284,6 +284,12 @@ def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, 
         "vectors.offsets.npy",
     ]
 
+    out.unlink()
+    assert cli.main(words) == 2  # those offsets would be taken for those of the new file
+    assert "vectors.offsets.npy, which exists" in capsys.readouterr().err
+    assert cli.main([*words, "--overwrite"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.txt", "vectors.npy"]
+
 
 def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp_path, capsys):
     folder = tmp_path / "model"
@@ -307,7 +313,7 @@ def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp
     [
         ({"out": "old.npy"}, "`out` got .*old.npy, which exists; .*--overwrite"),
         ({"out": "vectors.txt"}, "a name that ends in .npy"),
-        ({"out": "no/such.npy"}, "a file in an existing folder"),
+        ({"out": "no/such.npy"}, "a file in a folder that exists"),
         ({"data": "missing.txt"}, "a path that does not exist"),
         ({"data": "."}, "`paths` got ., a folder; .* Name a file in it"),
         ({"data": "latin.txt"}, "latin.txt, which is not UTF-8: byte 0xdf"),

@@ -168,9 +168,13 @@ def test_accumulated_choices_are_one_batch(hold):
 
     ours = OpenAIGPTDoubleHeadsModel(small_config("openai"))
     count = int((labels[..., 1:] != -100).sum())
-    accumulated = lambda model: run(model, 2, num_items_in_batch=count)  # noqa: E731
     parent = eager_parent(OpenAIGPTDoubleHeadsModel, small_config("openai"))
-    hold(ours, parent, accumulated, lambda model: run(model, ROWS))
+    hold(
+        ours,
+        parent,
+        lambda model: run(model, 2, num_items_in_batch=count),
+        lambda model: run(model, ROWS),
+    )
 
 
 def test_the_same_seed_drops_the_same():

@@ -50,7 +50,7 @@ NAN, INF = float("nan"), float("inf")
 LARGE_SAMPLE = 2**40 + 1
 
 
-class Way(NamedTuple):
+class Flow(NamedTuple):
     """A backend and one of its data flows; rows of ``width`` take the kernels made for them."""
 
     backend: str
@@ -60,31 +60,31 @@ class Way(NamedTuple):
 
 
 ROOM = 1 << 40
-WAYS = {
-    "torch-kept": Way("torch", ROOM),
-    "torch-recomputed": Way("torch", 0),
-    "triton-kept": Way("triton", ROOM),
-    "triton-recomputed": Way("triton", 0),
+FLOWS = {
+    "torch-kept": Flow("torch", ROOM),
+    "torch-recomputed": Flow("torch", 0),
+    "triton-kept": Flow("triton", ROOM),
+    "triton-recomputed": Flow("triton", 0),
 }
-EAGER = Way("eager", 0)
+EAGER = Flow("eager", 0)
 
 
-def ways(**some: Way):
-    return pytest.mark.parametrize("way", some.values(), ids=some.keys())
+def flows(**some: Flow):
+    return pytest.mark.parametrize("flow", some.values(), ids=some.keys())
 
 
 #: Rows wider than a tile recompute through a scratch; without csrc/ PyTorch looks at the logits.
-PATHS = WAYS | {
-    "triton-recomputed-wide": Way("triton", 0, 160),
-    "torch-kept-alone": Way("torch", ROOM, in_cpp=False),
-    "torch-recomputed-alone": Way("torch", 0, in_cpp=False),
+PATHS = FLOWS | {
+    "triton-recomputed-wide": Flow("triton", 0, 160),
+    "torch-kept-alone": Flow("torch", ROOM, in_cpp=False),
+    "torch-recomputed-alone": Flow("torch", 0, in_cpp=False),
 }
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **HALF}
-each_way = ways(**WAYS)
-each_path = ways(**PATHS)
-each_way_and_eager = ways(**WAYS, eager=EAGER)
-each_path_and_eager = ways(**PATHS, eager=EAGER)
+each_flow = flows(**FLOWS)
+each_path = flows(**PATHS)
+each_flow_and_eager = flows(**FLOWS, eager=EAGER)
+each_path_and_eager = flows(**PATHS, eager=EAGER)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 half_precision = pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 
@@ -96,28 +96,28 @@ def configs():
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def run(way: Way, function=ops.linear_cross_entropy, **inputs):
-    skip_where_it_cannot_run(way, inputs["input"].device)
+def run(flow: Flow, function=ops.linear_cross_entropy, **inputs):
+    skip_where_it_cannot_run(flow, inputs["input"].device)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fastplm.use_backend(way.backend))
-        if not way.in_cpp:
+        stack.enter_context(fastplm.use_backend(flow.backend))
+        if not flow.in_cpp:
             stack.enter_context(mock.patch.object(torch_module, "_ROWS_IN_CPP", False))
-        return function(**inputs, logits_budget=way.logits_budget)
+        return function(**inputs, logits_budget=flow.logits_budget)
 
 
-def skip_where_it_cannot_run(way: Way, device: torch.device) -> None:
-    if way.backend == "torch" and device.type == "cuda":
+def skip_where_it_cannot_run(flow: Flow, device: torch.device) -> None:
+    if flow.backend == "torch" and device.type == "cuda":
         pytest.skip("the torch backend of linear_cross_entropy is for CPU tensors")
 
 
-def run_with_sample(way: Way, seed=0, **inputs):
-    return run(way, ops.linear_cross_entropy_with_sample, seed=seed, **inputs)
+def run_with_sample(flow: Flow, seed=0, **inputs):
+    return run(flow, ops.linear_cross_entropy_with_sample, seed=seed, **inputs)
 
 
-def sampled(way: Way, **inputs) -> torch.Tensor:
+def sampled(flow: Flow, **inputs) -> torch.Tensor:
     """The samples alone, of the flow asked for: logits are kept only for a gradient."""
     with poisoned_memory():
-        return run_with_sample(way, **with_gradients(inputs))[1]
+        return run_with_sample(flow, **with_gradients(inputs))[1]
 
 
 def parameters(inputs: dict) -> tuple[str, ...]:
@@ -128,15 +128,15 @@ def with_gradients(inputs: dict) -> dict:
     return inputs | {n: inputs[n].detach().requires_grad_() for n in parameters(inputs)}
 
 
-def check(way: Way, inputs: dict, reference=linear_cross_entropy_ref) -> None:
-    candidate = functools.partial(run, way)
+def check(flow: Flow, inputs: dict, reference=linear_cross_entropy_ref) -> None:
+    candidate = functools.partial(run, flow)
     assert_within_budget(candidate, reference, inputs, wrt=parameters(inputs))
 
 
-def loss_and_grads(way: Way, inputs: dict, upstream=None, function=ops.linear_cross_entropy):
+def loss_and_grads(flow: Flow, inputs: dict, upstream=None, function=ops.linear_cross_entropy):
     """The loss, the other results, and the gradients by name."""
     inputs = with_gradients(inputs)
-    loss, *rest = results(run(way, function, **inputs))
+    loss, *rest = results(run(flow, function, **inputs))
     upstream = torch.ones_like(loss) if upstream is None else upstream
     grads = torch.autograd.grad(loss, [inputs[n] for n in parameters(inputs)], upstream)
     return loss.detach(), rest, dict(zip(parameters(inputs), grads, strict=True))
@@ -208,13 +208,13 @@ def narrow_chunks(chunked, monkeypatch):
 
 
 @pairwise(
-    way=WAYS,
+    flow=FLOWS,
     vocab_and_bias={"1-bias": (1, True), "17": (17, False), "200-bias": (200, True)},
     width=(1, 17, 64, 128, 160),
 )
-def test_shapes(device, way, vocab_and_bias, width):
+def test_shapes(device, flow, vocab_and_bias, width):
     vocab, bias = vocab_and_bias
-    check(way, make(device, vocab=vocab, width=width, bias=bias))
+    check(flow, make(device, vocab=vocab, width=width, bias=bias))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,119 +242,119 @@ def sizes():
                 size = Size(
                     width, vocab, ignored[(i + j) % 3], dtypes[(i - j) % 3], bias, smoothing
                 )
-                for name, way in WAYS.items():
+                for name, flow in FLOWS.items():
                     # The interpreter takes minutes, and fp64 gradients of 23 million weights 10 s.
-                    if way.backend == "triton":
+                    if flow.backend == "triton":
                         slow = vocab > 1000 and not (bias and size.ignored == 1)
                     else:
                         slow = vocab > 1000 and width == 768
                     marks = (pytest.mark.slow,) if slow else ()
-                    yield pytest.param(way, size, id=f"{name}-{size}", marks=marks)
+                    yield pytest.param(flow, size, id=f"{name}-{size}", marks=marks)
 
 
-@pytest.mark.parametrize(("way", "size"), [*sizes()])
-def test_sizes_ignored_rows_dtypes_bias_and_smoothing(device, way, size):
+@pytest.mark.parametrize(("flow", "size"), [*sizes()])
+def test_sizes_ignored_rows_dtypes_bias_and_smoothing(device, flow, size):
     rows = 40 if size.vocab > 1000 else 30
     inputs = make(device, rows, size.vocab, size.width, size.dtype, size.bias)
-    check(way, ignore(inputs, size.ignored) | {"label_smoothing": size.smoothing})
+    check(flow, ignore(inputs, size.ignored) | {"label_smoothing": size.smoothing})
 
 
-@pairwise(way=PATHS, rows=(0, 1, 65, 257), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
-def test_ignored_rows_hide_even_nan(device, way, rows, fraction):
-    check(way, ignore(make(device, rows=rows, width=way.width), fraction))
+@pairwise(flow=PATHS, rows=(0, 1, 65, 257), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
+def test_ignored_rows_hide_even_nan(device, flow, rows, fraction):
+    check(flow, ignore(make(device, rows=rows, width=flow.width), fraction))
 
 
-@pairwise(way=PATHS, dtype=DTYPES, bias={"bias": True, "plain": False})
-def test_dtypes(device, way, dtype, bias):
-    inputs = make(device, rows=65, vocab=200, width=way.width, dtype=dtype, bias=bias)
-    check(way, ignore(inputs, 0.5))
+@pairwise(flow=PATHS, dtype=DTYPES, bias={"bias": True, "plain": False})
+def test_dtypes(device, flow, dtype, bias):
+    inputs = make(device, rows=65, vocab=200, width=flow.width, dtype=dtype, bias=bias)
+    check(flow, ignore(inputs, 0.5))
 
 
-@pairwise(way=PATHS, dtype=DTYPES, smoothing=(0.0, 0.1, 1.0))
-def test_chunks_and_splits(device, way, dtype, smoothing, chunked):
-    inputs = ignore(make(device, rows=60, vocab=300, width=way.width, dtype=dtype), 0.3)
+@pairwise(flow=PATHS, dtype=DTYPES, smoothing=(0.0, 0.1, 1.0))
+def test_chunks_and_splits(device, flow, dtype, smoothing, chunked):
+    inputs = ignore(make(device, rows=60, vocab=300, width=flow.width, dtype=dtype), 0.3)
     kept = (inputs["target"] >= 0).nonzero()[:, 0]
     steps = (torch_module._chunk_sizes(len(kept), 300)[0], configs()._SPLIT_COLUMNS)
     firsts = torch.tensor([first for step in steps for first in range(step, 300, step)])
     assert len(firsts) < len(kept)
     inputs["target"][kept[: len(firsts)]] = firsts.to(device)
-    check(way, inputs | {"label_smoothing": smoothing})
+    check(flow, inputs | {"label_smoothing": smoothing})
 
 
-@pairwise(way=WAYS, reduction=("mean", "sum", "none"), dtype=DTYPES)
-def test_reductions(device, way, reduction, dtype):
+@pairwise(flow=FLOWS, reduction=("mean", "sum", "none"), dtype=DTYPES)
+def test_reductions(device, flow, reduction, dtype):
     inputs = ignore(make(device, dtype=dtype), 0.5)
-    check(way, inputs | {"reduction": reduction, "label_smoothing": 0.2})
+    check(flow, inputs | {"reduction": reduction, "label_smoothing": 0.2})
 
 
 @each_path
 @each_dtype
-def test_upstream_gradients_of_every_size_and_sign(device, way, dtype):
+def test_upstream_gradients_of_every_size_and_sign(device, flow, dtype):
     """Kept logits are made before these are known."""
-    inputs = ignore(make(device, rows=40, width=way.width, dtype=dtype), 0.3)
+    inputs = ignore(make(device, rows=40, width=flow.width, dtype=dtype), 0.3)
     scale = torch.randn(40, device=device) * 10.0 ** torch.randint(-3, 3, (40,), device=device)
     scale[::4] = 0.0
 
     def weighted(function, input, **rest):
         return function(input=input, **rest, reduction="none") * scale
 
-    candidate = functools.partial(weighted, functools.partial(run, way))
+    candidate = functools.partial(weighted, functools.partial(run, flow))
     reference = functools.partial(weighted, linear_cross_entropy_ref)
     assert_within_budget(candidate, reference, inputs, wrt=parameters(inputs))
 
 
 @each_path
-def test_rows_of_an_upstream_gradient_of_zero_get_none(device, way):
-    inputs = make(device, rows=40, width=way.width) | {"reduction": "none"}
+def test_rows_of_an_upstream_gradient_of_zero_get_none(device, flow):
+    inputs = make(device, rows=40, width=flow.width) | {"reduction": "none"}
     upstream = torch.randn(40, device=device).masked_fill(torch.arange(40, device=device) > 4, 0.0)
-    *_, some = loss_and_grads(way, inputs, upstream)
+    *_, some = loss_and_grads(flow, inputs, upstream)
     assert some["input"][:5].any(1).all() and not some["input"][5:].any()
-    *_, none = loss_and_grads(way, inputs, torch.zeros_like(upstream))
+    *_, none = loss_and_grads(flow, inputs, torch.zeros_like(upstream))
     assert not any(grad.any() for grad in none.values())
 
 
-@each_way
+@each_flow
 @pytest.mark.parametrize("dtype", (torch.int64, torch.float32, torch.float64))
-def test_normalizer_replaces_the_denominator(device, way, dtype):
+def test_normalizer_replaces_the_denominator(device, flow, dtype):
     inputs = ignore(make(device), 0.5)
-    check(way, inputs | {"normalizer": torch.tensor(7, dtype=dtype, device=device)})
+    check(flow, inputs | {"normalizer": torch.tensor(7, dtype=dtype, device=device)})
 
 
-@each_way
-def test_accumulated_batches_give_the_loss_of_the_whole(device, way):
+@each_flow
+def test_accumulated_batches_give_the_loss_of_the_whole(device, flow):
     inputs = ignore(make(device, rows=40), 0.7)
     count = (inputs["target"] != -100).sum()
 
     def two_steps(input, target, **rest):
         halves = zip(input.split((13, 27)), target.split((13, 27)), strict=True)
-        return sum(run(way, input=i, target=t, normalizer=count, **rest) for i, t in halves)
+        return sum(run(flow, input=i, target=t, normalizer=count, **rest) for i, t in halves)
 
     assert_within_budget(two_steps, linear_cross_entropy_ref, inputs, wrt=parameters(inputs))
 
 
-@each_way
+@each_flow
 @pytest.mark.parametrize("ignore_index", (0, 5, -1, 1 << 40))
-def test_ignore_index(device, way, ignore_index):
+def test_ignore_index(device, flow, ignore_index):
     inputs = ignore(make(device), 0.5, ignore_index)
-    check(way, inputs | {"ignore_index": ignore_index, "label_smoothing": 0.1})
+    check(flow, inputs | {"ignore_index": ignore_index, "label_smoothing": 0.1})
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
-def test_a_batch_without_targets_gives_zero_and_zero_gradients(device, way, reduction):
+def test_a_batch_without_targets_gives_zero_and_zero_gradients(device, flow, reduction):
     inputs = ignore(make(device), 1.0) | {"reduction": reduction, "label_smoothing": 0.1}
-    loss, _, grads = loss_and_grads(way, inputs)
+    loss, _, grads = loss_and_grads(flow, inputs)
     assert not loss.any()
     for name, grad in grads.items():
         assert not grad.any(), name
 
 
-@pairwise(way=PATHS, kind=("one-hot", "offset", "large", "excluded"), smoothing=(0.0, 0.1))
-def test_extreme_logits(device, way, kind, smoothing, chunked):
+@pairwise(flow=PATHS, kind=("one-hot", "offset", "large", "excluded"), smoothing=(0.0, 0.1))
+def test_extreme_logits(device, flow, kind, smoothing, chunked):
     if kind == "excluded":  # a word of probability 0 costs an infinite smoothed loss
         smoothing = 0.0
     # Every product and sum is exact: what errs is the softmax alone.
-    inputs = exact(device, rows=40, vocab=300, width=way.width)
+    inputs = exact(device, rows=40, vocab=300, width=flow.width)
     if kind in ("one-hot", "large"):
         inputs["linear_weight"] = inputs["linear_weight"] * (1024 if kind == "large" else 32)
         inputs["target"][::2] = exact_logits(inputs).argmax(1)[::2]
@@ -363,64 +363,64 @@ def test_extreme_logits(device, way, kind, smoothing, chunked):
     else:  # a bias of -inf takes words out of the vocabulary: here a whole chunk of them
         inputs["linear_bias"][:140] = -INF
         inputs["target"] = inputs["target"].clamp(min=140)
-    check(way, inputs | {"label_smoothing": smoothing})
+    check(flow, inputs | {"label_smoothing": smoothing})
 
 
 @each_path
 @pytest.mark.parametrize("value", (NAN, INF))
-def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, way, value):
-    inputs = make(device, width=way.width)
+def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, value):
+    inputs = make(device, width=flow.width)
     inputs["input"][3, 0] = value
     inputs["input"][5] = value
-    check(way, inputs | {"reduction": "none"})
+    check(flow, inputs | {"reduction": "none"})
 
 
-@each_way
-def test_a_loss_near_zero_is_exact_and_never_negative(device, way):
+@each_flow
+def test_a_loss_near_zero_is_exact_and_never_negative(device, flow):
     """The maximum and the target's logit are one number, so their difference has no rounding."""
     inputs = make(device, rows=64, vocab=90) | {"reduction": "none"}
     inputs["linear_weight"] = inputs["linear_weight"] * 1e4
     logits = inputs["input"] @ inputs["linear_weight"].T + inputs["linear_bias"]
     inputs["target"] = logits.argmax(1)
-    loss, *_ = loss_and_grads(way, inputs)
+    loss, *_ = loss_and_grads(flow, inputs)
     assert (loss >= 0).all()
 
 
 @each_path
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(device, way, layout):
-    inputs = make(device, width=way.width)
+def test_layouts(device, flow, layout):
+    inputs = make(device, width=flow.width)
     for name in inputs:  # one by one: an expanded everything is one row and one word
-        check(way, inputs | {name: layout(inputs[name])})
+        check(flow, inputs | {name: layout(inputs[name])})
 
 
 @each_path
-def test_column_major_operands(device, way):
-    inputs = make(device, width=way.width)
+def test_column_major_operands(device, flow):
+    inputs = make(device, width=flow.width)
     transposed = {n: inputs[n].T.contiguous().T for n in ("input", "linear_weight")}
-    check(way, inputs | transposed)
+    check(flow, inputs | transposed)
 
 
 @pytest.mark.slow
-@ways(kept=Way("triton", ROOM), recomputed=Way("triton", 0))
+@flows(kept=Flow("triton", ROOM), recomputed=Flow("triton", 0))
 @pytest.mark.parametrize(("vocab", "width"), ((30522, 128), (50265, 320)))
-def test_vocabularies_of_bert_and_roberta(device, way, vocab, width):
+def test_vocabularies_of_bert_and_roberta(device, flow, vocab, width):
     inputs = make(device, rows=70, vocab=vocab, width=width, dtype=torch.float16)
-    check(way, ignore(inputs, 0.3))
+    check(flow, ignore(inputs, 0.3))
 
 
 @pytest.mark.gpu
-@ways(kept=Way("triton", ROOM), recomputed=Way("triton", 0))
+@flows(kept=Flow("triton", ROOM), recomputed=Flow("triton", 0))
 @pytest.mark.parametrize("width", (128, 768))
 @half_precision
-def test_training_shape(way, width, dtype):
+def test_training_shape(flow, width, dtype):
     inputs = make("cuda", rows=4915, vocab=30522, width=width, dtype=dtype)
-    check(way, ignore(inputs, 0.1))
+    check(flow, ignore(inputs, 0.1))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(tuple(WAYS.values())),
+    st.sampled_from(tuple(FLOWS.values())),
     st.integers(0, 70),
     st.integers(1, 200),
     st.sampled_from((8, 24, 33, 64, 100, 130)),
@@ -430,20 +430,20 @@ def test_training_shape(way, width, dtype):
     st.sampled_from((0.0, 0.1, 1.0)),
     st.sampled_from(tuple(LAYOUTS)),
 )
-def test_property(way, rows, vocab, width, fraction, bias, reduction, smoothing, layout):
+def test_property(flow, rows, vocab, width, fraction, bias, reduction, smoothing, layout):
     inputs = make("cpu", rows, vocab, width, bias=bias)
     inputs = ignore({name: LAYOUTS[layout](tensor) for name, tensor in inputs.items()}, fraction)
-    check(way, inputs | {"reduction": reduction, "label_smoothing": smoothing})
+    check(flow, inputs | {"reduction": reduction, "label_smoothing": smoothing})
 
 
 # --- 16-bit rows, fp32 parameters -----------------------------------------------------------------
 
 
-@pairwise(way=PATHS, dtype=HALF, bias={"bias": True, "plain": False})
-def test_fp32_parameters(device, way, dtype, bias):
-    inputs = make(device, rows=65, vocab=200, width=way.width, bias=bias)
+@pairwise(flow=PATHS, dtype=HALF, bias={"bias": True, "plain": False})
+def test_fp32_parameters(device, flow, dtype, bias):
+    inputs = make(device, rows=65, vocab=200, width=flow.width, bias=bias)
     inputs["input"] = inputs["input"].to(dtype)
-    check(way, ignore(inputs, 0.3) | {"label_smoothing": 0.1})
+    check(flow, ignore(inputs, 0.3) | {"label_smoothing": 0.1})
 
 
 def is_rounded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -452,27 +452,27 @@ def is_rounded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(held > 0.5)
 
 
-def product_rounds(way, dtype: torch.dtype, name: str) -> bool:
+def product_rounds(flow, dtype: torch.dtype, name: str) -> bool:
     """Whether a gradient is a product that this CPU makes in 16 bits, and so gives in 16 bits."""
     in_16_bits = torch_module.multiplies_in(torch.empty(0, dtype=dtype)) is dtype
-    return way.backend == "torch" and name == "linear_weight" and in_16_bits
+    return flow.backend == "torch" and name == "linear_weight" and in_16_bits
 
 
 @each_path
 @half_precision
-def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, way, dtype):
-    inputs = make(device, rows=65, vocab=200, width=way.width, dtype=dtype)
+def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, flow, dtype):
+    inputs = make(device, rows=65, vocab=200, width=flow.width, dtype=dtype)
     # Of a sum: the upstream gradient of a mean would hide a rounding before it.
     inputs = ignore(inputs, 0.3) | {"reduction": "sum"}
-    expected, _, rounded = loss_and_grads(way, inputs)
+    expected, _, rounded = loss_and_grads(flow, inputs)
     wide = {name: inputs[name].float() for name in ("linear_weight", "linear_bias")}
-    loss, _, grads = loss_and_grads(way, inputs | wide)
+    loss, _, grads = loss_and_grads(flow, inputs | wide)
     assert torch.equal(loss, expected)
     assert torch.equal(grads["input"], rounded["input"]) and grads["input"].dtype is dtype
     for name in wide:
         assert grads[name].dtype is torch.float32 and rounded[name].dtype is dtype
-        assert is_rounded(grads[name], dtype) is product_rounds(way, dtype, name), name
-    if product_rounds(way, dtype, "linear_weight"):
+        assert is_rounded(grads[name], dtype) is product_rounds(flow, dtype, name), name
+    if product_rounds(flow, dtype, "linear_weight"):
         return
     *_, gold = loss_and_grads(
         EAGER, inputs | {name: inputs[name].double() for name in parameters(inputs)}
@@ -484,35 +484,35 @@ def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, wa
     assert error(grads["linear_weight"]) < error(grads["linear_weight"].to(dtype))
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @half_precision
-def test_autocast_as_linear_but_parameters_keep_fp32_gradients(device, way, dtype):
-    inputs = make(device, rows=65, width=way.width, dtype=dtype) | {"reduction": "sum"}
-    expected, *_ = loss_and_grads(way, inputs)
+def test_autocast_as_linear_but_parameters_keep_fp32_gradients(device, flow, dtype):
+    inputs = make(device, rows=65, width=flow.width, dtype=dtype) | {"reduction": "sum"}
+    expected, *_ = loss_and_grads(flow, inputs)
     wide = inputs | {name: inputs[name].float() for name in parameters(inputs)}
     with torch.autocast(device.type, dtype):
-        loss, _, grads = loss_and_grads(way, wide)
+        loss, _, grads = loss_and_grads(flow, wide)
     assert torch.equal(loss, expected)
     assert all(grad.dtype is torch.float32 for grad in grads.values())
     for name in ("linear_weight", "linear_bias"):  # autograd through the reference rounds them
-        rounds = way is EAGER or product_rounds(way, dtype, name)
+        rounds = flow is EAGER or product_rounds(flow, dtype, name)
         assert is_rounded(grads[name], dtype) is rounds, name
 
 
 # --- against each other and against PyTorch -------------------------------------------------------
 
 
-@pairwise(way=WAYS, dtype=DTYPES, smoothing=(0.0, 0.1))
-def test_the_flows_agree(way, dtype, smoothing):
+@pairwise(flow=FLOWS, dtype=DTYPES, smoothing=(0.0, 0.1))
+def test_the_flows_agree(flow, dtype, smoothing):
     """The truth in fp64 is the other flow's, on the backend that takes fp64."""
     inputs = ignore(make("cpu", rows=40, vocab=150, dtype=dtype), 0.3)
-    other = Way("torch", ROOM if way.logits_budget == 0 else 0)
+    other = Flow("torch", ROOM if flow.logits_budget == 0 else 0)
 
     def reference(**inputs):
         in_fp64 = inputs["input"].dtype is torch.float64
         return run(other if in_fp64 else EAGER, **inputs)
 
-    check(way, inputs | {"label_smoothing": smoothing}, reference)
+    check(flow, inputs | {"label_smoothing": smoothing}, reference)
 
 
 def pytorch_cross_entropy(input, linear_weight, target, linear_bias=None, **options):
@@ -525,20 +525,20 @@ if hasattr(F, "linear_cross_entropy"):
 
 
 @pairwise(
-    way=WAYS | {"eager": EAGER},
+    flow=FLOWS | {"eager": EAGER},
     theirs={each.__name__: each for each in PYTORCH},
     smoothing=(0.0, 0.1, 1.0),
     reduction=("mean", "sum", "none"),
 )
-def test_agrees_with_pytorch(device, way, theirs, smoothing, reduction):
+def test_agrees_with_pytorch(device, flow, theirs, smoothing, reduction):
     inputs = make(device, rows=65) | {"reduction": reduction, "label_smoothing": smoothing}
     inputs["target"][::3] = -100
-    check(way, inputs, theirs)
+    check(flow, inputs, theirs)
 
 
-@ways(kept=Way("torch", ROOM), recomputed=Way("torch", 0))
+@flows(kept=Flow("torch", ROOM), recomputed=Flow("torch", 0))
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
-def test_float64_gradients_are_those_of_finite_differences(way, smoothing, chunked):
+def test_float64_gradients_are_those_of_finite_differences(flow, smoothing, chunked):
     inputs = ignore(make("cpu", rows=9, vocab=50, width=4, dtype=torch.float64), 0.3)
     inputs["input"] = inputs["input"].nan_to_num()
     names = parameters(inputs)
@@ -546,7 +546,7 @@ def test_float64_gradients_are_those_of_finite_differences(way, smoothing, chunk
     def loss(*tensors):
         changed = dict(zip(names, tensors, strict=True))
         options = {"reduction": "none", "label_smoothing": smoothing}
-        return run(way, **(inputs | changed), **options)
+        return run(flow, **(inputs | changed), **options)
 
     tensors = [inputs[name].requires_grad_() for name in names]
     assert loss(*tensors).dtype is torch.float64
@@ -561,13 +561,13 @@ def statistic(function, name: str, **inputs):
 
 
 @pairwise(
-    way=PATHS,
+    flow=PATHS,
     name=("logsumexp", "log_probability"),
     kind=("plain", "offset", "excluded", "not finite", "fp16", "bf16"),
 )
-def test_statistics(device, way, name, kind, chunked):
+def test_statistics(device, flow, name, kind, chunked):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32)
-    inputs = ignore(exact(device, rows=40, vocab=300, width=way.width, dtype=dtype), 0.3)
+    inputs = ignore(exact(device, rows=40, vocab=300, width=flow.width, dtype=dtype), 0.3)
     if kind == "offset":
         inputs["linear_bias"] = inputs["linear_bias"] - 1e4
     elif kind == "excluded":  # the target may be among them
@@ -577,7 +577,7 @@ def test_statistics(device, way, name, kind, chunked):
         inputs["input"][counts[3], 5] = NAN
 
     def candidate(**inputs):
-        return run(way, return_statistics=True, label_smoothing=0.1, **inputs)[1]
+        return run(flow, return_statistics=True, label_smoothing=0.1, **inputs)[1]
 
     ours = functools.partial(statistic, candidate, name)
     assert_within_budget(ours, functools.partial(statistic, row_statistics_ref, name), inputs)
@@ -588,8 +588,8 @@ def test_statistics(device, way, name, kind, chunked):
 
 @each_path_and_eager
 @pytest.mark.parametrize("gradients", (True, False), ids=("training", "scoring"))
-def test_argmax_is_the_first_of_the_largest(device, way, gradients, chunked):
-    inputs = exact(device, rows=60, vocab=300, width=way.width)
+def test_argmax_is_the_first_of_the_largest(device, flow, gradients, chunked):
+    inputs = exact(device, rows=60, vocab=300, width=flow.width)
     inputs |= {name: inputs[name].round() for name in parameters(inputs)}
     inputs["linear_bias"][50:180] = -INF
     inputs = ignore(inputs, 0.3)
@@ -601,16 +601,16 @@ def test_argmax_is_the_first_of_the_largest(device, way, gradients, chunked):
     assert (largest.sum(1)[~ignored] > 1).sum() > 5
     call = with_gradients(inputs) if gradients else inputs
     with poisoned_memory():
-        statistics = run(way, **call, return_statistics=True)[1]
+        statistics = run(flow, **call, return_statistics=True)[1]
     assert torch.equal(statistics.argmax, first.masked_fill(ignored, -1))
 
 
-@each_way_and_eager
-def test_statistics_cost_nothing_and_carry_no_gradient(device, way):
-    inputs = ignore(make(device, width=way.width), 0.3) | {"label_smoothing": 0.1}
-    expected, _, expected_grads = loss_and_grads(way, inputs)
+@each_flow_and_eager
+def test_statistics_cost_nothing_and_carry_no_gradient(device, flow):
+    inputs = ignore(make(device, width=flow.width), 0.3) | {"label_smoothing": 0.1}
+    expected, _, expected_grads = loss_and_grads(flow, inputs)
     asked = functools.partial(ops.linear_cross_entropy, return_statistics=True)
-    loss, (statistics,), grads = loss_and_grads(way, inputs, function=asked)
+    loss, (statistics,), grads = loss_and_grads(flow, inputs, function=asked)
     assert torch.equal(loss, expected)
     assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
     assert isinstance(statistics, ops.RowStatistics)
@@ -619,12 +619,12 @@ def test_statistics_cost_nothing_and_carry_no_gradient(device, way):
     assert statistics.logsumexp.dtype is statistics.log_probability.dtype is torch.float32
 
 
-@each_way_and_eager
-def test_pseudo_log_likelihood_of_a_sentence(device, way):
+@each_flow_and_eager
+def test_pseudo_log_likelihood_of_a_sentence(device, flow):
     """Salazar et al. 2020: the sum of the log-probabilities of its masked words."""
-    inputs = ignore(make(device, rows=40, width=way.width), 0.3)
-    loss = run(way, **inputs, reduction="none")
-    smoothed, statistics = run(way, **inputs, label_smoothing=0.3, return_statistics=True)
+    inputs = ignore(make(device, rows=40, width=flow.width), 0.3)
+    loss = run(flow, **inputs, reduction="none")
+    smoothed, statistics = run(flow, **inputs, label_smoothing=0.3, return_statistics=True)
     assert torch.equal(statistics.log_probability, -loss)
     assert smoothed != loss.sum()
     logits = exact_logits(inputs).log_softmax(1)
@@ -686,17 +686,17 @@ def check_samples(sample, inputs: dict, temperature=1.0, **draws) -> None:
         (torch.float16, 100.0),
     ),
 )
-def test_samples_are_those_of_exact_arithmetic(device, way, dtype, temperature, chunked):
-    inputs = ignore(exact(device, 40, 300, way.width, dtype), 0.1)
-    sample = sampled(way, **inputs, temperature=temperature)
+def test_samples_are_those_of_exact_arithmetic(device, flow, dtype, temperature, chunked):
+    inputs = ignore(exact(device, 40, 300, flow.width, dtype), 0.1)
+    sample = sampled(flow, **inputs, temperature=temperature)
     check_samples(sample, inputs, temperature)
 
 
-@each_way_and_eager
-def test_samples_without_a_gradient(device, way, chunked):
+@each_flow_and_eager
+def test_samples_without_a_gradient(device, flow, chunked):
     """No logits are kept then."""
-    inputs = ignore(exact(device, 40, 300, width=way.width), 0.3)
-    loss, sample = run_with_sample(way, **inputs)
+    inputs = ignore(exact(device, 40, 300, width=flow.width), 0.3)
+    loss, sample = run_with_sample(flow, **inputs)
     assert not loss.requires_grad
     check_samples(sample, inputs)
 
@@ -705,9 +705,9 @@ def test_samples_without_a_gradient(device, way, chunked):
 @pytest.mark.parametrize(
     ("vocab", "bias"), ((1, True), (17, False), (128, True), (129, False), (1000, True))
 )
-def test_samples_from_vocabularies_of_every_size(device, way, vocab, bias):
-    inputs = exact(device, 20, vocab, way.width, bias=bias)
-    check_samples(sampled(way, **inputs, seed=5), inputs, seed=5)
+def test_samples_from_vocabularies_of_every_size(device, flow, vocab, bias):
+    inputs = exact(device, 20, vocab, flow.width, bias=bias)
+    check_samples(sampled(flow, **inputs, seed=5), inputs, seed=5)
 
 
 def test_backends_and_flows_draw_the_same_tokens(device):
@@ -720,36 +720,36 @@ def test_backends_and_flows_draw_the_same_tokens(device):
     expected = torch.searchsorted(ends, level, right=True).squeeze(1)
     decided = (ends - level).abs().amin(1) > rounding
     assert decided.sum() > 95
-    for way in (*WAYS.values(), EAGER):
-        if way.backend == "torch" and device.type == "cuda":
+    for flow in (*FLOWS.values(), EAGER):
+        if flow.backend == "torch" and device.type == "cuda":
             continue
-        sample = sampled(way, **inputs, temperature=0.7, seed=-3, sample_index=index)
-        assert torch.equal(sample[decided], expected[decided]), way
+        sample = sampled(flow, **inputs, temperature=0.7, seed=-3, sample_index=index)
+        assert torch.equal(sample[decided], expected[decided]), flow
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("seed", (-1, -(2**63), 2**40 + 1))
-def test_seeds_and_indices_of_every_size(device, way, seed):
-    inputs = exact(device, 12, 150, width=way.width)
+def test_seeds_and_indices_of_every_size(device, flow, seed):
+    inputs = exact(device, 12, 150, width=flow.width)
     index = torch.randint(-(2**62), 2**62, (12,), device=device)
     position = torch.randint(0, 2**31, (12,), device=device)
     draws = dict(seed=seed, sample_index=index, position=position)
-    sample = sampled(way, **inputs, **draws)
+    sample = sampled(flow, **inputs, **draws)
     check_samples(sample, inputs, **draws)
     as_tensor = torch.tensor(seed, device=device)
-    assert torch.equal(sampled(way, **inputs, **(draws | {"seed": as_tensor})), sample)
+    assert torch.equal(sampled(flow, **inputs, **(draws | {"seed": as_tensor})), sample)
     for name, other in (
         ("seed", seed ^ 1),
         ("seed", seed ^ 2**35),
         ("sample_index", index ^ 2**40),
         ("position", position ^ 1),
     ):
-        assert not torch.equal(sampled(way, **inputs, **(draws | {name: other})), sample), name
+        assert not torch.equal(sampled(flow, **inputs, **(draws | {name: other})), sample), name
 
 
-@each_way_and_eager
-def test_a_sample_depends_on_its_indices_and_logits_alone(device, way):
-    inputs = exact(device, 24, 300, width=way.width)
+@each_flow_and_eager
+def test_a_sample_depends_on_its_indices_and_logits_alone(device, flow):
+    inputs = exact(device, 24, 300, width=flow.width)
     index = torch.arange(24, device=device) // 8 + LARGE_SAMPLE
     position = torch.arange(24, device=device) % 8 * 3
 
@@ -762,7 +762,7 @@ def test_a_sample_depends_on_its_indices_and_logits_alone(device, way):
                 n: torch.stack((torch.full_like(t, filler[n]), t), 1).flatten(0, 1)
                 for n, t in call.items()
             }
-        return sampled(way, **(inputs | call), seed=11)
+        return sampled(flow, **(inputs | call), seed=11)
 
     whole = draw_rows(torch.arange(24))
     order = torch.randperm(24)
@@ -774,15 +774,15 @@ def test_a_sample_depends_on_its_indices_and_logits_alone(device, way):
     assert torch.equal(padded[1::2], whole) and (padded[::2] == -1).all()
     layouts = {n: LAYOUTS["gapped"](inputs[n]) for n in ("input", "linear_weight", "target")}
     strided = {"sample_index": torch.stack((index, -index), 1)[:, 0], "position": position}
-    assert torch.equal(sampled(way, **(inputs | layouts), **strided, seed=11), whole)
+    assert torch.equal(sampled(flow, **(inputs | layouts), **strided, seed=11), whole)
 
 
-@each_way_and_eager
-def test_indices_default_to_the_row_and_to_position_0(device, way):
-    inputs = exact(device, 40, 300, width=way.width)
+@each_flow_and_eager
+def test_indices_default_to_the_row_and_to_position_0(device, flow):
+    inputs = exact(device, 40, 300, width=flow.width)
     rows = torch.arange(40, device=device)
-    named = sampled(way, **inputs, sample_index=rows, position=torch.zeros_like(rows))
-    assert torch.equal(sampled(way, **inputs), named)
+    named = sampled(flow, **inputs, sample_index=rows, position=torch.zeros_like(rows))
+    assert torch.equal(sampled(flow, **inputs), named)
 
 
 #: Sample indices whose uniform number at position 0 is (word + 0.5) / 2^32 of these words: as close
@@ -794,10 +794,10 @@ EXTREME_WORDS = {
 
 
 @pairwise(
-    way=WAYS | {"eager": EAGER}, seed=EXTREME_WORDS.keys(), dead=(-INF, -200.0), vocab=(9, 600)
+    flow=FLOWS | {"eager": EAGER}, seed=EXTREME_WORDS.keys(), dead=(-INF, -200.0), vocab=(9, 600)
 )
 def test_a_token_of_probability_0_is_not_drawn_at_its_very_boundary(
-    device, way, seed, dead, vocab, chunked
+    device, flow, seed, dead, vocab, chunked
 ):
     """Four tokens live, in pairs: the levels fall on the first, the last, and between the pairs,
     with nothing but dead tokens before, behind and between; in the large vocabulary whole tiles."""
@@ -805,63 +805,63 @@ def test_a_token_of_probability_0_is_not_drawn_at_its_very_boundary(
     word, *_ = draw(seed, Stream.SAMPLE, sample_index=index)
     assert word.tolist() == list(EXTREME_WORDS[seed].values())
     alive = [1, 2, 6, 7] if vocab == 9 else [135, 140, 400, 405]
-    inputs = exact(device, 4, vocab, width=way.width)
+    inputs = exact(device, 4, vocab, width=flow.width)
     inputs["input"] = torch.zeros_like(inputs["input"])
     inputs["linear_bias"] = torch.full((vocab,), dead, device=device)
     inputs["linear_bias"][alive] = 0.5
-    sample = sampled(way, **inputs, seed=seed, sample_index=index)
+    sample = sampled(flow, **inputs, seed=seed, sample_index=index)
     check_samples(sample, inputs, seed=seed, sample_index=index)
     first, below, above, last = sample.tolist()
     assert first == alive[0] and last == alive[3]
     assert {below, above} <= {alive[1], alive[2]}
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("dead", (-INF, -200.0))
-def test_tokens_of_probability_0_are_never_drawn(device, way, dead, narrow_chunks):
-    rows = draws_of(way, device, interpreted=200) // 2
-    inputs = exact(device, 1, 300, width=way.width)
-    inputs["input"] = inputs["input"].expand(rows, way.width)
+def test_tokens_of_probability_0_are_never_drawn(device, flow, dead, narrow_chunks):
+    rows = draws_of(flow, device, interpreted=200) // 2
+    inputs = exact(device, 1, 300, width=flow.width)
+    inputs["input"] = inputs["input"].expand(rows, flow.width)
     inputs["target"] = torch.zeros(rows, dtype=torch.int64, device=device)
     alive = torch.zeros(300, dtype=torch.bool, device=device)
     alive[130:135] = alive[141] = alive[297] = True
     inputs["linear_bias"] = inputs["linear_bias"].masked_fill(~alive, dead)
-    sample = sampled(way, **inputs, seed=3)
+    sample = sampled(flow, **inputs, seed=3)
     assert alive[sample].all() and sample.unique().numel() > 1
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("temperature", (1.0, 0.3))
-def test_rows_that_are_ignored_or_not_finite(device, way, temperature, chunked):
-    inputs = ignore(exact(device, 40, 300, width=way.width), 0.4)
+def test_rows_that_are_ignored_or_not_finite(device, flow, temperature, chunked):
+    inputs = ignore(exact(device, 40, 300, width=flow.width), 0.4)
     rows = (inputs["target"] != -100).nonzero().squeeze(1)
     inputs["input"][rows[0], 3] = NAN
     inputs["input"][rows[1]] = INF
-    sample = sampled(way, **inputs, temperature=temperature)
+    sample = sampled(flow, **inputs, temperature=temperature)
     assert not sample[rows[:2]].any()
     inputs["target"][rows[:2]] = -100
     check_samples(sample.index_fill(0, rows[:2], -1), inputs, temperature)
 
     inputs["linear_bias"] = inputs["linear_bias"].index_fill(0, rows[:1], INF)
-    sample = sampled(way, **inputs, temperature=temperature)
+    sample = sampled(flow, **inputs, temperature=temperature)
     assert not sample[rows[2:]].any() and (sample[inputs["target"] == -100] == -1).all()
 
 
 @each_path
 @half_precision
-def test_sampling_changes_neither_loss_nor_gradients(device, way, dtype):
-    inputs = ignore(make(device, 20, 150, way.width, dtype), 0.3) | {"label_smoothing": 0.1}
-    expected, _, expected_grads = loss_and_grads(way, inputs)
+def test_sampling_changes_neither_loss_nor_gradients(device, flow, dtype):
+    inputs = ignore(make(device, 20, 150, flow.width, dtype), 0.3) | {"label_smoothing": 0.1}
+    expected, _, expected_grads = loss_and_grads(flow, inputs)
     function = functools.partial(ops.linear_cross_entropy_with_sample, seed=1, temperature=0.4)
-    loss, (sample,), grads = loss_and_grads(way, inputs, function=function)
+    loss, (sample,), grads = loss_and_grads(flow, inputs, function=function)
     assert torch.equal(loss, expected)
     for name, grad in grads.items():
         assert torch.equal(grad, expected_grads[name]), name
     assert not sample.requires_grad
     function = functools.partial(function, return_statistics=True)
-    _, (again, statistics), _ = loss_and_grads(way, inputs, function=function)
+    _, (again, statistics), _ = loss_and_grads(flow, inputs, function=function)
     assert torch.equal(again, sample)
-    plain = run(way, **with_gradients(inputs), return_statistics=True)[1]
+    plain = run(flow, **with_gradients(inputs), return_statistics=True)[1]
     assert all(torch.equal(a, b) for a, b in zip(statistics, plain, strict=True))
 
 
@@ -879,16 +879,16 @@ DISTRIBUTIONS = {
 
 #: The interpreter draws some dozens a second; each of them is checked above.
 each_way_and_eager_slowly = pytest.mark.parametrize(
-    "way",
+    "flow",
     [
-        pytest.param(way, id=name, marks=(pytest.mark.slow,) * (way.backend == "triton"))
-        for name, way in (WAYS | {"eager": EAGER}).items()
+        pytest.param(flow, id=name, marks=(pytest.mark.slow,) * (flow.backend == "triton"))
+        for name, flow in (FLOWS | {"eager": EAGER}).items()
     ],
 )
 
 
-def draws_of(way: Way, device: torch.device, interpreted: int = 2_000) -> int:
-    return interpreted if way.backend == "triton" and device.type == "cpu" else 100_000
+def draws_of(flow: Flow, device: torch.device, interpreted: int = 2_000) -> int:
+    return interpreted if flow.backend == "triton" and device.type == "cpu" else 100_000
 
 
 def identical_rows(device, kind: str, rows: int, width: int) -> dict:
@@ -922,10 +922,10 @@ def check_distribution(sample: torch.Tensor, logits: torch.Tensor, temperature: 
 
 @each_way_and_eager_slowly
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_samples_follow_the_softmax(device, way, kind, narrow_chunks):
+def test_samples_follow_the_softmax(device, flow, kind, narrow_chunks):
     temperature = DISTRIBUTIONS[kind][1]
-    inputs = identical_rows(device, kind, draws_of(way, device), way.width)
-    sample = sampled(way, **inputs, temperature=temperature, seed=1)
+    inputs = identical_rows(device, kind, draws_of(flow, device), flow.width)
+    sample = sampled(flow, **inputs, temperature=temperature, seed=1)
     check_distribution(sample, exact_logits(one_row(inputs))[0], temperature)
 
 
@@ -934,28 +934,28 @@ def one_row(inputs: dict) -> dict:
 
 
 @each_way_and_eager_slowly
-def test_positions_draw_independently(device, way):
+def test_positions_draw_independently(device, flow):
     """The same sample at other positions: pairs of neighbours fill the square evenly."""
-    rows = draws_of(way, device)
+    rows = draws_of(flow, device)
     inputs = identical_rows(device, "peaked", rows, width=16)
     inputs["linear_bias"], inputs["linear_weight"] = (
         torch.zeros_like(inputs[name][:4]) for name in ("linear_bias", "linear_weight")
     )
     position = torch.arange(rows, device=device)
     index = torch.full_like(position, LARGE_SAMPLE)
-    sample = sampled(way, **inputs, seed=4, sample_index=index, position=position)
+    sample = sampled(flow, **inputs, seed=4, sample_index=index, position=position)
     pairs = 4 * sample[::2] + sample[1::2]
     check_distribution(pairs, torch.zeros(16, dtype=torch.float64, device=device), 1.0)
 
 
 @each_way_and_eager_slowly
 @pytest.mark.parametrize("kind", ("peaked", "cold"))
-def test_samples_follow_the_literal_gumbel_maximum(device, way, kind, narrow_chunks):
+def test_samples_follow_the_literal_gumbel_maximum(device, flow, kind, narrow_chunks):
     """Two samples of one size, chi-square of their difference."""
     vocab, temperature = DISTRIBUTIONS[kind]
-    rows = draws_of(way, device)
+    rows = draws_of(flow, device)
     inputs = identical_rows(device, kind, rows, width=16)
-    ours = sampled(way, **inputs, temperature=temperature, seed=6)
+    ours = sampled(flow, **inputs, temperature=temperature, seed=6)
     logits = exact_logits(one_row(inputs)).float().expand(rows, vocab)
     generator = torch.Generator(device).manual_seed(0)
     theirs = gumbel_sample_ref(logits, temperature, generator)
@@ -969,9 +969,9 @@ def test_samples_follow_the_literal_gumbel_maximum(device, way, kind, narrow_chu
 # --- planted bugs ---------------------------------------------------------------------------------
 
 
-def plant(monkeypatch, way: Way, direction: str, wrong) -> None:
+def plant(monkeypatch, flow: Flow, direction: str, wrong) -> None:
     """Replace an implementation by ``wrong(right, call)``, ``call`` its arguments by name."""
-    backend = op_module.OP.backends[way.backend]
+    backend = op_module.OP.backends[flow.backend]
     right = getattr(backend, direction)
 
     def implementation(*arguments):
@@ -985,7 +985,7 @@ def plant(monkeypatch, way: Way, direction: str, wrong) -> None:
 
     both = {"forward": backend.forward, "backward": backend.backward, direction: implementation}
     broken = dataclasses.replace(backend, functions=lambda: tuple(both.values()))
-    monkeypatch.setitem(op_module.OP.backends, way.backend, broken)
+    monkeypatch.setitem(op_module.OP.backends, flow.backend, broken)
 
 
 def without_bias_in_the_backward(right, call):
@@ -1034,17 +1034,17 @@ BUGS = (
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize(("flow", "direction", "bug"), BUGS)
-def test_a_wrong_gradient_is_caught(device, backend, flow, direction, bug, monkeypatch):
-    way = WAYS[f"{backend}-{flow}"]
-    skip_where_it_cannot_run(way, device)
-    plant(monkeypatch, way, direction, bug)
+@pytest.mark.parametrize(("logits", "direction", "bug"), BUGS)
+def test_a_wrong_gradient_is_caught(device, backend, logits, direction, bug, monkeypatch):
+    flow = FLOWS[f"{backend}-{logits}"]
+    skip_where_it_cannot_run(flow, device)
+    plant(monkeypatch, flow, direction, bug)
     inputs = make(device) | {"label_smoothing": 0.1, "reduction": "none"}
     inputs["target"][::3] = -100
     if bug is as_it_is:
-        return check(way, inputs)
+        return check(flow, inputs)
     with pytest.raises(BudgetExceeded, match="gradient"):
-        check(way, inputs)
+        check(flow, inputs)
 
 
 TILE = 128
@@ -1077,7 +1077,7 @@ def tiled_sample(inputs: dict, level: torch.Tensor, bug: str | None) -> torch.Te
 )
 @pytest.mark.parametrize("checked", ("one by one", "in distribution"))
 def test_a_wrong_sample_is_caught(bug, checked, monkeypatch):
-    way = WAYS["torch-recomputed"]
+    flow = FLOWS["torch-recomputed"]
     rows = 20_000 if checked == "in distribution" else 2_000
     inputs = identical_rows("cpu", "hot", rows, width=16)
     level = uniform_level(1, rows, None, None, torch.device("cpu"))
@@ -1089,8 +1089,8 @@ def test_a_wrong_sample_is_caught(bug, checked, monkeypatch):
         *outputs, _, grad_logits, slots, order = right()
         return *outputs, wrong, grad_logits, slots, order
 
-    plant(monkeypatch, way, "forward", with_wrong_sample)
-    sample = sampled(way, **inputs, temperature=3.0, seed=1)
+    plant(monkeypatch, flow, "forward", with_wrong_sample)
+    sample = sampled(flow, **inputs, temperature=3.0, seed=1)
     assert torch.equal(sample, wrong)
 
     def verdict():
@@ -1140,21 +1140,21 @@ class Calls(TorchDispatchMode):
         return out
 
 
-@ways(
-    **{f"{b}-{w}": Way(b, 0, w) for b in ("torch", "triton") for w in (64, 160)},
+@flows(
+    **{f"{b}-{w}": Flow(b, 0, w) for b in ("torch", "triton") for w in (64, 160)},
     eager=EAGER,
 )
-def test_no_matrix_of_logits(way, chunked, monkeypatch):
+def test_no_matrix_of_logits(flow, chunked, monkeypatch):
     monkeypatch.setattr(configs(), "_SPLIT_COLUMNS", 256)  # each split has a gradient of the rows
     rows, vocab = 330, 400
-    inputs = make("cpu", rows=rows, vocab=vocab, width=way.width)
-    if way.backend == "triton":  # its shapes are static, so that this saves time and no memory
+    inputs = make("cpu", rows=rows, vocab=vocab, width=flow.width)
+    if flow.backend == "triton":  # its shapes are static, so that this saves time and no memory
         inputs = ignore(inputs, 0.8)
     inputs = with_gradients(inputs) | {"label_smoothing": 0.1, "return_statistics": True}
     with Largest() as largest:
-        run_with_sample(way, **inputs)[0].backward()
+        run_with_sample(flow, **inputs)[0].backward()
     half = rows * vocab * 2
-    if way is EAGER:
+    if flow is EAGER:
         assert largest.nbytes >= 2 * half
     else:  # not even one in half precision; but the gradient of the weight
         assert inputs["linear_weight"].nbytes <= largest.nbytes < half
@@ -1172,7 +1172,7 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
     size = rows * op_module.logit_columns(vocab) * dtype.itemsize
     for budget, kept in ((size, True), (size - 1, False)):
         with Calls() as forward:
-            run(Way(backend, budget), **inputs)
+            run(Flow(backend, budget), **inputs)
         [(call, (*_, grad_logits, _, _))] = forward.calls
         assert call["kept_rows"] == (rows if kept else 0)
         if kept:
@@ -1180,7 +1180,7 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
         else:
             assert grad_logits.numel() == 0
         with Largest() as largest:
-            run(Way(backend, budget), **inputs).backward()
+            run(Flow(backend, budget), **inputs).backward()
         if kept:
             assert largest.nbytes == grad_logits.nbytes
         else:
@@ -1189,18 +1189,18 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", (1, 64, 200, 4915))
-@ways(kept=Way("triton", ROOM, 768), recomputed=Way("triton", 0, 768))
+@flows(kept=Flow("triton", ROOM, 768), recomputed=Flow("triton", 0, 768))
 @half_precision
-def test_the_published_vocabulary(way, rows, dtype):
+def test_the_published_vocabulary(flow, rows, dtype):
     """BERT-base's, whose side is no multiple of a vector, with as many rows as batches have."""
-    check(way, ignore(make("cuda", rows, 30522, way.width, dtype), 0.2))
+    check(flow, ignore(make("cuda", rows, 30522, flow.width, dtype), 0.2))
 
 
 # --- a budget for some of the rows ----------------------------------------------------------------
 
 #: Rows that recompute on chip, and through the scratch.
-each_partly = ways(
-    torch=Way("torch", 0), triton=Way("triton", 0), triton_wide=Way("triton", 0, 160)
+each_partly = flows(
+    torch=Flow("torch", 0), triton=Flow("triton", 0), triton_wide=Flow("triton", 0, 160)
 )
 
 
@@ -1230,24 +1230,24 @@ def some_rows(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("fraction", (0.0, 0.5, 0.9), ids=("none", "half", "most"))
-def test_some_rows_keep_their_logits(device, way, dtype, fraction, reduction, some_rows, chunked):
+def test_some_rows_keep_their_logits(device, flow, dtype, fraction, reduction, some_rows, chunked):
     """The first 24 that count, of 40: with most ignored no others are left."""
-    inputs = make(device, rows=40, vocab=300, width=way.width, dtype=dtype)
+    inputs = make(device, rows=40, vocab=300, width=flow.width, dtype=dtype)
     inputs = ignore(inputs, fraction) | {"label_smoothing": 0.1, "reduction": reduction}
-    way = way._replace(logits_budget=some_rows(inputs, 24))
-    check(way, inputs)
+    flow = flow._replace(logits_budget=some_rows(inputs, 24))
+    check(flow, inputs)
     with Calls() as forward:
-        run(way, **with_gradients(inputs))
-    holds = way.backend == "triton" or torch_module.multiplies_in(inputs["input"]) is dtype
+        run(flow, **with_gradients(inputs))
+    holds = flow.backend == "triton" or torch_module.multiplies_in(inputs["input"]) is dtype
     assert forward.calls[0][0]["kept_rows"] == (24 if holds else 0)
 
 
 @each_partly
-def test_where_some_rows_keep_their_logits_all_are_sampled(device, way, some_rows, chunked):
-    inputs = ignore(exact(device, rows=60, vocab=300, width=way.width), 0.3)
-    way = way._replace(logits_budget=some_rows(inputs, 24))
+def test_where_some_rows_keep_their_logits_all_are_sampled(device, flow, some_rows, chunked):
+    inputs = ignore(exact(device, rows=60, vocab=300, width=flow.width), 0.3)
+    flow = flow._replace(logits_budget=some_rows(inputs, 24))
     call = with_gradients(inputs) | {"return_statistics": True, "temperature": 0.5}
-    _, sample, statistics = run_with_sample(way, **call)
+    _, sample, statistics = run_with_sample(flow, **call)
     check_samples(sample, inputs, 0.5)
     expected = row_statistics_ref(**inputs)
     assert torch.equal(statistics.argmax, expected.argmax)
@@ -1257,12 +1257,12 @@ def test_where_some_rows_keep_their_logits_all_are_sampled(device, way, some_row
 
 @each_partly
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_some_rows_and_only_the_gradients_that_are_needed(device, way, name, some_rows):
-    inputs = ignore(make(device, width=way.width), 0.3)
-    way = way._replace(logits_budget=some_rows(inputs, 16))
-    *_, whole = loss_and_grads(way, inputs)
+def test_some_rows_and_only_the_gradients_that_are_needed(device, flow, name, some_rows):
+    inputs = ignore(make(device, width=flow.width), 0.3)
+    flow = flow._replace(logits_budget=some_rows(inputs, 16))
+    *_, whole = loss_and_grads(flow, inputs)
     asked = inputs[name].detach().requires_grad_()
-    run(way, **(inputs | {name: asked})).backward()
+    run(flow, **(inputs | {name: asked})).backward()
     assert torch.equal(asked.grad, whole[name])
 
 
@@ -1278,7 +1278,7 @@ def test_more_or_fewer_targets_than_expected(device, expected, weight, width, ch
     def reference(expected_targets, **inputs):
         return linear_cross_entropy_ref(**inputs)
 
-    check(Way("triton", ROOM), inputs, reference)
+    check(Flow("triton", ROOM), inputs, reference)
 
 
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):
@@ -1294,7 +1294,7 @@ def test_few_wide_rows_split_their_chunk(device, monkeypatch):
     monkeypatch.setattr(configs(), "_SCRATCH_PARTS", 2)
     monkeypatch.setattr(configs(), "wide_split_columns", record)
     inputs = ignore(make(device, rows=20, vocab=1400, width=160), 0.3)
-    check(Way("triton", 0), inputs)
+    check(Flow("triton", 0), inputs)
     assert set(splits) == {(704, 352)}
 
 
@@ -1304,7 +1304,7 @@ def test_too_few_rows_are_none(device):
     row = op_module.logit_columns(20) * 4
     for fit, kept in ((4500, 4500), (4499, 4352), (4096, 4096), (4095, 0)):
         with Calls() as forward:
-            run(Way("torch", fit * row), **inputs)
+            run(Flow("torch", fit * row), **inputs)
         assert forward.calls[0][0]["kept_rows"] == kept
 
 
@@ -1317,7 +1317,7 @@ def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, 
     one = inputs | {"linear_bias": learning["linear_bias"]}
 
     def keeps(call: dict, **options) -> int:
-        skip_where_it_cannot_run(Way(backend, 0), device)
+        skip_where_it_cannot_run(Flow(backend, 0), device)
         with fastplm.use_backend(backend), Calls() as forward:
             ops.linear_cross_entropy(**call, **options)
         return forward.calls[0][0]["kept_rows"]
@@ -1356,8 +1356,8 @@ def test_peak_memory_of_a_step(monkeypatch):
     logits = rows * vocab * 4
     assert op_module.logit_columns(vocab) == vocab
     learned = sum(inputs[name].nbytes for name in PARAMETERS)
-    recomputed = peak(functools.partial(run, Way("torch", 0)))
-    kept = peak(functools.partial(run, Way("torch", logits)))
+    recomputed = peak(functools.partial(run, Flow("torch", 0)))
+    kept = peak(functools.partial(run, Flow("torch", logits)))
     # Gradients, as much again for what they are made of, and work on a chunk.
     chunks = 4 * rows * columns * 4
     assert recomputed < 2 * learned + chunks < logits
@@ -1367,8 +1367,8 @@ def test_peak_memory_of_a_step(monkeypatch):
         assert peak(F.linear_cross_entropy) > 2 * logits
 
 
-@ways(kept=Way("torch", ROOM), recomputed=Way("torch", 0))
-def test_peak_memory_at_85_percent_ignored_is_below_that_of_pytorch(way):
+@flows(kept=Flow("torch", ROOM), recomputed=Flow("torch", 0))
+def test_peak_memory_at_85_percent_ignored_is_below_that_of_pytorch(flow):
     inputs = make("cpu", 512, 8000, width=64)
     inputs["target"] = inputs["target"].masked_fill(torch.rand(512) < 0.85, -100)
 
@@ -1376,7 +1376,7 @@ def test_peak_memory_at_85_percent_ignored_is_below_that_of_pytorch(way):
         call = with_gradients(inputs)
         return peak_bytes(lambda: function(**call).backward(), torch.device("cpu"))
 
-    ours = peak(functools.partial(run, way))
+    ours = peak(functools.partial(run, flow))
     assert ours < peak(all_logits)
     if len(PYTORCH) > 1:
         assert ours < peak(F.linear_cross_entropy)
@@ -1386,24 +1386,24 @@ def test_peak_memory_at_85_percent_ignored_is_below_that_of_pytorch(way):
 
 
 @each_path
-def test_repeats_bit_for_bit(device, way, chunked):
-    inputs = ignore(make(device, rows=40, vocab=300, width=way.width), 0.3)
+def test_repeats_bit_for_bit(device, flow, chunked):
+    inputs = ignore(make(device, rows=40, vocab=300, width=flow.width), 0.3)
     inputs |= {"label_smoothing": 0.1}
-    assert_repeatable(functools.partial(run, way), inputs, wrt=parameters(inputs))
-    assert torch.equal(sampled(way, **inputs), sampled(way, **inputs))
+    assert_repeatable(functools.partial(run, flow), inputs, wrt=parameters(inputs))
+    assert torch.equal(sampled(flow, **inputs), sampled(flow, **inputs))
 
 
 @each_path
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_only_the_gradients_that_are_needed(device, way, name):
-    inputs = ignore(make(device, width=way.width), 0.5)
-    *_, whole = loss_and_grads(way, inputs)
+def test_only_the_gradients_that_are_needed(device, flow, name):
+    inputs = ignore(make(device, width=flow.width), 0.5)
+    *_, whole = loss_and_grads(flow, inputs)
     asked = inputs[name].detach().requires_grad_()
     with Calls() as operators:
-        run(way, **(inputs | {name: asked})).backward()
+        run(flow, **(inputs | {name: asked})).backward()
     assert torch.equal(asked.grad, whole[name])
     (forward, _), (backward, grads) = operators.calls
-    assert forward["kept_rows"] == (33 if way.logits_budget else 0)
+    assert forward["kept_rows"] == (33 if flow.logits_budget else 0)
     for n, grad in zip(PARAMETERS, grads, strict=True):
         assert backward[f"need_{n}"] is (n == name)
         assert torch.equal(grad, whole[name]) if n == name else grad.numel() == 0, n
@@ -1415,14 +1415,14 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
-def test_compiled_loss_sample_and_statistics(device, way, compiler, fresh_dynamo):
-    if compiler == "inductor" and way not in (WAYS["torch-kept"], EAGER) and device.type == "cpu":
+def test_compiled_loss_sample_and_statistics(device, flow, compiler, fresh_dynamo):
+    if compiler == "inductor" and flow not in (FLOWS["torch-kept"], EAGER) and device.type == "cpu":
         pytest.skip("what inductor compiles is the same around every opaque operator")
     inputs = ignore(make(device, rows=65), 0.85)
     # Inductor derives the reference itself; of a smoothed loss less exactly than PyTorch does.
-    inputs["label_smoothing"] = 0.0 if way is EAGER else 0.1
+    inputs["label_smoothing"] = 0.0 if flow is EAGER else 0.1
     # With tensor seeds, as a training step has them: an int is a constant of the graph.
     function = functools.partial(
         ops.linear_cross_entropy_with_sample,
@@ -1433,7 +1433,7 @@ def test_compiled_loss_sample_and_statistics(device, way, compiler, fresh_dynamo
     seen = {}
 
     def loss_alone(**inputs):
-        loss, seen["sample"], seen["statistics"] = run(way, compiled, **inputs)
+        loss, seen["sample"], seen["statistics"] = run(flow, compiled, **inputs)
         return loss
 
     # A cached graph would be one that called an older schema of the operator. Without any cache
@@ -1444,19 +1444,21 @@ def test_compiled_loss_sample_and_statistics(device, way, compiler, fresh_dynamo
     ):
         wrt = parameters(inputs)
         assert_within_budget(loss_alone, linear_cross_entropy_ref, inputs, wrt=wrt)
-    _, sample, statistics = run(way, function, **with_gradients(inputs))
+    _, sample, statistics = run(flow, function, **with_gradients(inputs))
     assert torch.equal(seen["sample"], sample)
     torch.testing.assert_close(seen["statistics"], statistics)
 
 
 @pytest.mark.gpu
-@ways(kept=Way("triton", ROOM, 128), recomputed=Way("triton", 0, 128), wide=Way("triton", 0, 768))
-def test_nothing_waits_for_the_device(way):
-    inputs = with_gradients(ignore(make("cuda", 257, 1000, way.width, torch.bfloat16), 0.5))
+@flows(
+    kept=Flow("triton", ROOM, 128), recomputed=Flow("triton", 0, 128), wide=Flow("triton", 0, 768)
+)
+def test_nothing_waits_for_the_device(flow):
+    inputs = with_gradients(ignore(make("cuda", 257, 1000, flow.width, torch.bfloat16), 0.5))
     inputs["seed"] = torch.tensor(0, device="cuda")
 
     def step():
-        run(way, ops.linear_cross_entropy_with_sample, **inputs, return_statistics=True)[
+        run(flow, ops.linear_cross_entropy_with_sample, **inputs, return_statistics=True)[
             0
         ].backward()
 
@@ -1472,31 +1474,31 @@ def test_nothing_waits_for_the_device(way):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("bad", (-1, 70, 1 << 40))
-def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(way, bad):
+def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(flow, bad):
     inputs = make("cpu")
     inputs["target"][4] = bad
     for call in (inputs, with_gradients(inputs)):
         with pytest.raises(fastplm.FastplmError) as caught:
-            run(way, **call)
+            run(flow, **call)
         assert isinstance(caught.value, ValueError)
         assert f"`target` got target {bad}" in str(caught.value) and "V = 70" in str(caught.value)
 
 
-@ways(
-    **{"kept": WAYS["triton-kept"], "recomputed": WAYS["triton-recomputed"], "eager": EAGER},
+@flows(
+    **{"kept": FLOWS["triton-kept"], "recomputed": FLOWS["triton-recomputed"], "eager": EAGER},
 )
 @pytest.mark.parametrize("bad", (-1, 70, (1 << 32) + 3))
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 def test_where_it_cannot_be_seen_a_target_outside_the_vocabulary_gives_nan(
-    device, way, bad, smoothing, monkeypatch
+    device, flow, bad, smoothing, monkeypatch
 ):
     monkeypatch.setattr(op_module, "check_targets", lambda *_: None)
     inputs = ignore(make(device), 0.5) | {"label_smoothing": smoothing, "reduction": "none"}
     row = int((inputs["target"] != -100).nonzero()[0])
     inputs["target"][row] = bad
-    loss, _, grads = loss_and_grads(way, inputs)
+    loss, _, grads = loss_and_grads(flow, inputs)
     assert loss.isnan().nonzero().flatten().tolist() == [row]
     width = inputs["input"].shape[1]
     assert grads["input"][row].isnan().all() and grads["input"].isnan().sum() == width

@@ -37,16 +37,16 @@ NAN, INF = float("nan"), float("inf")
 ROOM = 1 << 40
 
 
-class Way(NamedTuple):
+class Flow(NamedTuple):
     """A backend and one of its data flows."""
 
     backend: str
     logits_budget: int
 
 
-OF_TORCH = {"torch-kept": Way("torch", ROOM), "torch-recomputed": Way("torch", 0)}
-WAYS = OF_TORCH | {"triton-kept": Way("triton", ROOM), "triton-recomputed": Way("triton", 0)}
-EAGER = Way("eager", 0)
+OF_TORCH = {"torch-kept": Flow("torch", ROOM), "torch-recomputed": Flow("torch", 0)}
+FLOWS = OF_TORCH | {"triton-kept": Flow("triton", ROOM), "triton-recomputed": Flow("triton", 0)}
+EAGER = Flow("eager", 0)
 DIVERGENCES = {
     "forward": dict(divergence="forward_kl"),
     "reverse": dict(divergence="reverse_kl"),
@@ -58,12 +58,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIXES = {"T1": (1.0, 0.0), "T4": (4.0, 0.0), "T0.5-ce": (0.5, 0.7), "T1-ce": (1.0, 2.0)}
 
 
-def ways(**some: Way):
-    return pytest.mark.parametrize("way", some.values(), ids=some.keys())
+def flows(**some: Flow):
+    return pytest.mark.parametrize("flow", some.values(), ids=some.keys())
 
 
-each_way = ways(**WAYS)
-each_way_and_eager = ways(**WAYS, eager=EAGER)
+each_flow = flows(**FLOWS)
+each_flow_and_eager = flows(**FLOWS, eager=EAGER)
 each_divergence = pytest.mark.parametrize("options", DIVERGENCES.values(), ids=DIVERGENCES.keys())
 #: One pass over the vocabulary, and two.
 two_divergences = pytest.mark.parametrize("options", [DIVERGENCES["forward"], DIVERGENCES["js"]])
@@ -122,11 +122,11 @@ def ignore(inputs: dict, fraction: float) -> dict:
     return inputs | out
 
 
-def run(way: Way, function=ops.linear_distillation, **inputs) -> LinearDistillation:
-    if way.backend == "torch" and inputs["input"].is_cuda:
+def run(flow: Flow, function=ops.linear_distillation, **inputs) -> LinearDistillation:
+    if flow.backend == "torch" and inputs["input"].is_cuda:
         pytest.skip("the torch backend of linear_distillation is for CPU tensors")
-    with fastplm.use_backend(way.backend):
-        return function(**inputs, logits_budget=way.logits_budget)
+    with fastplm.use_backend(flow.backend):
+        return function(**inputs, logits_budget=flow.logits_budget)
 
 
 def loss_of(function):
@@ -147,8 +147,8 @@ def with_gradients(inputs: dict) -> dict:
     return inputs | {n: inputs[n].detach().requires_grad_() for n in parameters(inputs)}
 
 
-def check(way: Way, inputs: dict, reference=REFERENCE, function=ops.linear_distillation) -> None:
-    candidate = loss_of(functools.partial(run, way, function))
+def check(flow: Flow, inputs: dict, reference=REFERENCE, function=ops.linear_distillation) -> None:
+    candidate = loss_of(functools.partial(run, flow, function))
     assert_within_budget(candidate, reference, inputs, wrt=parameters(inputs))
 
 
@@ -159,15 +159,15 @@ def mixed(mix: tuple[float, float], options: dict) -> dict:
 # --- values and gradients -------------------------------------------------------------------------
 
 
-@pairwise(way=WAYS, options=DIVERGENCES, mix=MIXES, dtype=DTYPES)
-def test_divergences_temperatures_and_dtypes(device, way, options, mix, dtype, chunked):
+@pairwise(flow=FLOWS, options=DIVERGENCES, mix=MIXES, dtype=DTYPES)
+def test_divergences_temperatures_and_dtypes(device, flow, options, mix, dtype, chunked):
     """Of chunks, splits and groups of rows, with rows left out."""
     inputs = ignore(make(device, rows=60, vocab=300, dtype=dtype), 0.4)
-    check(way, inputs | mixed(mix, options))
+    check(flow, inputs | mixed(mix, options))
 
 
 @pairwise(
-    way=WAYS,
+    flow=FLOWS,
     options=DIVERGENCES,
     vocab=(1, 17, 200),
     widths={"17-40": (17, 40), "160-8": (160, 8), "64-64": (64, 64)},
@@ -178,47 +178,47 @@ def test_divergences_temperatures_and_dtypes(device, way, options, mix, dtype, c
         "none": (),
     },
 )
-def test_shapes(device, way, options, vocab, widths, bias):
+def test_shapes(device, flow, options, vocab, widths, bias):
     inputs = make(device, 33, vocab, *widths, bias=bias)
-    check(way, inputs | options | {"cross_entropy_weight": 0.5})
+    check(flow, inputs | options | {"cross_entropy_weight": 0.5})
 
 
-@pairwise(way=WAYS, rows=(0, 1, 65), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
-def test_rows_left_out_hide_even_nan(device, way, rows, fraction):
+@pairwise(flow=FLOWS, rows=(0, 1, 65), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
+def test_rows_left_out_hide_even_nan(device, flow, rows, fraction):
     inputs = ignore(make(device, rows=rows), fraction)
-    check(way, inputs | {"cross_entropy_weight": 0.5, "temperature": 2.0})
+    check(flow, inputs | {"cross_entropy_weight": 0.5, "temperature": 2.0})
 
 
-@each_way_and_eager
-def test_a_batch_without_rows_gives_zero_and_zero_gradients(device, way):
+@each_flow_and_eager
+def test_a_batch_without_rows_gives_zero_and_zero_gradients(device, flow):
     inputs = with_gradients(ignore(make(device), 1.0))
-    found = run(way, **inputs, divergence="js", cross_entropy_weight=1.0)
+    found = run(flow, **inputs, divergence="js", cross_entropy_weight=1.0)
     found.loss.backward()
     assert not any(part.any() for part in found)
     assert not any(inputs[name].grad.any() for name in PARAMETERS)
 
 
-@pairwise(way=WAYS, reduction=("mean", "sum", "none"), options=DIVERGENCES)
-def test_reductions_and_upstream_gradients(device, way, reduction, options):
+@pairwise(flow=FLOWS, reduction=("mean", "sum", "none"), options=DIVERGENCES)
+def test_reductions_and_upstream_gradients(device, flow, reduction, options):
     inputs = ignore(make(device, rows=40), 0.5)
-    check(way, inputs | options | {"reduction": reduction, "cross_entropy_weight": 0.3})
+    check(flow, inputs | options | {"reduction": reduction, "cross_entropy_weight": 0.3})
 
 
-@each_way
+@each_flow
 @pytest.mark.parametrize("teacher", DTYPES.values(), ids=DTYPES)
-def test_the_teacher_may_be_of_another_dtype(device, way, teacher):
+def test_the_teacher_may_be_of_another_dtype(device, flow, teacher):
     inputs = make(device)
     for name in ("teacher_input", "teacher_weight", "teacher_bias"):
         inputs[name] = inputs[name].to(teacher)
-    check(way, inputs)
+    check(flow, inputs)
     if teacher is not torch.float32:
         for name in PARAMETERS:
             inputs[name] = inputs[name].to(torch.bfloat16)
-        check(way, inputs | {"divergence": "js"})
+        check(flow, inputs | {"divergence": "js"})
 
 
-@each_way
-def test_the_normalizer_makes_accumulated_batches_one(device, way):
+@each_flow
+def test_the_normalizer_makes_accumulated_batches_one(device, flow):
     inputs = ignore(make(device, rows=40), 0.6)
     count = ((inputs["target"] != -100) & inputs["mask"]).sum()
     per_row = ("input", "teacher_input", "target", "mask")
@@ -226,7 +226,7 @@ def test_the_normalizer_makes_accumulated_batches_one(device, way):
     def two_steps(**inputs):
         halves = zip(*(inputs.pop(name).split((13, 27)) for name in per_row), strict=True)
         return sum(
-            run(way, **dict(zip(per_row, half, strict=True)), **inputs, normalizer=count).loss
+            run(flow, **dict(zip(per_row, half, strict=True)), **inputs, normalizer=count).loss
             for half in halves
         )
 
@@ -236,8 +236,8 @@ def test_the_normalizer_makes_accumulated_batches_one(device, way):
 KINDS = ("one-hot", "offset", "equal", "excluded", "excluded by one")
 
 
-@pairwise(way=WAYS, kind=KINDS, options=DIVERGENCES)
-def test_extreme_logits(device, way, kind, options, chunked):
+@pairwise(flow=FLOWS, kind=KINDS, options=DIVERGENCES)
+def test_extreme_logits(device, flow, kind, options, chunked):
     # Every product and sum is exact: what errs is the softmax alone.
     inputs = make(device, rows=40, vocab=300)
     for name in ("input", "teacher_input"):
@@ -261,28 +261,28 @@ def test_extreme_logits(device, way, kind, options, chunked):
         if kind == "excluded" or divergence != "reverse_kl":
             # Of one side alone: where the divergence stays finite.
             inputs["teacher_bias"][70 * (kind != "excluded") : 140] = -INF
-    check(way, inputs | options | {"reduction": "none"})
+    check(flow, inputs | options | {"reduction": "none"})
 
 
-@pairwise(way=WAYS, options=DIVERGENCES, name=("input", "teacher_input"))
-def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, way, options, name):
+@pairwise(flow=FLOWS, options=DIVERGENCES, name=("input", "teacher_input"))
+def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, options, name):
     inputs = make(device) | options | {"reduction": "none"}
     inputs[name][3] = NAN
-    found = run(way, **inputs)
+    found = run(flow, **inputs)
     assert found.loss.isnan().nonzero().flatten().tolist() == [3]
     learning = with_gradients(inputs)
-    run(way, **learning).loss.sum().backward()
+    run(flow, **learning).loss.sum().backward()
     assert learning["input"].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
 
 
 # --- the parts ------------------------------------------------------------------------------------
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @two_divergences
-def test_the_parts_are_unweighted_and_have_no_gradient(device, way, options):
+def test_the_parts_are_unweighted_and_have_no_gradient(device, flow, options):
     inputs = with_gradients(ignore(make(device), 0.3)) | options | {"temperature": 3.0}
-    found = run(way, **inputs, distillation_weight=0.25, cross_entropy_weight=0.5)
+    found = run(flow, **inputs, distillation_weight=0.25, cross_entropy_weight=0.5)
     assert isinstance(found, ops.LinearDistillation) and found.loss.requires_grad
     assert not (found.distillation.requires_grad or found.cross_entropy.requires_grad)
     total = 0.25 * 9 * found.distillation + 0.5 * found.cross_entropy
@@ -293,42 +293,42 @@ def test_the_parts_are_unweighted_and_have_no_gradient(device, way, options):
         linear_bias=inputs["linear_bias"],
     )
     torch.testing.assert_close(found.cross_entropy, hard.detach())
-    alone = run(way, **inputs)
+    alone = run(flow, **inputs)
     torch.testing.assert_close(alone.distillation, found.distillation)
     torch.testing.assert_close(alone.loss, 9 * found.distillation)
-    untaught = run(way, **inputs, distillation_weight=0.0, cross_entropy_weight=1.0)
+    untaught = run(flow, **inputs, distillation_weight=0.0, cross_entropy_weight=1.0)
     torch.testing.assert_close(untaught.loss, found.cross_entropy)
     (grad,) = torch.autograd.grad(untaught.loss, inputs["linear_bias"])
     (expected,) = torch.autograd.grad(hard, inputs["linear_bias"])
     torch.testing.assert_close(grad, expected)
 
 
-@each_way_and_eager
-def test_without_targets_there_is_no_cross_entropy(device, way):
+@each_flow_and_eager
+def test_without_targets_there_is_no_cross_entropy(device, flow):
     inputs = ignore(make(device), 0.5)
     del inputs["target"]
     inputs["input"] = inputs["input"].nan_to_num(0.0)  # those that the target left out
     inputs["teacher_input"] = inputs["teacher_input"].nan_to_num(0.0)
-    found = run(way, **inputs)
+    found = run(flow, **inputs)
     assert found.cross_entropy == 0 and torch.equal(found.loss, found.distillation)
     torch.testing.assert_close(found.loss, REFERENCE(**inputs))
 
 
-@each_way_and_eager
+@each_flow_and_eager
 @pytest.mark.parametrize("beta, divergence", ((0.0, "forward_kl"), (1.0, "reverse_kl")))
-def test_js_at_its_ends(device, way, beta, divergence):
+def test_js_at_its_ends(device, flow, beta, divergence):
     inputs = make(device)
-    found = run(way, **inputs, divergence="js", beta=beta)
-    assert torch.equal(found.loss, run(way, **inputs, divergence=divergence).loss)
+    found = run(flow, **inputs, divergence="js", beta=beta)
+    assert torch.equal(found.loss, run(flow, **inputs, divergence=divergence).loss)
 
 
-@each_way_and_eager
-def test_the_teacher_is_a_constant(device, way):
+@each_flow_and_eager
+def test_the_teacher_is_a_constant(device, flow):
     inputs = with_gradients(make(device))
     taught = ("teacher_input", "teacher_weight", "teacher_bias")
     for name in taught:
         inputs[name].requires_grad_()
-    run(way, **inputs).loss.backward()
+    run(flow, **inputs).loss.backward()
     assert all(inputs[name].grad is None for name in taught)
     assert all(inputs[name].grad is not None for name in PARAMETERS)
 
@@ -349,39 +349,39 @@ def given(device, k=7, **sizes) -> dict:
     return inputs | dict(teacher_indices=indices, teacher_probabilities=probabilities)
 
 
-@pairwise(way=OF_TORCH, mix=MIXES, dtype=DTYPES, renormalize=(True, False))
-def test_given_probabilities(device, way, mix, dtype, renormalize, chunked):
+@pairwise(flow=OF_TORCH, mix=MIXES, dtype=DTYPES, renormalize=(True, False))
+def test_given_probabilities(device, flow, mix, dtype, renormalize, chunked):
     inputs = ignore(given(device, rows=60, vocab=300, dtype=dtype), 0.4)
     inputs |= mixed(mix, {"renormalize": renormalize})
     reference = loss_of(linear_distillation_topk_ref)
-    check(way, inputs, reference, ops.linear_distillation_topk)
+    check(flow, inputs, reference, ops.linear_distillation_topk)
 
 
-@ways(**OF_TORCH, eager=EAGER)
-def test_all_probabilities_given_are_the_teacher(device, way):
+@flows(**OF_TORCH, eager=EAGER)
+def test_all_probabilities_given_are_the_teacher(device, flow):
     inputs = make(device) | {"temperature": 2.0}
     teacher = {name: inputs.pop(name) for name in list(inputs) if name.startswith("teacher")}
     logits = teacher["teacher_input"] @ teacher["teacher_weight"].T + teacher["teacher_bias"]
     probabilities, indices = (logits / 2).softmax(1).sort(1)
     found = run(
-        way,
+        flow,
         ops.linear_distillation_topk,
         **inputs,
         teacher_indices=indices,
         teacher_probabilities=probabilities,
     )
-    torch.testing.assert_close(found, run(way, **inputs, **teacher))
+    torch.testing.assert_close(found, run(flow, **inputs, **teacher))
 
 
-@ways(**OF_TORCH, eager=EAGER)
+@flows(**OF_TORCH, eager=EAGER)
 @pytest.mark.parametrize("bad", (-1, 70))
-def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(way, bad):
+def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(flow, bad):
     inputs = given("cpu")
     inputs["teacher_indices"][4, 2] = bad
     with pytest.raises(fastplm.FastplmError, match=f"`teacher_indices` got index {bad}"):
-        run(way, ops.linear_distillation_topk, **inputs)
+        run(flow, ops.linear_distillation_topk, **inputs)
     inputs["mask"] = torch.arange(33) != 4
-    run(way, ops.linear_distillation_topk, **inputs)
+    run(flow, ops.linear_distillation_topk, **inputs)
 
 
 def test_the_kernels_say_that_they_take_no_given_probabilities():
@@ -389,26 +389,26 @@ def test_the_kernels_say_that_they_take_no_given_probabilities():
         ops.linear_distillation_topk(**given("cpu"))
 
 
-@each_way_and_eager
-def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(way):
+@each_flow_and_eager
+def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(flow):
     inputs = make("cpu")
     inputs["target"][4] = 70
     with pytest.raises(fastplm.FastplmError, match="`target` got target 70"):
-        run(way, **inputs)
+        run(flow, **inputs)
 
 
-@ways(**{name: way for name, way in WAYS.items() if way.backend == "triton"}, eager=EAGER)
+@flows(**{name: flow for name, flow in FLOWS.items() if flow.backend == "triton"}, eager=EAGER)
 def test_where_it_cannot_be_seen_a_target_outside_the_vocabulary_gives_nan(
-    device, way, monkeypatch
+    device, flow, monkeypatch
 ):
     monkeypatch.setattr(op_module, "_check_values", lambda *_: None)
     inputs = with_gradients(make(device)) | {"reduction": "none"}
     inputs["target"][4] = 70
-    found = run(way, **inputs, cross_entropy_weight=0.5)
+    found = run(flow, **inputs, cross_entropy_weight=0.5)
     assert found.loss.isnan().nonzero().flatten().tolist() == [4]
     (grad,) = torch.autograd.grad(found.loss.sum(), inputs["input"])
     assert grad.isnan().all(1).nonzero().flatten().tolist() == [4]
-    assert run(way, **inputs).loss.isfinite().all()
+    assert run(flow, **inputs).loss.isfinite().all()
 
 
 # --- the tests can fail ---------------------------------------------------------------------------
@@ -499,9 +499,9 @@ def test_no_matrix_of_all_rows_and_words(options, monkeypatch):
     small_chunks(monkeypatch, rows * 128)
     inputs = with_gradients(make("cpu", rows, vocab)) | options
     inputs["mask"] = torch.arange(rows) < counted
-    for way, allowed in (("torch-kept", counted * vocab), ("torch-recomputed", 0)):
+    for flow, allowed in (("torch-kept", counted * vocab), ("torch-recomputed", 0)):
         with Largest(vocab) as largest:
-            run(WAYS[way], **inputs).loss.backward()
+            run(FLOWS[flow], **inputs).loss.backward()
         assert largest.elements <= allowed
     with Largest(vocab) as largest:
         REFERENCE(**inputs).backward()
@@ -519,7 +519,7 @@ def test_peak_memory_of_a_step(options, monkeypatch):
         call = with_gradients(inputs)
         return peak_bytes(lambda: function(**call).backward(), torch.device("cpu"))
 
-    kept, recomputed = (peak(loss_of(functools.partial(run, way))) for way in OF_TORCH.values())
+    kept, recomputed = (peak(loss_of(functools.partial(run, flow))) for flow in OF_TORCH.values())
     assert max(kept, recomputed) < peak(REFERENCE) / 4
     assert recomputed < kept
 
@@ -527,22 +527,22 @@ def test_peak_memory_of_a_step(options, monkeypatch):
 # --- contract of the operator ---------------------------------------------------------------------
 
 
-@each_way
+@each_flow
 @two_divergences
-def test_repeats_bit_for_bit(device, way, options, chunked):
+def test_repeats_bit_for_bit(device, flow, options, chunked):
     inputs = ignore(make(device, rows=40, vocab=300), 0.3) | options
     inputs |= {"cross_entropy_weight": 0.5}
-    assert_repeatable(loss_of(functools.partial(run, way)), inputs, wrt=parameters(inputs))
+    assert_repeatable(loss_of(functools.partial(run, flow)), inputs, wrt=parameters(inputs))
 
 
-@each_way
+@each_flow
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_only_the_gradients_that_are_needed(device, way, name):
+def test_only_the_gradients_that_are_needed(device, flow, name):
     inputs = ignore(make(device), 0.5)
     whole = with_gradients(inputs)
-    run(way, **whole).loss.backward()
+    run(flow, **whole).loss.backward()
     asked = inputs[name].detach().requires_grad_()
-    run(way, **(inputs | {name: asked})).loss.backward()
+    run(flow, **(inputs | {name: asked})).loss.backward()
     assert torch.equal(asked.grad, whole[name].grad)
 
 
@@ -579,15 +579,15 @@ def test_where_not_all_rows_fit_the_others_are_computed_again(
     monkeypatch.setattr(rule, "_ROW_ALIGNMENT", 1)
     budget = 9 * 4 * rule.logit_columns(70)
     inputs = ignore(make(device), 0.5) | options | {"cross_entropy_weight": 0.5}
-    check(Way(backend, budget), inputs)
+    check(Flow(backend, budget), inputs)
 
 
-@pytest.mark.parametrize("way", [WAYS["torch-kept"], pytest.param(EAGER, marks=pytest.mark.slow)])
-def test_compiled(device, way):
+@pytest.mark.parametrize("flow", [FLOWS["torch-kept"], pytest.param(EAGER, marks=pytest.mark.slow)])
+def test_compiled(device, flow):
     torch._dynamo.reset()
     inputs = ignore(make(device, rows=65), 0.85) | dict(cross_entropy_weight=0.5, divergence="js")
     compiled = torch.compile(ops.linear_distillation, fullgraph=True)
-    candidate = loss_of(functools.partial(run, way, compiled))
+    candidate = loss_of(functools.partial(run, flow, compiled))
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),

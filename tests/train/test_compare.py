@@ -92,7 +92,7 @@ def test_evaluation_is_the_mean_loss_of_the_model(trained):
     batch = collator(samples)
     with torch.no_grad():
         outputs = model.eval()(**batch)
-    expected = outputs["loss"]
+    expected = outputs["loss"].double().cpu()
     if "rtd_loss" in outputs:
         weight = model.config.discriminator_weight
         found = [result["mlm_loss"] + weight * result["rtd_loss"] for result in (together, apart)]
@@ -102,8 +102,8 @@ def test_evaluation_is_the_mean_loss_of_the_model(trained):
     else:
         found = [result["mlm_loss"] + result["next_sentence_loss"] for result in (together, apart)]
     for value in found:
-        out = torch.tensor(value)
-        check_error("loss", out, expected.double().cpu(), [out], FORWARD_FACTOR)
+        out = torch.tensor(value)  # its rounding to fp32 is all that may differ
+        check_error("loss", out, expected, [expected.float()], FORWARD_FACTOR)
 
 
 def test_detection():

@@ -602,7 +602,6 @@ def _convert(group: Any, ins: Instruction) -> Pure:
             row[:, 0], row[:, 1] = both
 
         return pack, targets
-    read: Callable[[], np.ndarray]
     if of == "bf16":
         read = _reader(group, given[0], of)
     else:
@@ -611,7 +610,10 @@ def _convert(group: Any, ins: Instruction) -> Pure:
             if _SIZE[to] == group.width(out):  # between integers: the most frequent by far
                 target = group.target(out, to)
                 return partial(np.copyto, target, source, casting="unsafe"), targets
-        read = lambda: source  # noqa: E731
+
+        def read() -> np.ndarray:
+            return source
+
     write = group.extending(out, to)
     rounding = next((name[:2] for name in said if len(name) == 3 and name[2] == "i"), None)
     whole = "f" not in to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,19 +34,32 @@ from fastplm.triton_kernels.linear_distillation.tiles import (
     TEACHER_SUM,
     Running,
     Setting,
+    Statistics,
     finite,
     fold,
     fold_mixture,
     grad_logits,
     moved,
+    nothing_seen,
     row_from,
     row_of,
 )
 
 #: Places in the partial results of a split; of the second pass of JS there are but two.
-_PARTS = 7
+_PARTS = tl.constexpr(7)
 _TOTAL = tl.constexpr(5)
 _PICKED = tl.constexpr(6)
+
+
+class Losses(NamedTuple):
+    """Where to write the loss of each row and its parts, [N] each, and their weights."""
+
+    loss_ptr: Any
+    distillation_ptr: Any
+    cross_entropy_ptr: Any
+    temperature_squared: Any
+    distillation_weight: Any
+    cross_entropy_weight: Any
 
 
 @triton.jit
@@ -63,27 +76,28 @@ def tile_of_both(
 
 
 @triton.jit
-def store_rows(
-    loss_ptr,
-    distillation_ptr,
-    cross_entropy_ptr,
-    rows,
-    exists,
-    used,
-    distillation,
-    log_probability,
-    temperature_squared,
-    distillation_weight,
-    cross_entropy_weight,
-):
+def store_losses(losses, rows, exists, used, distillation, log_probability):
     """Loss and its parts; 0 in ignored rows. A weight of 0 takes out even what is infinite."""
-    scale = distillation_weight * temperature_squared
-    cross_entropy = 0.0 - log_probability
+    scale = losses.distillation_weight * losses.temperature_squared
+    weight, cross_entropy = losses.cross_entropy_weight, 0.0 - log_probability
     loss = tl.where(scale == 0.0, 0.0, scale * distillation)
-    loss += tl.where(cross_entropy_weight == 0.0, 0.0, cross_entropy_weight * cross_entropy)
-    tl.store(loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
-    tl.store(distillation_ptr + rows, tl.where(used, distillation, 0.0), mask=exists)
-    tl.store(cross_entropy_ptr + rows, tl.where(used, cross_entropy, 0.0), mask=exists)
+    loss += tl.where(weight == 0.0, 0.0, weight * cross_entropy)
+    tl.store(losses.loss_ptr + rows, tl.where(used, loss, 0.0), mask=exists)
+    tl.store(losses.distillation_ptr + rows, tl.where(used, distillation, 0.0), mask=exists)
+    tl.store(losses.cross_entropy_ptr + rows, tl.where(used, cross_entropy, 0.0), mask=exists)
+
+
+@triton.jit
+def store_statistics(at, rows_total, exists, used, known):
+    """The statistics of rows; 0 in ignored ones."""
+    tl.store(at + MAX * rows_total, tl.where(used, known.m, 0.0), mask=exists)
+    tl.store(at + SUM * rows_total, tl.where(used, known.l, 0.0), mask=exists)
+    tl.store(at + HARD_SUM * rows_total, tl.where(used, known.hard_l, 0.0), mask=exists)
+    tl.store(at + TEACHER_MAX * rows_total, tl.where(used, known.teacher_m, 0.0), mask=exists)
+    tl.store(at + TEACHER_SUM * rows_total, tl.where(used, known.teacher_l, 0.0), mask=exists)
+    tl.store(at + MEAN * rows_total, tl.where(used, known.mean, 0.0), mask=exists)
+    log_probability = tl.where(used, known.log_probability, 0.0)
+    tl.store(at + LOG_PROBABILITY * rows_total, log_probability, mask=exists)
 
 
 @triton.jit
@@ -186,13 +200,7 @@ def _linear_distillation_fwd_kernel(
     else:
         # A target that does not fit in 32 bits is out of range, which the combining kernel sees.
         target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
-        m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_N], tl.float32)
-        hard_l = tl.zeros([BLOCK_N], tl.float32)
-        teacher_m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        teacher_l = tl.zeros([BLOCK_N], tl.float32)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        picked = tl.zeros([BLOCK_N], tl.float32)
+        m, l_i, hard_l, teacher_m, teacher_l, total, picked = nothing_seen(BLOCK_N)
         for start_v in range(first_v, end_v, BLOCK_V):
             z, t = tile_of_both(student, teacher, rows, used, start_v, STUDENT, TEACHER)
             m, l_i, hard_l, teacher_m, teacher_l, total, picked = fold(
@@ -206,7 +214,7 @@ def _linear_distillation_fwd_kernel(
                 TEMPERED,
                 HAS_TARGET,
             )
-        ptrs = split_ptr + split.to(tl.int64) * 7 * N + offs_n
+        ptrs = split_ptr + split.to(tl.int64) * _PARTS * N + offs_n
         tl.store(ptrs + MAX * N, m, mask=used)
         tl.store(ptrs + SUM * N, l_i, mask=used)
         tl.store(ptrs + HARD_SUM * N, hard_l, mask=used)
@@ -245,6 +253,14 @@ def _linear_distillation_combine_kernel(
     MIXTURE: tl.constexpr,
 ):
     """What the forward says of each row, from its splits; 0 for ignored rows."""
+    losses = Losses(
+        loss_ptr,
+        distillation_ptr,
+        cross_entropy_ptr,
+        temperature_squared,
+        distillation_weight,
+        cross_entropy_weight,
+    )
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = offs_n < N
     used = offs_n < tl.load(count_ptr).to(tl.int32)
@@ -263,13 +279,7 @@ def _linear_distillation_combine_kernel(
         tl.store(at + MEAN * rows_total, tl.where(used, of_q, 0.0), mask=exists)
     else:
         inverse = inverse_temperature
-        m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_N], tl.float32)
-        hard_l = tl.zeros([BLOCK_N], tl.float32)
-        teacher_m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        teacher_l = tl.zeros([BLOCK_N], tl.float32)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        picked = tl.zeros([BLOCK_N], tl.float32)
+        m, l_i, hard_l, teacher_m, teacher_l, total, picked = nothing_seen(BLOCK_N)
         for _ in range(0, num_splits):
             m_s = tl.load(ptrs + MAX * N, mask=used, other=0.0)
             l_s = tl.load(ptrs + SUM * N, mask=used, other=1.0)
@@ -301,53 +311,16 @@ def _linear_distillation_combine_kernel(
             )
             m = m_new
             teacher_m = teacher_m_new
-            ptrs += 7 * N
+            ptrs += _PARTS * N
         if not TEMPERED:
             hard_l = l_i
         target = tl.load(target_ptr + rows, mask=used, other=0)
         log_probability = hard_part(target, m, hard_l, picked, V, HAS_TARGET)
         mean, distillation = divergence_of(m, l_i, teacher_l, total, DIVERGENCE)
-        store_statistics(
-            at,
-            rows_total,
-            exists,
-            used,
-            m,
-            l_i,
-            hard_l,
-            teacher_m,
-            teacher_l,
-            mean,
-            log_probability,
-        )
+        known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability)
+        store_statistics(at, rows_total, exists, used, known)
     if MIXTURE or DIVERGENCE != JS:
-        store_rows(
-            loss_ptr,
-            distillation_ptr,
-            cross_entropy_ptr,
-            rows,
-            exists,
-            used,
-            distillation,
-            log_probability,
-            temperature_squared,
-            distillation_weight,
-            cross_entropy_weight,
-        )
-
-
-@triton.jit
-def store_statistics(
-    at, rows_total, exists, used, m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability
-):
-    """The statistics of rows; 0 in ignored ones."""
-    tl.store(at + MAX * rows_total, tl.where(used, m, 0.0), mask=exists)
-    tl.store(at + SUM * rows_total, tl.where(used, l_i, 0.0), mask=exists)
-    tl.store(at + HARD_SUM * rows_total, tl.where(used, hard_l, 0.0), mask=exists)
-    tl.store(at + TEACHER_MAX * rows_total, tl.where(used, teacher_m, 0.0), mask=exists)
-    tl.store(at + TEACHER_SUM * rows_total, tl.where(used, teacher_l, 0.0), mask=exists)
-    tl.store(at + MEAN * rows_total, tl.where(used, mean, 0.0), mask=exists)
-    tl.store(at + LOG_PROBABILITY * rows_total, tl.where(used, log_probability, 0.0), mask=exists)
+        store_losses(losses, rows, exists, used, distillation, log_probability)
 
 
 @triton.jit(do_not_specialize=["N", "rows_total"])
@@ -393,6 +366,14 @@ def _linear_distillation_rows_kernel(
 
     D of an unused slot is 0, whatever its memory holds, because the products read it too.
     """
+    losses = Losses(
+        loss_ptr,
+        distillation_ptr,
+        cross_entropy_ptr,
+        temperature_squared,
+        distillation_weight,
+        cross_entropy_weight,
+    )
     setting = Setting(inverse_temperature, beta, distillation_scale, cross_entropy_weight)
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -402,13 +383,7 @@ def _linear_distillation_rows_kernel(
     rows = tl.load(order_ptr + offs_n, mask=exists, other=0)
     target = tl.load(target_ptr + rows, mask=used, other=-1)
     narrow_target = target.to(tl.int32)
-    m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_N], tl.float32)
-    hard_l = tl.zeros([BLOCK_N], tl.float32)
-    teacher_m = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    teacher_l = tl.zeros([BLOCK_N], tl.float32)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    picked = tl.zeros([BLOCK_N], tl.float32)
+    m, l_i, hard_l, teacher_m, teacher_l, total, picked = nothing_seen(BLOCK_N)
     end_v = tl.where(start_n < count, V, 0)
     for start_v in range(0, end_v, BLOCK_V):
         z = kept_logits(z_ptr, bias_ptr, offs_n, used, start_v, V, stride_zn, BLOCK_V, HAS_BIAS)
@@ -431,9 +406,8 @@ def _linear_distillation_rows_kernel(
     log_probability = hard_part(target, m, hard_l, picked, V, HAS_TARGET)
     mean, distillation = divergence_of(m, l_i, teacher_l, total, DIVERGENCE)
     # What unused slots take is not stored, and D is 0 there.
-    row = row_from(
-        narrow_target, m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability, setting, HARD
-    )
+    known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability)
+    row = row_from(narrow_target, known, setting, HARD)
     if DIVERGENCE == JS:
         of_q = tl.zeros([BLOCK_N], tl.float32)
         of_p = tl.zeros([BLOCK_N], tl.float32)
@@ -453,46 +427,11 @@ def _linear_distillation_rows_kernel(
             more_q, more_p = fold_mixture(z, t, row, setting, TEMPERED)
             of_q += more_q
             of_p += more_p
-        mean = of_q
         distillation = beta * of_p + (1.0 - beta) * of_q
-        row = row_from(
-            narrow_target,
-            m,
-            l_i,
-            hard_l,
-            teacher_m,
-            teacher_l,
-            mean,
-            log_probability,
-            setting,
-            HARD,
-        )
-    store_statistics(
-        statistics_ptr + rows,
-        rows_total,
-        exists,
-        used,
-        m,
-        l_i,
-        hard_l,
-        teacher_m,
-        teacher_l,
-        mean,
-        log_probability,
-    )
-    store_rows(
-        loss_ptr,
-        distillation_ptr,
-        cross_entropy_ptr,
-        rows,
-        exists,
-        used,
-        distillation,
-        log_probability,
-        temperature_squared,
-        distillation_weight,
-        cross_entropy_weight,
-    )
+        known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, of_q, log_probability)
+        row = row_from(narrow_target, known, setting, HARD)
+    store_statistics(statistics_ptr + rows, rows_total, exists, used, known)
+    store_losses(losses, rows, exists, used, distillation, log_probability)
     for start_v in range(0, V, BLOCK_V):
         z = kept_logits(z_ptr, bias_ptr, offs_n, used, start_v, V, stride_zn, BLOCK_V, HAS_BIAS)
         t = kept_logits(
@@ -591,7 +530,7 @@ def forward_recomputed(
         config = tile_config("js" if mixture else "forward", input, teacher["x_ptr"])
         columns = configs.split_columns_of(config["BLOCK_V"])
         splits = cdiv(vocab, columns)
-        split = input.new_empty(splits, 2 if mixture else _PARTS, rows, dtype=torch.float32)
+        split = input.new_empty(splits, 2 if mixture else _PARTS.value, rows, dtype=torch.float32)
         launch(
             _linear_distillation_fwd_kernel,
             (cdiv(rows, config["BLOCK_N"]), splits),

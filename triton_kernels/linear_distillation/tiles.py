@@ -47,6 +47,18 @@ class Running(NamedTuple):
     picked: Any
 
 
+class Statistics(NamedTuple):
+    """What the forward finds out about rows, [BLOCK_N] each."""
+
+    m: Any
+    l: Any  # noqa: E741
+    hard_l: Any
+    teacher_m: Any
+    teacher_l: Any
+    mean: Any
+    log_probability: Any
+
+
 class Row(NamedTuple):
     """Of rows whose logits were all seen, what dz is made from, [BLOCK_N] each."""
 
@@ -79,6 +91,14 @@ def moved(x, weight, old, new, by, inverse_temperature):
     ``new``; the other side's maximum rises by ``by``."""
     shift = (by - (finite(new) - finite(old))) * inverse_temperature
     return tl.exp2((old - finite(new)) * inverse_temperature * LOG2E) * (x + weight * shift)
+
+
+@triton.jit
+def nothing_seen(BLOCK_N: tl.constexpr):
+    """What is known before the first tile."""
+    m = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    zero = tl.zeros([BLOCK_N], tl.float32)
+    return m, zero, zero, m, zero, zero, zero
 
 
 @triton.jit
@@ -198,35 +218,25 @@ def grad_logits(
 
 
 @triton.jit
-def row_from(
-    target,
-    m,
-    l_i,
-    hard_l,
-    teacher_m,
-    teacher_l,
-    mean,
-    log_probability,
-    setting,
-    HARD: tl.constexpr,
-):
-    d_target = mean * 0.0
-    one_over_hard_l = 1.0 / hard_l
+def row_from(target, known, setting, HARD: tl.constexpr):
+    """What dz is made from, of the statistics of rows."""
+    d_target = known.mean * 0.0
+    one_over_hard_l = 1.0 / known.hard_l
     if HARD:
         # No column is that of a target outside the vocabulary: so the whole row says it.
-        unknown = log_probability != log_probability
+        unknown = known.log_probability != known.log_probability
         one_over_hard_l = tl.where(unknown, float("nan"), one_over_hard_l)
-        d_target = setting.cross_entropy_weight * (tl.exp2(log_probability * LOG2E) - 1.0)
-    log_ratio = tl.log(l_i) - tl.log(teacher_l)
+        d_target = setting.cross_entropy_weight * (tl.exp2(known.log_probability * LOG2E) - 1.0)
+    log_ratio = tl.log(known.l) - tl.log(known.teacher_l)
     return Row(
         target,
-        m,
-        1.0 / l_i,
+        known.m,
+        1.0 / known.l,
         one_over_hard_l,
-        teacher_m,
-        1.0 / teacher_l,
+        known.teacher_m,
+        1.0 / known.teacher_l,
         log_ratio,
-        mean,
+        known.mean,
         d_target,
     )
 
@@ -245,6 +255,5 @@ def row_of(statistics_ptr, rows, used, target, N, setting, HARD: tl.constexpr):
     if HARD:
         hard_l = tl.load(at + HARD_SUM * N, mask=used, other=1.0)
         log_probability = tl.load(at + LOG_PROBABILITY * N, mask=used, other=0.0)
-    return row_from(
-        target, m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability, setting, HARD
-    )
+    known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability)
+    return row_from(target, known, setting, HARD)
