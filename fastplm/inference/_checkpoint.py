@@ -66,7 +66,7 @@ def check_out(args: Any, *paths: Path) -> None:
         args.check("out", free, "a new file", fix, f"{path}, which exists", DataError)
         there = path.parent.is_dir() and not path.is_dir()
         fix = "Make the folder, or choose another file."
-        args.check("out", there, "a file in a folder that exists", fix, error=DataError)
+        args.check("out", there, "a file in an existing folder", fix, error=DataError)
 
 
 @contextmanager
