@@ -2,12 +2,15 @@
 
     python benchmarks/distillation.py --model DIR --data DIR [--seeds 3] [--scale 1] [--work DIR]
 
-DIR of the model is a MiniLM (``BertModel``); DIR of the data holds text/, pairs/ and translation/.
+DIR of the model is a MiniLM (``BertModel``); DIR of the data holds text/, pairs/, qa/ and
+translation/.
 
-1. MiniLM has no head over the vocabulary: its masked-language model, the teacher, is MiniLM with
-   new head, trained on WikiText. Students of two of its layers are trained on the same text, with
-   the teacher (labels, predictions and hidden states) and with the labels alone: the loss of
-   held-out text, and how well the cosine of mean-pooled vectors tells paraphrases (MRPC, test).
+1. MiniLM has no head over the vocabulary: its masked-language model, the teacher, is MiniLM with a
+   new head, trained on WikiText with MiniLM itself as the teacher of its hidden states, so that
+   these keep their meaning. Students of two of its layers are trained on the same text, with the
+   teacher (labels, predictions and hidden states) and with the labels alone: the loss of held-out
+   text, and two scores of the cosines of mean-pooled vectors: how often the paragraph nearest to a
+   question is its own (XQuAD, English), and how well paraphrases are told (MRPC, test).
 2. Students of two layers of MiniLM itself learn its sentence vectors, of English captions and their
    German translations (Multi30k), with a vocabulary of both: how often the nearest English vector
    of a German caption is its translation's (1,000 test captions), against the same student before
@@ -22,6 +25,7 @@ import argparse
 import contextlib
 import csv
 import gzip
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,8 @@ from harness import machine_folder, machine_line
 #: Steps of a quarter of an hour or so on one core, for all runs together.
 TEACHER_STEPS, STUDENT_STEPS, MULTILINGUAL_STEPS = 240, 120, 150
 NO_TEACHER = {"soft_weight": 0.0, "hidden_weight": 0.0, "hard_weight": 1.0}
+#: Of the teacher, which is to predict words and to keep MiniLM's hidden states.
+KEEPS_STATES = {**NO_TEACHER, "hidden_weight": 10.0}
 FIELDS = (
     *("date", "machine", "torch", "triton", "commit"),
     *("experiment", "student", "seeds", "steps", "metric", "value", "half_width", "seconds"),
@@ -95,6 +101,18 @@ def paraphrase_auc(path: Path | str, data: Path) -> float:
     return float(((above > 0).double() + 0.5 * (above == 0)).mean())
 
 
+def answering(path: Path | str, data: Path) -> float:
+    """The share of questions whose nearest paragraph is the one they were asked of."""
+    articles = json.loads((data / "qa/xquad.en.json").read_text(encoding="utf-8"))["data"]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    asked = [(question["question"], i) for i, p in enumerate(paragraphs) for question in p["qas"]]
+    model, tokenizer = backbone(path)
+    questions = vectors(model, tokenizer, [question for question, _ in asked])
+    texts = vectors(model, tokenizer, [paragraph["context"] for paragraph in paragraphs])
+    found = (questions @ texts.T).argmax(1)
+    return float((found == torch.tensor([i for _, i in asked])).double().mean())
+
+
 def retrieval(path: Path | str, data: Path) -> float:
     """The share of German captions whose nearest English vector is that of their translation."""
     model, tokenizer = backbone(path)
@@ -114,11 +132,21 @@ def masked_teacher(options: argparse.Namespace, text: dict[str, Any]) -> dict[st
         models.BertForMaskedLM.from_pretrained(options.model).save_pretrained(start)
         AutoTokenizer.from_pretrained(options.model).save_pretrained(start)
     layers = models.BertForMaskedLM.config_class.from_pretrained(start).num_hidden_layers
-    settings = {**text, **NO_TEACHER, "lr": 2e-4, "student_layers": layers}
+    settings = {**text, **KEEPS_STATES, "lr": 2e-4, "student_layers": layers}
     steps = max(2, round(TEACHER_STEPS * options.scale))
     return run(
         options.work / "teacher", recipe="distilbert", teacher=start, steps=steps, **settings
     )
+
+
+def figures_of(metrics: dict[str, Any], model: Path, data: Path) -> dict[str, float]:
+    """What is compared of a model that predicts masked words."""
+    return {
+        "held-out loss": metrics["held_out"]["mlm_loss"],
+        "questions that find their paragraph": answering(model, data),
+        "MRPC AUC": paraphrase_auc(model, data),
+        "seconds": metrics["train_seconds"],
+    }
 
 
 def with_and_without(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -135,18 +163,10 @@ def with_and_without(options: argparse.Namespace) -> list[dict[str, Any]]:
             out = options.work / f"{student.replace(' ', '-')}-{seed}"
             settings = {**text, **weights, "lr": 5e-4, "student_layers": 2, "seed": seed}
             metrics = run(out, recipe="distilbert", teacher=folder, steps=steps, **settings)
-            figures = {
-                "held-out loss": metrics["held_out"]["mlm_loss"],
-                "MRPC AUC": paraphrase_auc(out / "model", options.data),
-                "seconds": metrics["train_seconds"],
-            }
+            figures = figures_of(metrics, out / "model", options.data)
             found[student].append(figures)
             print(f"{student:<15} seed {seed}  {figures}", flush=True)
-    own = {
-        "held-out loss": teacher["held_out"]["mlm_loss"],
-        "MRPC AUC": paraphrase_auc(folder, options.data),
-        "seconds": teacher["train_seconds"],
-    }
+    own = figures_of(teacher, folder, options.data)
     rows = rows_of("masked words", "the teacher, 6 layers", teacher["arguments"]["steps"], [own])
     for student, runs in found.items():
         rows += rows_of("masked words", f"2 layers, {student}", steps, runs)

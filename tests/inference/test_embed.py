@@ -313,7 +313,7 @@ def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp
     [
         ({"out": "old.npy"}, "`out` got .*old.npy, which exists; .*--overwrite"),
         ({"out": "vectors.txt"}, "a name that ends in .npy"),
-        ({"out": "no/such.npy"}, "a file in a folder that exists"),
+        ({"out": "no/such.npy"}, "a file in an existing folder"),
         ({"data": "missing.txt"}, "a path that does not exist"),
         ({"data": "."}, "`paths` got ., a folder; .* Name a file in it"),
         ({"data": "latin.txt"}, "latin.txt, which is not UTF-8: byte 0xdf"),
