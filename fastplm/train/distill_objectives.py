@@ -192,43 +192,53 @@ class VocabularyDistillation(Distillation):
         elif not args.hidden_weight:
             inputs["output_rows"] = positions
 
-        def rows(model: Any) -> tuple[Tensor, Tensor, nn.Linear]:
-            transform, decoder = model._head()
+        def computed(model: Any) -> tuple[Tensor, Tensor]:
+            """The last hidden state, and its rows at the labels."""
             outputs = model.base_model(batch.input_ids, **inputs, return_dict=True)
             hidden = outputs.last_hidden_state
             if "output_rows" in inputs:
-                chosen = hidden[:, 0]
-            else:
-                chosen = ops.gather_rows(hidden.flatten(0, 1), positions)
-            return hidden, chosen if transform is None else transform(chosen), decoder
+                return hidden, hidden[:, 0]
+            return hidden, ops.gather_rows(hidden.flatten(0, 1), positions)
+
+        def to_vocabulary(model: Any, rows: Tensor) -> tuple[Tensor, nn.Linear]:
+            """What the projection to the vocabulary reads, and that."""
+            transform, decoder = model._head()
+            return rows if transform is None else transform(rows), decoder
 
         name = "clm_loss" if causal else "mlm_loss"
-        hidden, chosen, decoder = rows(self.student)
-        if not (args.soft_weight or args.hidden_weight):  # as if there were no teacher
+        hidden, chosen = computed(self.student)
+        chosen, decoder = to_vocabulary(self.student, chosen)
+        expected: Any = None
+        taught: Any = None
+        if args.soft_weight or args.hidden_weight:  # else there might be no teacher
+            with torch.no_grad():
+                expected, taught = computed(self.teacher)
+        if args.soft_weight:
+            with torch.no_grad():
+                taught, teacher_decoder = to_vocabulary(self.teacher, taught)
+            vocabulary = ops.linear_distillation(
+                chosen,
+                decoder.weight,
+                taught,
+                teacher_decoder.weight,
+                targets,
+                linear_bias=decoder.bias,
+                teacher_bias=teacher_decoder.bias,
+                temperature=args.temperature,
+                divergence=args.divergence,
+                distillation_weight=args.soft_weight,
+                cross_entropy_weight=args.hard_weight,
+                normalizer=batch.items,
+                expected_targets=chosen.shape[0],
+            )
+            result = {
+                "loss": vocabulary.loss,
+                name: vocabulary.cross_entropy,
+                "soft_loss": vocabulary.distillation,
+            }
+        else:
             hard = vocabulary_loss(chosen, decoder, targets, batch.items, dense=True)
-            return weighted({name: (args.hard_weight, hard)})
-        with torch.no_grad():
-            expected, teacher_rows, teacher_decoder = rows(self.teacher)
-        vocabulary = ops.linear_distillation(
-            chosen,
-            decoder.weight,
-            teacher_rows,
-            teacher_decoder.weight,
-            targets,
-            linear_bias=decoder.bias,
-            teacher_bias=teacher_decoder.bias,
-            temperature=args.temperature,
-            divergence=args.divergence,
-            distillation_weight=args.soft_weight,
-            cross_entropy_weight=args.hard_weight,
-            normalizer=batch.items,
-            expected_targets=chosen.shape[0],
-        )
-        result = {
-            "loss": vocabulary.loss,
-            name: vocabulary.cross_entropy,
-            "soft_loss": vocabulary.distillation,
-        }
+            result = weighted({name: (args.hard_weight, hard)})
         if args.hidden_weight:
             apart = cosine_distance(self.projection(hidden), expected, batch.mask) / batch.tokens
             result["loss"] = result["loss"] + args.hidden_weight * apart

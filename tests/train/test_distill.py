@@ -201,11 +201,16 @@ def compare(model, plain_student, formula, batch, **counts) -> None:
     check_in_fp64(ours, gold, {name: single[name] for name in gold})
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_distilbert(divergence):
+@pytest.mark.parametrize(
+    ("divergence", "soft_weight"), [("forward_kl", 5.0), ("reverse_kl", 5.0), ("forward_kl", 0.0)]
+)
+def test_distilbert(divergence, soft_weight):
     student, plain_student = bert("BertForMaskedLM", 1, 8, 1)
     teacher, plain_teacher = bert("BertForMaskedLM", 2, 12, 2)
-    args = settings("distilbert", temperature=3.0, divergence=divergence, hidden_weight=0.7)
+    weights = {"soft_weight": soft_weight, "hidden_weight": 0.7}
+    args = settings("distilbert", temperature=3.0, divergence=divergence, **weights)
+    if soft_weight == 0:
+        teacher.cls.predictions.decoder = None  # it is not asked
     model = KINDS["distilbert"](student, teacher, args)
     model.double()
     labels = torch.full((B, T), -100)
@@ -230,7 +235,7 @@ def test_distilbert(divergence):
             ours.hidden_states[-1] @ map_.T, theirs.hidden_states[-1], dim=-1
         )
         apart = (1 - cosines)[MASK].sum()
-        return (2 * hard + 5 * 9 * soft) / 10 + 0.7 * apart / 30
+        return (2 * hard + soft_weight * 9 * soft) / 10 + 0.7 * apart / 30
 
     counts = {"num_items_in_batch": 10, "num_tokens_in_batch": 30, "num_sequences_in_batch": B}
     compare(model, plain_student, formula, batch, **counts)
