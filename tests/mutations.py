@@ -707,10 +707,13 @@ MUTATIONS = (
     Mutation(SCORE, "max(room // length, 0 if parts else 1)", "1", f"{SCORES} batches_hold"),
     Mutation(
         SCORE,
-        "labels = pad_sequence([text.ids[1:] for",
-        "labels = pad_sequence([text.ids[:-1] for",
+        "pad_sequence([text.ids[shift:] for",
+        "pad_sequence([text.ids[: len(text.ids) - shift] for",
         f"{SCORES} decoder",
     ),
+    Mutation(SCORE, "        finish()\n    nothing", "    nothing", f"{SCORES} pseudo"),
+    Mutation(SCORE, "        rows.clear()\n", "", f"{SCORES} several_batches"),
+    Mutation(SCORE, "sum(map(len, rows)) >= _HEAD_ROWS", "True", f"{SCORES} several_batches"),
     Mutation(SCORE, "    model.eval()\n", "", f"{SCORES} in_training"),
     Mutation(
         "fastplm/inference/embed.py",

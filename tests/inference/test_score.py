@@ -281,6 +281,27 @@ def test_no_padding_and_no_other_row_is_computed(pair, monkeypatch):
     }
 
 
+def test_the_head_waits_for_rows_of_several_batches(pair, monkeypatch):
+    model, _, tokenizer = pair("BertForMaskedLM")
+    loss, calls = ops.linear_cross_entropy, []
+
+    def counted(input: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls.append(input.shape[0])
+        return loss(input, *args, **options)
+
+    monkeypatch.setattr(ops, "linear_cross_entropy", counted)
+    scores = {}
+    for rows in (1, 7):
+        calls.clear()
+        monkeypatch.setattr("fastplm.inference.score._HEAD_ROWS", rows)
+        scores[rows] = pseudo_log_likelihood(model, tokenizer, TEXTS, batch_tokens=16)
+        assert sum(calls) == sum(len(score.tokens) for score in scores[rows])
+        assert len(calls) > 2 and min(calls[:-1]) >= rows
+    for alone, together in zip(scores[1], scores[7], strict=True):
+        assert alone.tokens == together.tokens
+        assert torch.allclose(alone.log_probs, together.log_probs, rtol=1e-5)
+
+
 def test_batches_hold_all_copies_once_and_no_more_tokens_than_allowed():
     sizes = [(3, 5), (0, 2), (7, 9), (1, 30), (4, 1), (2, 5)]
     made = list(_batches(sizes, 20))
