@@ -128,7 +128,7 @@ def _linear_distillation_given_kernel(
 
 
 @triton.jit(do_not_specialize=["rows_total", "start_v", "end_v"])
-def _linear_distillation_bwd_given_kernel(
+def _linear_distillation_given_dz_kernel(
     # pointers
     index_ptr,
     probability_ptr,
@@ -238,7 +238,7 @@ def place_gradients(
     of_setting += ("DIVERGENCE", "TEMPERED", "DISTILLS", "HARD")
     arguments = given.arguments()
     launch(
-        _linear_distillation_bwd_given_kernel,
+        _linear_distillation_given_dz_kernel,
         (part.rows, cdiv(arguments["K"], arguments["BLOCK_K"])),
         dz.device,
         picked_ptr=picked,
