@@ -216,7 +216,7 @@ def linear_distillation_topk(
             not given have no term; with a sum S under 1, D is then S times the renormalized one
             plus S log S, so its minimum is that, below 0, at the same student.
         temperature: T, over 0, of the student's logits in the divergence.
-        logits_budget: as in ``linear_cross_entropy``, as there is but one side.
+        logits_budget: as in ``linear_distillation``; by default as in ``linear_cross_entropy``.
         the others: as in ``linear_distillation``.
 
     Returns, Numerics, Determinism, Raises: as ``linear_distillation``; on the CPU also an index

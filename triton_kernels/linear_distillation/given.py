@@ -1,7 +1,9 @@
-"""Given probabilities in the place of a teacher's rows: of the logits of the words they belong to.
+"""Given probabilities in the place of a teacher's rows.
 
-Their gather reads ``K`` rows of W for each row, or its stored logits. What they add to dz goes over
-the part that all words have, computed anew in fp32, so that it is rounded once.
+The other kernels then see the student alone, and write of dz the part that all words have, S q. The
+logits of the given words are read from the stored ones, or computed again from K rows of W. They
+give what the divergence adds to the student's statistics, and dz of these words from the start: it
+is written over their S q, so that it is rounded once.
 """
 
 from __future__ import annotations
