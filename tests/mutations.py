@@ -42,6 +42,7 @@ RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
+GIVEN = "triton_kernels/linear_distillation/given.py"
 MAXSIM = "fastplm/ops/maxsim.py"
 CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
@@ -285,6 +286,30 @@ MUTATIONS = (
         "total += moved(total_s, l_s, m_s, m_new, rise, inverse)",
         "total += total_s",
         f"{DISTILLED} 'temperatures and triton'",
+    ),
+    Mutation(
+        GIVEN,
+        "rest += total * (finite(m_new) - finite(m)) * inverse_temperature",
+        "rest += 0.0",
+        f"{DISTILLED} 'given_probabilities and triton'",
+    ),
+    Mutation(
+        GIVEN,
+        "here = (p != 0.0) & (index >= start_v)",
+        "here = (index >= start_v)",
+        f"{DISTILLED} 'given_probabilities and triton'",
+    ),
+    Mutation(
+        GIVEN,
+        "d -= (distillation_scale * p)[None, :]",
+        "d = 0.0 - (distillation_scale * p)[None, :]",
+        f"{DISTILLED} 'given_probabilities and triton'",
+    ),
+    Mutation(
+        GIVEN,
+        'tl.where(known | (p == 0.0), p, float("nan"))',
+        "p",
+        f"{DISTILLED} 'index_outside and triton'",
     ),
     # --- nn
     Mutation(

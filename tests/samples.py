@@ -22,14 +22,12 @@ ROOM = 1 << 40  # for the logits of linear_cross_entropy
 
 
 class Sample(NamedTuple):
-    """A call: ``function(**make(size, dtype))``. The first result has a gradient, if ``wrt``; the
-    backends ``without`` do not take it."""
+    """A call: ``function(**make(size, dtype))``. The first result has a gradient, if ``wrt``."""
 
     op: str
     function: Callable[..., Any]
     make: Callable[[int, torch.dtype], dict[str, Any]]
     wrt: tuple[str, ...]
-    without: tuple[str, ...] = ()
 
 
 def floats(*shape: int) -> Callable[[torch.dtype], Tensor]:
@@ -297,7 +295,6 @@ def _samples() -> dict[str, Sample]:
             ops.linear_distillation_topk,
             distillation_topk,
             PARAMETERS,
-            ("triton",),
         ),
         ("replaced_token_loss", detect, detection("mean"), WEIGHTS),
         ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
@@ -341,7 +338,7 @@ TWICE = ("linear", "rms_norm", "gelu", "dropout")
 def kernels(sample: Sample) -> list[str]:
     """The backends that run it beside the reference."""
     backends = OPS[sample.op].backends  # in their order
-    return [name for name in backends if name not in ("eager", *sample.without)]
+    return [name for name in backends if name != "eager"]
 
 
 def each_kernel(samples: dict[str, Sample] = SAMPLES):

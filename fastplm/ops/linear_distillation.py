@@ -216,6 +216,7 @@ def linear_distillation_topk(
             not given have no term; with a sum S under 1, D is then S times the renormalized one
             plus S log S, so its minimum is that, below 0, at the same student.
         temperature: T, over 0, of the student's logits in the divergence.
+        logits_budget: as in ``linear_distillation``; by default as in ``linear_cross_entropy``.
         the others: as in ``linear_distillation``.
 
     Returns, Numerics, Determinism, Raises: as ``linear_distillation``; on the CPU also an index
@@ -437,11 +438,11 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
     elif not on_cpu and budget is None:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:
-        # Keeping D saves the products of both sides in the backward, at the price of passes over
-        # the logits of both: so it goes by their mean width, on a CPU by the sum.
-        taught = 0 if call.teacher_input is None else call.teacher_input.shape[1]
-        width = call.input.shape[1] + taught
-        budget = usual_budget(width if on_cpu else width // 2, on_cpu=on_cpu)
+        # Keeping D saves the products of each side in the backward, at the price of passes over
+        # its logits: so it goes by the mean width, on a CPU by the sum.
+        sides = (call.input,) if call.teacher_input is None else (call.input, call.teacher_input)
+        width = sum(side.shape[1] for side in sides)
+        budget = usual_budget(width if on_cpu else width // len(sides), on_cpu=on_cpu)
     return rows_that_fit(rows, call.input, call.linear_weight, budget)
 
 
@@ -485,7 +486,7 @@ def _triton_forward(call: Call) -> tuple[Tensor, ...]:
     outputs = empty_outputs(call, "triton")
     _check_values(call)
     arguments = call._asdict()
-    for name in ("teacher_indices", "teacher_probabilities", "normalizer", "reduction"):
+    for name in ("normalizer", "reduction"):
         del arguments[name]
     kernels(_NAME).linear_distillation_fwd(*outputs, **arguments)
     if call.reduction != "mean":
@@ -500,16 +501,13 @@ def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor
     for name in ("weight", "bias"):
         arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
     arguments["grad_loss"] = grad_of_rows(grad, saved)
-    unread = ("teacher_indices", "teacher_probabilities", "has_target", "ignore_index")
-    for name in ("denominator", *unread):
+    for name in ("denominator", "has_target", "ignore_index"):
         del arguments[name]
     kernels(_NAME).linear_distillation_bwd(*grads, **arguments)
     return grads
 
 
 def _triton_rejects(call: Call, *, forced: bool) -> str | None:
-    if call.teacher_indices is not None:
-        return "the k likeliest words of a teacher: the kernels take its rows and table"
     if call.teacher_input is not None and call.teacher_input.dtype is torch.float64:
         return "a teacher in float64: the kernels take fp32, fp16 and bf16"
     return triton_rejects(call, forced=forced)

@@ -404,6 +404,15 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
         "linear_distillation_fwd",
         "late: 0 iterations ahead of 1, the copies of teacher_w_ptr, teacher_x_ptr, w_ptr, x_ptr",
     ): ((100,), TILES),
+    (
+        "linear_distillation_fwd",
+        "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
+    ): ((80, 90), TILES),
+    (
+        "linear_distillation_fwd",
+        "late: 0 iterations ahead of 3, the copies of w_ptr, x_ptr",
+    ): ((100,), TILES),
+    ("linear_distillation_fwd", "narrow: 2-byte ld of bias_ptr"): ((100,), COLUMNS),
     ("linear_distillation_rows", "narrow: 2-byte ld of bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_distillation_rows", "narrow: 2-byte ld of teacher_bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_cross_entropy_scale", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
 from fastplm import ops
-from fastplm._checks import BackendError
 from fastplm.reference.linear_distillation import (
     LinearDistillation,
     linear_distillation_ref,
@@ -80,6 +79,9 @@ def chunked(monkeypatch):
     monkeypatch.setattr(configs, "_SCRATCH_ELEMENTS", 1 << 12)
     kept = importlib.import_module("fastplm.triton_kernels.linear_distillation.forward")
     monkeypatch.setattr(kept, "ROWS_TILE", (8, 128, 4))
+    words = importlib.import_module("fastplm.triton_kernels.linear_distillation.given")
+    monkeypatch.setattr(words, "_BLOCK_K", 4)
+    monkeypatch.setattr(words, "_BLOCK_E", 16)
     monkeypatch.setattr(configs, "BIAS_TILE", (16, 32, 4))
 
 
@@ -336,30 +338,56 @@ def test_the_teacher_is_a_constant(device, flow):
 # --- given probabilities --------------------------------------------------------------------------
 
 
+TOPK = loss_of(linear_distillation_topk_ref)
+
+
 def given(device, k=7, **sizes) -> dict:
-    """With places of probability 0 that no one reads."""
+    """With places of probability 0 that no one reads, whatever their index: one outside the
+    vocabulary or another word's; and rows that have no others."""
     inputs = make(device, **sizes)
     rows, vocab = inputs["input"].shape[0], inputs["linear_weight"].shape[0]
     for name in [name for name in inputs if name.startswith("teacher")]:
         del inputs[name]
     indices = torch.rand(rows, vocab, device=device).argsort(1)[:, :k]
     probabilities = torch.rand(rows, k, device=device) / k
-    probabilities[:, -1] = 0.0
-    indices[:, -1] = -5
+    unread = torch.zeros_like(indices, dtype=torch.bool)
+    unread[::5] = True
+    unread[:, 1::5] = True
+    probabilities[unread] = 0.0
+    outside = torch.where(torch.arange(rows, device=device) % 2 == 0, -5, 1 << 40)[:, None]
+    others = torch.arange(k, device=device) % 2 == 1
+    indices = torch.where(unread, indices.roll(1, 1).where(others, outside), indices)
     return inputs | dict(teacher_indices=indices, teacher_probabilities=probabilities)
 
 
-@pairwise(flow=OF_TORCH, mix=MIXES, dtype=DTYPES, renormalize=(True, False))
-def test_given_probabilities(device, flow, mix, dtype, renormalize, chunked):
-    inputs = ignore(given(device, rows=60, vocab=300, dtype=dtype), 0.4)
+@pairwise(flow=FLOWS, mix=MIXES, dtype=DTYPES, renormalize=(True, False), k=(1, 7), bias=(0, 1))
+def test_given_probabilities(device, flow, mix, dtype, renormalize, k, bias, chunked):
+    """Of chunks and blocks, with rows left out and strides."""
+    bias = ("linear_bias",) * bias
+    inputs = ignore(given(device, k, rows=24, vocab=140, dtype=dtype, bias=bias), 0.4)
+    for name in ("input", "linear_weight", "teacher_indices", "teacher_probabilities"):
+        inputs[name] = inputs[name].repeat(1, 2)[:, : inputs[name].shape[1]]
     inputs |= mixed(mix, {"renormalize": renormalize})
-    reference = loss_of(linear_distillation_topk_ref)
-    check(flow, inputs, reference, ops.linear_distillation_topk)
+    check(flow, inputs, TOPK, ops.linear_distillation_topk)
 
 
-@flows(**OF_TORCH, eager=EAGER)
+@pairwise(flow=FLOWS, kind=("certain", "offset", "excluded"))
+def test_extreme_logits_of_given_words(device, flow, kind):
+    inputs = given(device, rows=10) | {"reduction": "none", "cross_entropy_weight": 0.5}
+    inputs["input"] = inputs["input"].sign()
+    for name in ("linear_weight", "linear_bias"):
+        inputs[name] = inputs[name].mul(8).round().div(8)
+    if kind == "certain":
+        inputs["linear_weight"] = inputs["linear_weight"] * 32
+    else:
+        inputs["linear_bias"] += 4096 if kind == "offset" else 0
+        inputs["linear_bias"][:35] += 0 if kind == "offset" else -INF
+    check(flow, inputs, TOPK, ops.linear_distillation_topk)
+
+
+@each_flow_and_eager
 def test_all_probabilities_given_are_the_teacher(device, flow):
-    inputs = make(device) | {"temperature": 2.0}
+    inputs = make(device, rows=9, vocab=40) | {"temperature": 2.0}
     teacher = {name: inputs.pop(name) for name in list(inputs) if name.startswith("teacher")}
     logits = teacher["teacher_input"] @ teacher["teacher_weight"].T + teacher["teacher_bias"]
     probabilities, indices = (logits / 2).softmax(1).sort(1)
@@ -373,7 +401,7 @@ def test_all_probabilities_given_are_the_teacher(device, flow):
     torch.testing.assert_close(found, run(flow, **inputs, **teacher))
 
 
-@flows(**OF_TORCH, eager=EAGER)
+@each_flow_and_eager
 @pytest.mark.parametrize("bad", (-1, 70))
 def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(flow, bad):
     inputs = given("cpu")
@@ -384,11 +412,6 @@ def test_an_index_outside_the_vocabulary_is_an_error_on_the_cpu(flow, bad):
     run(flow, ops.linear_distillation_topk, **inputs)
 
 
-def test_the_kernels_say_that_they_take_no_given_probabilities():
-    with fastplm.use_backend("triton"), pytest.raises(BackendError, match="k likeliest"):
-        ops.linear_distillation_topk(**given("cpu"))
-
-
 @each_flow_and_eager
 def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(flow):
     inputs = make("cpu")
@@ -397,7 +420,24 @@ def test_a_target_outside_the_vocabulary_is_an_error_on_the_cpu(flow):
         run(flow, **inputs)
 
 
-@flows(**{name: flow for name, flow in FLOWS.items() if flow.backend == "triton"}, eager=EAGER)
+of_the_device = flows(**{n: f for n, f in FLOWS.items() if f.backend == "triton"}, eager=EAGER)
+
+
+@of_the_device
+def test_where_it_cannot_be_seen_an_index_outside_the_vocabulary_gives_nan(
+    device, flow, monkeypatch
+):
+    monkeypatch.setattr(op_module, "_check_values", lambda *_: None)
+    inputs = with_gradients(given(device, rows=9)) | {"reduction": "none"}
+    inputs["teacher_indices"][4, 2] = -1
+    inputs["teacher_indices"][7, 0] = 70
+    found = run(flow, ops.linear_distillation_topk, **inputs)
+    assert found.loss.isnan().nonzero().flatten().tolist() == [4, 7]
+    (grad,) = torch.autograd.grad(found.loss.sum(), inputs["input"])
+    assert grad.isnan().all(1).nonzero().flatten().tolist() == [4, 7]
+
+
+@of_the_device
 def test_where_it_cannot_be_seen_a_target_outside_the_vocabulary_gives_nan(
     device, flow, monkeypatch
 ):

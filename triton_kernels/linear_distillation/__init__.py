@@ -4,12 +4,13 @@
     loss_n = w_d T^2 D(p, q) + w_c CE(z, target)
 
     forward KL  D = sum p log(p / q)                          dD/dz = (q - p) / T
+    given       D = sum p log(p / q) over given words         dD/dz = (S q - p) / T, S = sum p
     reverse KL  D = sum q log(q / p)                          dD/dz = q (r - R) / T, r = log(q / p)
     JS          D = a sum p log(p / m) + (1 - a) sum q log(q / m), m = a p + (1 - a) q
                                                               dD/dz = (1 - a) q (r - R) / T,
                                                               r = log(q / m)
     with R = sum q r. So D + CE has at an upstream gradient of 1
-    dz = w_d T [q - p | q (r - R) | (1 - a) q (r - R)] + w_c (softmax(z) - onehot(target))
+    dz = w_d T [q - p | S q - p | q (r - R) | (1 - a) q (r - R)] + w_c (softmax(z) - onehot(target))
 
 Source: Hinton et al. 2015 (arXiv 1503.02531); Agarwal et al. 2024 (arXiv 2306.13649). The running
 sums are those of Milakov and Gimelshein 2018 (arXiv 1805.02867), of both sides side by side. A sum
@@ -17,7 +18,8 @@ of differences of logits, weighted by exponentials, moves with both maxima: wher
 rises by u and the student's by v, each difference of before changes by (v - u) / T.
 
 Files: ``tiles`` what is done on a tile of both logits, ``forward`` and ``backward`` kernels and
-launchers of each data flow, ``launch`` the launchers, ``cases`` what tools compile. The order of
+launchers of each data flow, ``given`` what given probabilities need beside them, ``launch`` the
+launchers, ``cases`` what tools compile. The order of
 rows, the products, dX, dW and db are those of ``linear_cross_entropy``, whose two data flows these
 are: of kept rows D (dz at an upstream gradient of 1) is stored, for the others all logits are
 computed again and dz goes through a buffer of bounded size. The teacher's logits never outlive the

@@ -31,7 +31,7 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                         label += ", hard targets" * hard
                         # The KLs run the kernels of JS's first pass, but for a sum.
                         always = dtype is torch.bfloat16 and width == 768 and hard
-                        always &= divergence == "js"
+                        always &= divergence in ("js", "given")
                         options = dict(
                             divergence=divergence,
                             cross_entropy_weight=0.5 * hard,
@@ -52,10 +52,11 @@ def meta_case(
     divergence: str = "forward_kl",
     temperature: float = 2.0,
     cross_entropy_weight: float = 0.5,
+    words: int = 64,
     products: bool = True,
 ) -> None:
-    """Launch forward and backward on meta tensors; of the backward dz alone, or with the
-    ``products`` of ``linear_cross_entropy``."""
+    """Launch forward and backward on meta tensors, of the divergence "given" with so many ``words``
+    a row; of the backward dz alone, or with the ``products`` of ``linear_cross_entropy``."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -66,15 +67,18 @@ def meta_case(
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
     slots = meta(kept_rows, width, dtype=dtype)
     order = meta(ORDER_START + rows, dtype=torch.int64)
+    given = divergence == "given"
     same: dict[str, Any] = dict(
         input=meta(rows, width, dtype=dtype),
         linear_weight=meta(vocab, width, dtype=dtype),
         linear_bias=meta(vocab, dtype=dtype),
-        teacher_input=meta(rows, teacher_width, dtype=dtype),
-        teacher_weight=meta(vocab, teacher_width, dtype=dtype),
-        teacher_bias=meta(vocab, dtype=dtype),
+        teacher_input=None if given else meta(rows, teacher_width, dtype=dtype),
+        teacher_weight=None if given else meta(vocab, teacher_width, dtype=dtype),
+        teacher_bias=None if given else meta(vocab, dtype=dtype),
+        teacher_indices=meta(rows, words, dtype=torch.int64) if given else None,
+        teacher_probabilities=meta(rows, words) if given else None,
         target=meta(rows, dtype=torch.int64),
-        divergence=divergence,
+        divergence="forward_kl" if given else divergence,
         beta=0.5,
         temperature=temperature,
         distillation_weight=1.0,

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from fastplm.triton_kernels._launch import arch_of, is_recording, nearest_arch
+from fastplm.triton_kernels.linear_cross_entropy.configs import config_of
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages), of the kernels that
 # multiply a tile of both sides: their accumulators are two tiles in fp32. "js": the mixture's pass.
@@ -19,15 +20,19 @@ _TABLE = {
     (80, False, "js"): (32, 64, 32, 4, 1),
     (80, False, "dz"): (32, 64, 32, 4, 1),
 }
+_OF_ONE_SIDE = {"forward": "wide forward with more", "dz": "wide dZ"}
 # Of the kernel that reads and writes stored logits: BLOCK_N, BLOCK_V, num_warps.
 ROWS_TILE = (1, 1024, 4)
 
 
-def tile_config(which: str, *sides: torch.Tensor) -> dict[str, int]:
-    """Of tiles whose rows are ``sides``: those of 16 bits are for two of these."""
-    half = all(side.dtype.itemsize == 2 for side in sides)
+def tile_config(which: str, input: torch.Tensor, taught: torch.Tensor | None) -> dict[str, int]:
+    """Of tiles of both sides: those of 16 bits are for two of these. Without a teacher's rows those
+    of ``linear_cross_entropy``."""
+    if taught is None:
+        return config_of(_OF_ONE_SIDE[which], input)
+    half = input.dtype.itemsize == taught.dtype.itemsize == 2
     look_up = _look_up.__wrapped__ if is_recording() else _look_up
-    return look_up(which, half, arch_of(sides[0].device))
+    return look_up(which, half, arch_of(input.device))
 
 
 @functools.lru_cache

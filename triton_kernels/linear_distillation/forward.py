@@ -20,8 +20,10 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     streamed_products,
 )
 from fastplm.triton_kernels.linear_distillation.configs import ROWS_TILE, tile_config
+from fastplm.triton_kernels.linear_distillation.given import Given, pick_logits, place_gradients
 from fastplm.triton_kernels.linear_distillation.tiles import (
     FORWARD,
+    GIVEN,
     HARD_SUM,
     JS,
     LOG2E,
@@ -112,7 +114,17 @@ def hard_part(target, m, hard_l, picked, V, HAS_TARGET: tl.constexpr):
 
 
 @triton.jit
-def divergence_of(m, l_i, teacher_l, total, DIVERGENCE: tl.constexpr):
+def load_teacher(at, N, used):
+    """(teacher_m, teacher_l, total) of given probabilities, which are known before the student."""
+    teacher_m = tl.load(at + TEACHER_MAX * N, mask=used, other=0.0)
+    teacher_l = tl.load(at + TEACHER_SUM * N, mask=used, other=1.0)
+    return teacher_m, teacher_l, tl.load(at + MEAN * N, mask=used, other=0.0)
+
+
+@triton.jit
+def divergence_of(
+    m, l_i, teacher_m, teacher_l, total, inverse_temperature, DIVERGENCE: tl.constexpr
+):
     """(mean, divergence) of a KL: of JS nothing is known yet."""
     log_ratio = tl.log(l_i) - tl.log(teacher_l)
     mean = m * 0.0
@@ -123,6 +135,10 @@ def divergence_of(m, l_i, teacher_l, total, DIVERGENCE: tl.constexpr):
     if DIVERGENCE == REVERSE:
         mean = total / l_i
         divergence = mean - log_ratio
+    if DIVERGENCE == GIVEN:
+        mean = total
+        rest = (m - teacher_m) * inverse_temperature + tl.log(l_i)
+        divergence = teacher_l + tl.where(mean == 0.0, 0.0, mean * rest)
     return mean, divergence
 
 
@@ -316,7 +332,9 @@ def _linear_distillation_combine_kernel(
             hard_l = l_i
         target = tl.load(target_ptr + rows, mask=used, other=0)
         log_probability = hard_part(target, m, hard_l, picked, V, HAS_TARGET)
-        mean, distillation = divergence_of(m, l_i, teacher_l, total, DIVERGENCE)
+        if DIVERGENCE == GIVEN:
+            teacher_m, teacher_l, total = load_teacher(at, rows_total, used)
+        mean, distillation = divergence_of(m, l_i, teacher_m, teacher_l, total, inverse, DIVERGENCE)
         known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability)
         store_statistics(at, rows_total, exists, used, known)
     if MIXTURE or DIVERGENCE != JS:
@@ -404,7 +422,11 @@ def _linear_distillation_rows_kernel(
     if not TEMPERED:
         hard_l = l_i
     log_probability = hard_part(target, m, hard_l, picked, V, HAS_TARGET)
-    mean, distillation = divergence_of(m, l_i, teacher_l, total, DIVERGENCE)
+    if DIVERGENCE == GIVEN:
+        teacher_m, teacher_l, total = load_teacher(statistics_ptr + rows, rows_total, used)
+    mean, distillation = divergence_of(
+        m, l_i, teacher_m, teacher_l, total, inverse_temperature, DIVERGENCE
+    )
     # What unused slots take is not stored, and D is 0 there.
     known = Statistics(m, l_i, hard_l, teacher_m, teacher_l, mean, log_probability)
     row = row_from(narrow_target, known, setting, HARD)
@@ -453,20 +475,23 @@ def forward_kept(
     results: dict[str, Any],
     grad_logits: torch.Tensor,
     slots: torch.Tensor,
+    given: Given | None,
 ) -> None:
     """Launch the forward of the rows that keep D, which ends in ``grad_logits``."""
     input, vocab = student["x_ptr"], student["V"]
     columns = products.whole_vectors(vocab)
-    taught = teacher["x_ptr"]
-    teacher_slots = taught.new_empty(part.rows, taught.shape[1])
-    teacher_logits = taught.new_empty(part.rows, grad_logits.shape[1])
-    for side, rows, logits in (
-        (student, slots, grad_logits),
-        (teacher, teacher_slots, teacher_logits),
-    ):
+    sides, teacher_logits = [(student, slots, grad_logits)], grad_logits
+    if given is None:
+        taught = teacher["x_ptr"]
+        teacher_slots = taught.new_empty(part.rows, taught.shape[1])
+        teacher_logits = taught.new_empty(part.rows, grad_logits.shape[1])
+        sides.append((teacher, teacher_slots, teacher_logits))
+    for side, rows, logits in sides:
         fill_slots(part, side, rows)
         weight = products.padded(side["w_ptr"], rows.dtype)
         products.multiply(rows, weight.t(), logits[:, :columns])
+    if given is not None:
+        picked = pick_logits(part, student, given, setting, results, grad_logits)
     block_n, block_v, num_warps = ROWS_TILE
     launch(
         _linear_distillation_rows_kernel,
@@ -490,6 +515,8 @@ def forward_kept(
         **setting,
         **results,
     )
+    if given is not None:
+        place_gradients(part, student, given, picked, setting, results, grad_logits, 0, vocab)
 
 
 def both_sides(student: dict[str, Any], teacher: dict[str, Any]) -> dict[str, Any]:
@@ -513,9 +540,14 @@ def forward_recomputed(
     teacher: dict[str, Any],
     setting: dict[str, Any],
     results: dict[str, Any],
+    given: Given | None,
 ) -> None:
     """Launch the forward of the rows whose logits are never stored."""
     input, rows, vocab = student["x_ptr"], part.rows, student["V"]
+    taught = teacher["x_ptr"]
+    if given is not None:
+        taught = None
+        pick_logits(part, student, given, setting, results)
     of_setting = {
         name: setting[name]
         for name in ("inverse_temperature", "beta", "DIVERGENCE", "TEMPERED", "HAS_TARGET")
@@ -527,7 +559,7 @@ def forward_recomputed(
     }
     passes = (False, True) if setting["DIVERGENCE"] == JS.value else (False,)
     for mixture in passes:
-        config = tile_config("js" if mixture else "forward", input, teacher["x_ptr"])
+        config = tile_config("js" if mixture else "forward", input, taught)
         columns = configs.split_columns_of(config["BLOCK_V"])
         splits = cdiv(vocab, columns)
         split = input.new_empty(splits, 2 if mixture else _PARTS.value, rows, dtype=torch.float32)

@@ -13,7 +13,7 @@ from fastplm.triton_kernels.linear_cross_entropy.backward import (
     backward_recomputed,
 )
 from fastplm.triton_kernels.linear_cross_entropy.launch import operands_of
-from fastplm.triton_kernels.linear_cross_entropy.rows import parts_of, write_order
+from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, write_order
 from fastplm.triton_kernels.linear_distillation.backward import (
     _linear_distillation_bwd_logits_kernel,
 )
@@ -23,10 +23,28 @@ from fastplm.triton_kernels.linear_distillation.forward import (
     forward_kept,
     forward_recomputed,
 )
+from fastplm.triton_kernels.linear_distillation.given import Given, pick_logits, place_gradients
 from fastplm.triton_kernels.linear_distillation.tiles import DIVERGENCES
 
 
+def _teacher_of(
+    student: dict[str, Any],
+    parts: list[Part],
+    input: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    probabilities: torch.Tensor | None,
+) -> tuple[dict[str, Any], Given | None]:
+    """The operands of the teacher, or in their place rows of no width, and what is given of it."""
+    if input is None or weight is None:
+        assert indices is not None and probabilities is not None
+        return student | dict(E=0, HAS_BIAS=False), Given(indices, probabilities)
+    return operands_of(input, weight, bias, parts), None
+
+
 def _setting(
+    given: Given | None,
     divergence: str,
     beta: float,
     temperature: float,
@@ -39,7 +57,7 @@ def _setting(
         beta=beta,
         distillation_scale=distillation_weight * temperature,
         cross_entropy_weight=cross_entropy_weight,
-        DIVERGENCE=DIVERGENCES[divergence],
+        DIVERGENCE=DIVERGENCES[divergence if given is None else "given"],
         TEMPERED=temperature != 1.0,
         DISTILLS=distillation_weight != 0,
         HARD=cross_entropy_weight != 0,
@@ -58,9 +76,11 @@ def linear_distillation_fwd(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
-    teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor,
+    teacher_input: torch.Tensor | None,
+    teacher_weight: torch.Tensor | None,
     teacher_bias: torch.Tensor | None,
+    teacher_indices: torch.Tensor | None,
+    teacher_probabilities: torch.Tensor | None,
     target: torch.Tensor,
     has_target: bool,
     ignore_index: int,
@@ -74,13 +94,22 @@ def linear_distillation_fwd(
     """Launch the forward, which writes the seven tensors before the keywords.
 
     Loss and its parts fp32 [N]; statistics fp32 [7, N]; the others as in ``linear_cross_entropy``.
+    A teacher without rows is given: indices int64 and probabilities fp32, both [N, K].
     """
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
     student = operands_of(input, linear_weight, linear_bias, parts)
-    teacher = operands_of(teacher_input, teacher_weight, teacher_bias, parts)
+    teacher, given = _teacher_of(
+        student,
+        parts,
+        teacher_input,
+        teacher_weight,
+        teacher_bias,
+        teacher_indices,
+        teacher_probabilities,
+    )
     setting = dict(
-        **_setting(divergence, beta, temperature, distillation_weight, cross_entropy_weight),
+        **_setting(given, divergence, beta, temperature, distillation_weight, cross_entropy_weight),
         temperature_squared=temperature**2,
         distillation_weight=distillation_weight,
         HAS_TARGET=has_target,
@@ -95,9 +124,9 @@ def linear_distillation_fwd(
     )
     for part in parts:
         if part.kept:
-            forward_kept(part, student, teacher, setting, results, grad_logits, slots)
+            forward_kept(part, student, teacher, setting, results, grad_logits, slots, given)
         else:
-            forward_recomputed(part, student, teacher, setting, results)
+            forward_recomputed(part, student, teacher, setting, results, given)
 
 
 def linear_distillation_bwd(
@@ -109,9 +138,11 @@ def linear_distillation_bwd(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
-    teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor,
+    teacher_input: torch.Tensor | None,
+    teacher_weight: torch.Tensor | None,
     teacher_bias: torch.Tensor | None,
+    teacher_indices: torch.Tensor | None,
+    teacher_probabilities: torch.Tensor | None,
     target: torch.Tensor,
     statistics: torch.Tensor,
     grad_logits: torch.Tensor,
@@ -136,8 +167,18 @@ def linear_distillation_bwd(
         grad_bias.zero_()
         return
     student = operands_of(input, linear_weight, linear_bias, parts)
-    teacher = operands_of(teacher_input, teacher_weight, teacher_bias, parts)
-    setting = _setting(divergence, beta, temperature, distillation_weight, cross_entropy_weight)
+    teacher, given = _teacher_of(
+        student,
+        parts,
+        teacher_input,
+        teacher_weight,
+        teacher_bias,
+        teacher_indices,
+        teacher_probabilities,
+    )
+    setting = _setting(
+        given, divergence, beta, temperature, distillation_weight, cross_entropy_weight
+    )
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
         dw, db = dw.float(), db.float()
@@ -146,6 +187,7 @@ def linear_distillation_bwd(
         dw_ptr=dw if need_weight else None,
         db_ptr=db if need_bias else None,
     )
+    results = dict(target_ptr=target, statistics_ptr=statistics, rows_total=target.shape[0])
     config = tile_config("dz", input, teacher_input)
     for number, part in enumerate(parts):
         if part.kept:
@@ -153,25 +195,35 @@ def linear_distillation_bwd(
                 part, student, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
             )
             continue
+        picked = None if given is None else pick_logits(part, student, given, setting)
 
-        def write(dz: torch.Tensor, chunk_start: int, columns: int, part: Any = part) -> None:
+        def write(
+            dz: torch.Tensor,
+            chunk_start: int,
+            columns: int,
+            part: Part = part,
+            picked: Any = picked,
+        ) -> None:
             launch(
                 _linear_distillation_bwd_logits_kernel,
                 (cdiv(part.rows, config["BLOCK_N"]), cdiv(columns, config["BLOCK_V"])),
                 input.device,
-                target_ptr=target,
                 g_ptr=grad_loss,
-                statistics_ptr=statistics,
                 dz_ptr=dz,
-                rows_total=target.shape[0],
                 chunk_start=chunk_start,
                 stride_dzn=dz.stride(0),
                 stride_g=grad_loss.stride(0),
                 **part.arguments(),
                 **both_sides(student, teacher),
                 **setting,
+                **results,
                 **config,
             )
+            if given is not None:
+                end = chunk_start + columns
+                place_gradients(
+                    part, student, given, picked, setting, results, dz, chunk_start, end, grad_loss
+                )
 
         backward_recomputed(
             part,

@@ -9,12 +9,15 @@ import triton.language as tl
 
 from fastplm.triton_kernels.linear_cross_entropy.tiles import LOG2E
 
-#: Divergences by number.
-DIVERGENCES = {"forward_kl": 1, "reverse_kl": 2, "js": 3}
+#: Divergences by number; "given" is the forward KL to given probabilities.
+DIVERGENCES = {"forward_kl": 1, "reverse_kl": 2, "js": 3, "given": 4}
 FORWARD = tl.constexpr(1)
 REVERSE = tl.constexpr(2)
 JS = tl.constexpr(3)
-#: Places in the statistics [7, N] that the forward leaves.
+GIVEN = tl.constexpr(4)
+#: Places in the statistics [7, N] that the forward leaves. Of given probabilities, those of the
+#: teacher are the largest logit u of its words and the sum of p (log p - (z - u) / T), and the mean
+#: is the sum of p.
 MAX = tl.constexpr(0)
 SUM = tl.constexpr(1)
 HARD_SUM = tl.constexpr(2)
@@ -116,7 +119,9 @@ def fold(
     """What is known after one tile more."""
     inverse = setting.inverse_temperature
     m = tl.maximum(running.m, tl.max(z, 1))
-    teacher_m = tl.maximum(running.teacher_m, tl.max(t, 1))
+    teacher_m = running.teacher_m
+    if DIVERGENCE != GIVEN:
+        teacher_m = tl.maximum(running.teacher_m, tl.max(t, 1))
     picked, hard_l = running.picked, running.hard_l
     if HAS_TARGET:
         picked += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
@@ -140,10 +145,10 @@ def fold(
         total = moved(total, running.l, running.m, m, rise, inverse)
         total += expected(q, z - t)
     l_i = running.l * tl.exp2((running.m - finite(m)) * inverse * LOG2E) + tl.sum(q, 1)
-    teacher_l = running.teacher_l * tl.exp2(
-        (running.teacher_m - finite(teacher_m)) * inverse * LOG2E
-    )
-    teacher_l += tl.sum(p, 1)
+    teacher_l = running.teacher_l
+    if DIVERGENCE != GIVEN:
+        teacher_l *= tl.exp2((running.teacher_m - finite(teacher_m)) * inverse * LOG2E)
+        teacher_l += tl.sum(p, 1)
     return m, l_i, hard_l, teacher_m, teacher_l, total, picked
 
 
@@ -194,7 +199,8 @@ def grad_logits(
     DISTILLS: tl.constexpr,
     HARD: tl.constexpr,
 ):
-    """dz of one tile at an upstream gradient of 1."""
+    """dz of one tile at an upstream gradient of 1, of given probabilities without their own part
+    in it, ``-distillation_scale p``."""
     hard = tl.zeros(z.shape, tl.float32)
     if HARD:
         hard = tl.exp2((z - row.m[:, None]) * LOG2E)
@@ -206,6 +212,8 @@ def grad_logits(
         q = tl.exp2(z * LOG2E) * (scale * row.one_over_l)[:, None]
         if DIVERGENCE == FORWARD:
             d = q - tl.exp2(t * LOG2E) * (scale * row.one_over_teacher_l)[:, None]
+        elif DIVERGENCE == GIVEN:
+            d = q * row.mean[:, None]
         elif DIVERGENCE == REVERSE:
             d = tl.where(q == 0.0, 0.0, q * ((z - t) - row.mean[:, None]))
         else:
