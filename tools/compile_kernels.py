@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib
+import itertools
 import json
 import math
 import os
 import pkgutil
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import machine_code
@@ -126,7 +128,7 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
     ``uneven``: as if no size or stride were a multiple of 16.
     """
     module = importlib.import_module(f"fastplm.triton_kernels.{op}")
-    reports, seen = [], set()
+    found, seen = [], set()
     for label, case in module.compile_cases():
         if label.startswith("slow: ") and not all_cases:
             continue
@@ -136,8 +138,8 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
             source, options, key = source_of(launch, uneven)
             if key not in seen:
                 seen.add(key)
-                reports.append(_compile(op, label, arch, launch, source, options))
-    return reports
+                found.append((label, launch, _compile(source, arch, options)))
+    return _reports(op, arch, found)
 
 
 def source_of(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str, int], str]:
@@ -164,7 +166,8 @@ def source_of(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str
 
 def compile_launch(op: str, label: str, arch: int, launch: Launch) -> Report:
     """Compile one recorded launch."""
-    return _compile(op, label, arch, launch, *source_of(launch)[:2])
+    source, options, _ = source_of(launch)
+    return _reports(op, arch, [(label, launch, _compile(source, arch, options))])[0]
 
 
 def _type(value: Any) -> str:
@@ -177,11 +180,22 @@ def _type(value: Any) -> str:
     return "fp32"
 
 
-def _compile(
-    op: str, label: str, arch: int, launch: Launch, source: ASTSource, options: dict[str, int]
+def _compile(source: ASTSource, arch: int, options: dict[str, int]) -> CompiledKernel:
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _reports(op: str, arch: int, found: list[tuple[str, Launch, CompiledKernel]]) -> list[Report]:
+    """Of labels of cases, launches, and what these compile to."""
+    codes = disassemble([compiled.asm["cubin"] for _, _, compiled in found], arch)
+    return [
+        _report(op, arch, *each, sass, usage)
+        for each, (sass, usage) in zip(found, codes, strict=True)
+    ]
+
+
+def _report(
+    op: str, arch: int, label: str, launch: Launch, compiled: CompiledKernel, sass: str, usage: str
 ) -> Report:
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    sass, usage = disassemble(compiled.asm["cubin"])
     registers = int(re.search(r"REG:(\d+)", usage).group(1))
     metadata = compiled.metadata
     mix, cycles = machine_code.loop_mix(sass, metadata.num_warps, arch)
@@ -209,12 +223,12 @@ def _compile(
         ),
         hgmma="HGMMA" in sass,
         dots=any(int(rows) >= 64 for rows in _DOT.findall(compiled.asm["ttir"])),
-        half=any(kind in str(source.signature) for kind in ("*fp16", "*bf16")),
+        half=any(kind in str(compiled.src.signature) for kind in ("*fp16", "*bf16")),
         mix=mix,
         cycles=cycles,
         flops=flops,
         moved=moved,
-        overflows=offset_overflows(compiled.asm["ttir"], launch, source.signature),
+        overflows=offset_overflows(compiled.asm["ttir"], launch, compiled.src.signature),
         hazards=hazards,
     )
 
@@ -263,18 +277,49 @@ def tile_work(ttir: str) -> tuple[int, int]:
     return total(flops, best), total(moved, best)
 
 
-def disassemble(cubin: bytes) -> tuple[str, str]:
-    """(SASS, resource usage) of a cubin."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return tuple(
-            subprocess.run(
-                [tool, flag, file.name], check=True, capture_output=True, text=True
-            ).stdout
-            for flag in ("--dump-sass", "--dump-resource-usage")
-        )
+_ELF = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_INSTRUCTION = 16  # bytes
+
+
+def _text(cubin: bytes) -> bytes:
+    """The instructions of the one kernel in a cubin, which is an ELF file."""
+    header = _ELF.unpack_from(cubin)
+    start, count, names = header[6], header[12], header[13]
+    sections = [_SECTION.unpack_from(cubin, start + _SECTION.size * i) for i in range(count)]
+    texts = []
+    for name, _, _, _, offset, size, *_ in sections:
+        if cubin.startswith(b".text.", sections[names][4] + name):
+            texts.append(cubin[offset : offset + size])
+    (text,) = texts
+    return text
+
+
+def disassemble(cubins: list[bytes], arch: int) -> list[tuple[str, str]]:
+    """(SASS, resource usage) of each cubin; the addresses of a kernel follow those of the last.
+
+    The disassembler takes a third of a second to start, so that it starts once for all.
+    """
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+    def printed(content: bytes, tool: str, *options: str) -> str:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            command = [tools / tool, *options, file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    texts = [_text(cubin) for cubin in cubins]
+    name = f"SM{arch}{'a' * (arch >= 90)}"
+    sass = printed(b"".join(texts), "nvdisasm", "--binary", name).splitlines()
+    lines = [line for line in sass if line.lstrip().startswith("/*")]
+    ends = list(itertools.accumulate(len(text) // _INSTRUCTION for text in texts))
+    if len(lines) != ends[-1]:
+        raise RuntimeError(f"{ends[-1]} instructions were disassembled to {len(lines)} lines")
+    return [
+        ("\n".join(lines[start:end]), printed(cubin, "cuobjdump", "--dump-resource-usage"))
+        for start, end, cubin in zip([0, *ends], ends, cubins, strict=False)
+    ]
 
 
 def compile_all(

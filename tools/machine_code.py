@@ -90,7 +90,7 @@ class Instruction:
 
 
 def parse(sass: str) -> list[Instruction]:
-    """The instructions of one function, as cuobjdump prints them."""
+    """The instructions of one function, as nvdisasm prints them."""
     found = _LINE.findall(sass)
     return [Instruction(int(at, 16), bool(when), name, ops) for at, when, name, ops in found]
 

@@ -268,7 +268,7 @@ def machine_code(dtype: str, **options) -> tuple[str, int, int, str]:
     forward = next(launch for launch in launches if launch.kernel.__name__.endswith("_fwd_kernel"))
     source, chosen, _ = compile_kernels.source_of(forward)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
-    sass, _ = compile_kernels.disassemble(compiled.asm["cubin"])
+    ((sass, _),) = compile_kernels.disassemble([compiled.asm["cubin"]], 90)
     metadata = compiled.metadata
     return forward.kernel.__name__, metadata.num_warps, metadata.shared, sass
 
