@@ -1,5 +1,7 @@
 """Scores of texts, against minicons: ``python benchmarks/scoring.py --model DIR --texts FILE``.
 
+fastplm is also run with ``torch.set_float32_matmul_precision("high")``.
+
 The same texts under the same weights, each run in a process of its own: first the tokenizer and the
 model are loaded and a short text is scored, then the clock starts. Memory is the highest resident
 size from there on (VmHWM, which Linux resets) less the resident size before. They take turns,
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = ("original", "within_word_l2r", "log-likelihood")
+HIGH = "fastplm, matmul precision high"
 _WARM_UP = "It is short."
 _VOCABULARY = 30_522
 
@@ -95,7 +98,9 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(settings["threads"])
     texts = lines_of(Path(settings["texts"]), settings["count"])
-    make = ours if settings["system"] == "fastplm" else minicons
+    make = minicons if settings["system"] == "minicons" else ours
+    if settings["system"] == HIGH:
+        torch.set_float32_matmul_precision("high")
     run = make(settings["folder"], settings["metric"], settings["batch"])
     run([_WARM_UP])
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again
@@ -161,7 +166,7 @@ def main() -> int:
         return 0
     if args.model is None or args.texts is None:
         parser.error("--model and --texts are needed")
-    systems = [("fastplm", 0)]
+    systems = [("fastplm", 0), (HIGH, 0)]
     if importlib.util.find_spec("minicons"):
         print(f"minicons {importlib.metadata.version('minicons')}")
         systems += [("minicons", size) for size in args.batches]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from fastplm import _measured, ops
 from fastplm._backends import use_backend
 from fastplm._checks import DataError, check_choice, message
+from fastplm.ops.linear import has_bf16x3
 
 Call = Callable[[], Any]
 _HALF = (torch.bfloat16, torch.float16)
@@ -194,16 +195,21 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     weight = [1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
     if not _measured.computes_in(dtype):  # where PyTorch's takes seconds
         rows, weight = rows[:-1], weight[:-2]
-    for form in ("linear", "conv1d"):
+    forms = ["linear", "conv1d"]
+    if dtype is torch.float32 and has_bf16x3():
+        forms += ["linear bf16x3", "conv1d bf16x3"]
+    for form in forms:
 
         def make(rows: int, size: int, form: str = form) -> tuple[Call, Call]:
             width = math.isqrt(size)
             input = torch.randn(rows, width).to(dtype)
             matrix = torch.randn(width, size // width).to(dtype)
-            matrix = matrix.t().contiguous().t() if form == "linear" else matrix  # [K, N]
+            by_columns = form.startswith("linear")
+            matrix = matrix.t().contiguous().t() if by_columns else matrix  # [K, N]
             weight = matrix.t()
-            product = torch.ops.fastplm_C.linear.default
-            return lambda: product(input, weight, None), lambda: F.linear(input, weight)
+            operators = torch.ops.fastplm_C
+            product = operators.linear_bf16x3 if "bf16x3" in form else operators.linear
+            return lambda: product.default(input, weight, None), lambda: F.linear(input, weight)
 
         yield Plan("linear", form, dtype, [rows, weight], make)
 

@@ -78,3 +78,9 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def fp32_name(args: Any) -> str:
+    """fp32, and how it is multiplied."""
+    exact = args.matmul_precision == "highest"
+    return "fp32" if exact else f"fp32, products {args.matmul_precision}"

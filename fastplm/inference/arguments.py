@@ -20,6 +20,7 @@ CALIBRATIONS = ("none", "contextual", "pmi")
 BATCH_TOKENS = 1024
 TOO_LONG = ("truncate", "error")
 DTYPES = ("float32", "float16")
+MATMUL_PRECISIONS = ("highest", "high")
 _WEIGHT = Number(float, -1e9, 1e9, "a number")
 
 
@@ -83,6 +84,12 @@ class EmbedArguments(Settings):
     batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
     dtype: str = setting("type of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
+    matmul_precision: str = setting(
+        "of products of fp32, as torch.set_float32_matmul_precision: high, a sum of two bf16 or "
+        "TF32 for each number, is faster on a CPU with AMX and on a GPU",
+        "highest",
+        choices=MATMUL_PRECISIONS,
+    )
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 

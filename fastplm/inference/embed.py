@@ -22,7 +22,7 @@ from fastplm._checks import ArgumentValueError, DataError, check, check_choice, 
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
-from fastplm.inference._checkpoint import check_out, whole
+from fastplm.inference._checkpoint import check_out, fp32_name, whole
 from fastplm.inference._encoder import Encoder, load_encoder
 from fastplm.inference.arguments import (
     BATCH_TOKENS,
@@ -32,7 +32,7 @@ from fastplm.inference.arguments import (
     WORD_POOLINGS,
     EmbedArguments,
 )
-from fastplm.train._run import using_threads
+from fastplm.train._run import fp32_products, using_threads
 from fastplm.train._run_folder import loaded
 from fastplm.train.report import block
 
@@ -373,7 +373,11 @@ def embed_file(args: EmbedArguments) -> str:
     say(_announcement(args, settings, model, len(texts), theirs is not None))
 
     start = time.perf_counter()
-    with using_threads(args.threads), _array(out, args.dtype) as allocate:
+    with (
+        using_threads(args.threads),
+        fp32_products(args.matmul_precision),
+        _array(out, args.dtype) as allocate,
+    ):
         vectors, offsets, cut = _embed(
             model,
             tokenizer,
@@ -413,9 +417,10 @@ def _announcement(
     vectors += ", as modules.json says" if theirs else ""
     count = args.threads or torch.get_num_threads()
     threads = f", {count} threads" if model.device.type == "cpu" else ""
+    precision = "bf16" if args.bf16 else fp32_name(args)
     rows = {
         "data": f"{args.data}: {texts:,} texts",
-        "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
+        "model": f"{args.model}: {type(model).__name__}, {precision}",
         "vectors": vectors,
         "device": f"{model.device}{threads}",
         "results": str(args.out),

@@ -21,13 +21,13 @@ from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.inference._batches import progress_bar
-from fastplm.inference._checkpoint import check_out, head_of, load_model, whole
+from fastplm.inference._checkpoint import check_out, fp32_name, head_of, load_model, whole
 from fastplm.inference._encoder import load_encoder
 from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.inference.score_arguments import METHODS, ScoreArguments
 from fastplm.train._checkpoint import config_at
-from fastplm.train._run import using_threads
+from fastplm.train._run import fp32_products, using_threads
 from fastplm.train.report import block
 
 
@@ -74,7 +74,7 @@ def score_file(args: ScoreArguments) -> str:
     expected = f"{usual}, the one for a {config.model_type} model of this kind"
     args.check("metric", metric == usual or not likelihood, expected, fix)
     lines = read_lines(args, paired=likelihood and config.is_encoder_decoder)
-    with using_threads(args.threads):
+    with using_threads(args.threads), fp32_products(args.matmul_precision):
         begun = time.perf_counter()
         report = _METRICS[metric](args, lines, config)
         seconds = time.perf_counter() - begun
@@ -245,7 +245,7 @@ def _say_what(args: ScoreArguments, model: Any) -> None:
             {
                 "data": str(args.data),
                 "model": f"{args.model}, {type(model).__name__}",
-                "precision": "bf16 (autocast)" if args.bf16 else "fp32",
+                "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
                 "device": f"{model.device}, {torch.get_num_threads()} CPU threads",
             }
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastplm._extension import lacks
 from fastplm.ops._linear_cross_entropy_call import Call, Saved
-from fastplm.ops.linear import dense, is_ours
+from fastplm.ops.linear import dense, is_ours, multiply_into
 from fastplm.reference.linear_cross_entropy import uniform_level
 
 _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
@@ -419,7 +419,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> N
     weight = weight.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
     if is_ours(rows, weight.t()):
-        torch.ops.fastplm_C.product.default(dense(rows), weight.t(), bias, out)
+        multiply_into(out, dense(rows), weight.t(), bias)
     elif bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:
@@ -430,7 +430,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype is not a.dtype:
         out.copy_(a @ b)
     elif is_ours(a, b) and out.is_contiguous():
-        torch.ops.fastplm_C.product.default(a, b, None, out)
+        multiply_into(out, a, b)
     else:
         torch.mm(a, b, out=out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -19,6 +20,8 @@ from fastplm.reference.linear import linear_ref
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: That a tensor made in csrc/ may have.
 _MOST_DIMS = 8
+#: Of fewer rows a product of halves is no faster.
+_LEAST_SPLIT = 32
 
 
 class Call(NamedTuple):
@@ -60,7 +63,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
       more than reading it; ``csrc/linear_few_rows.h`` reads it once;
     - fp16 and bf16 on a CPU that does not compute in them: the same, for any number of rows;
     - fp32 on CPUs with AVX-512 that are not Intel's: MKL does not use it there,
-      ``csrc/linear.h`` does.
+      ``csrc/linear.h`` does;
+    - fp32 on CPUs with AMX, if ``torch.set_float32_matmul_precision("high")`` allows it: each
+      number is taken as the sum of two bf16, which AMX multiplies (``csrc/linear_bf16x3.cpp``), as
+      PyTorch documents that setting.
 
     Everything else is PyTorch's.
 
@@ -74,7 +80,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Numerics:
         Backend "cpp" adds up in fp32, 384 products at a time, as MKL does; of few rows, and of fp16
-        and bf16, in shorter sums, which are rounded once, with the bias added.
+        and bf16, in shorter sums, which are rounded once, with the bias added. With two bf16 for a
+        number, a product loses 3 2^-18 of itself at most, and a number over 3.38e38 makes its row
+        or column NaN: ``fastplm.reference.linear.linear_bf16x3_ref``.
 
     Determinism:
         Forward and backward repeat bit for bit, on "cpp" with any number of threads.
@@ -88,7 +96,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensor([[11., 17.]])
 
     Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication" (ACM
-        Transactions on Mathematical Software 34, article 12).
+        Transactions on Mathematical Software 34, article 12); Henry, Tang and Heinecke 2019 (arXiv
+        1904.06376) for products of bf16.
     Reference: ``fastplm.reference.linear.linear_ref``.
     """
     check_tensor("linear", "input", input)
@@ -120,7 +129,7 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
         return None
     if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
-        return torch.ops.fastplm_C.linear.default(input, weight, bias)
+        return _layer(input, weight, bias)
     return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
@@ -129,8 +138,15 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    torch.ops.fastplm_C.product(dense(a), dense(b), bias, out)
+    multiply_into(out, dense(a), dense(b), bias)
     return out
+
+
+def multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    """``multiply`` of matrices of which rows or columns lie together, none of them empty."""
+    split = _is_split(a.shape[0], a.dtype)
+    operators = torch.ops.fastplm_C
+    (operators.product_bf16x3 if split else operators.product).default(a, b, bias, out)
 
 
 def is_ours(a: Tensor, b: Tensor) -> bool:
@@ -184,7 +200,32 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
     """Of a product of that many rows with b, whose K and N have these strides: nn.Linear's weight
     or Conv1D's."""
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
+    if _is_split(rows, b.dtype):
+        form += " bf16x3"
     return CallClass(form, b.dtype, (rows, b.numel()))
+
+
+def _is_split(rows: int, dtype: torch.dtype) -> bool:
+    """Whether the numbers of a product are taken as two bf16."""
+    return (
+        dtype is torch.float32
+        and rows >= _LEAST_SPLIT
+        and has_bf16x3()
+        and torch.backends.mkldnn.matmul.fp32_precision == "tf32"  # of "high"
+    )
+
+
+@functools.cache
+def has_bf16x3() -> bool:
+    """Whether this CPU has AMX, and csrc/ can use it."""
+    return _BUILT and torch.ops.fastplm_C.has_bf16x3()
+
+
+def _layer(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By csrc/, of a call that ``_is_simple``."""
+    operators = torch.ops.fastplm_C
+    split = _is_split(input.numel() // weight.shape[1], weight.dtype)
+    return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
 
 
 def _fast_path(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -205,7 +246,7 @@ def _fast_path(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | N
     if slower("linear", _measured(input, weight)) is not None and wanted == "auto":
         return torch.nn.functional.linear(input, weight, bias)
     if _is_simple(input, weight, bias):
-        return torch.ops.fastplm_C.linear.default(input, weight, bias)
+        return _layer(input, weight, bias)
     return None
 
 
@@ -229,7 +270,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_simple(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``fastplm_C::linear`` can run a correct call, and no gradient or trace is needed."""
+    """Whether ``_layer`` can run a correct call, and no gradient or trace is needed."""
     return (
         _BUILT
         and weight.dtype in _DTYPES

@@ -63,6 +63,17 @@ def using_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    """``torch.set_float32_matmul_precision``, and set back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def busy_cores() -> str:
     """A warning if several threads are hardly faster than one, else an empty string."""
     threads = torch.get_num_threads()

@@ -21,6 +21,7 @@ WIDTHS = {
     "default": ("", ()),
     "avx2": ("avx2", ("-mavx2", "-mfma")),
     "avx512": ("avx512bw", ("-march=x86-64-v4",)),
+    "amx": ("amx_bf16", ()),  # which the file switches on
 }
 
 
@@ -29,8 +30,10 @@ WIDTHS = {
     ("op", "width"),
     [
         *itertools.product(
-            ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"), WIDTHS
+            ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"),
+            ("default", "avx2", "avx512"),
         ),
+        ("linear_bf16x3", "amx"),
         ("index", "default"),  # which reads files that others may have spoilt
     ],
 )
@@ -54,7 +57,7 @@ def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     build += [str(source), "-o", str(program)]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     # One width is enough for them: the accesses are the same, and they take long to compile.
-    options = sanitizers if width == "default" else []
+    options = sanitizers if width in ("default", "amx") else []
     built = subprocess.run([*build, *options], capture_output=True, text=True)
     if built.returncode != 0 and options:  # not every compiler ships their libraries
         plain = subprocess.run(build, capture_output=True, text=True)

@@ -161,8 +161,8 @@ def test_the_machine_code_does_the_work_of_the_tile(reports):
             assert 0.5 * r.flops <= lanes <= 1.2 * r.flops, where
         else:
             assert r.roofline()[0] == "bytes" and r.moved > 0, where
-    # A tile with fewer rows than its warps have in one instruction is multiplied more than once. And
-    # where ptxas unrolls the loop over the columns, the innermost one left is that over the tiles.
+    # A tile with fewer rows than its warps have in one instruction is multiplied more than once. Of
+    # a loop over columns that ptxas unrolls, the loop over tiles around it is looked at.
     unrolled = {"linear_distillation_fwd"}
     assert redundant <= {"attention_stream_bwd_dkdv", "attention_stream_bwd_dq"} | unrolled
 

@@ -18,6 +18,7 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.data import train_tokenizer
+from fastplm.inference import score_command
 from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.models import AutoModel, BertForMaskedLM, GPT2LMHeadModel, T5ForConditionalGeneration
@@ -162,6 +163,24 @@ def test_settings_change_what_they_say(score, data, capsys):
     for row, near in zip(_rows(plain), _rows(rounded), strict=True):
         assert math.isclose(
             float(row["pseudo_log_likelihood"]), float(near["pseudo_log_likelihood"]), rel_tol=0.05
+        )
+
+
+def test_products_of_fp32_are_as_precise_as_it_is_told(score, data, monkeypatch):
+    seen = []
+    real = score_command.pseudo_log_likelihood
+
+    def look(*arguments, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(score_command, "pseudo_log_likelihood", look)
+    plain = score("bert", data)
+    near = score("bert", data, "--matmul-precision", "high")
+    assert seen == ["highest", "high"] and torch.get_float32_matmul_precision() == "highest"
+    for row, other in zip(_rows(plain), _rows(near), strict=True):
+        assert math.isclose(
+            float(row["pseudo_log_likelihood"]), float(other["pseudo_log_likelihood"]), rel_tol=1e-5
         )
 
 

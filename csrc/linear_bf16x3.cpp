@@ -1,0 +1,118 @@
+// fastplm_C::product_bf16x3 and linear_bf16x3: fastplm_C::product and linear (linear.cpp) of fp32, for
+// those who allow torch.set_float32_matmul_precision("high").
+#include "level.h"
+#include "linear_bf16x3.h"
+#include "tensors.h"
+
+#if FASTPLM_HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace fastplm {
+namespace {
+
+#if FASTPLM_HAS_AMX
+// Whether the CPU has AMX, the level allows it, and Linux gives this process the 8 KiB of tiles, which go
+// to those who ask (Documentation/arch/x86/xstate.rst).
+bool ask_for_amx() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  constexpr int64_t kRequestPermission = 0x1023, kTileData = 18;
+  if (level() != Level::kAvx512 || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || (eax & kAvx512Bf16) == 0) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_bf16x3() {
+  static const bool has = ask_for_amx();
+  return has;
+}
+
+// Room for the steps of so many tiles.
+struct Buffer {
+  Buffer(const Tensor& like, int64_t tiles, int64_t steps)
+      : bytes(empty_tensor(like, {tiles * steps * int64_t{sizeof(amx::Halves)} + kAlign},
+                           ScalarType::Byte)) {}
+  amx::Halves* data() {
+    const auto at = reinterpret_cast<uintptr_t>(bytes.mutable_data_ptr());
+    return reinterpret_cast<amx::Halves*>((at + kAlign - 1) / kAlign * kAlign);
+  }
+
+  static constexpr int64_t kAlign = alignof(amx::Halves);
+  Tensor bytes;
+};
+
+void multiply(const Fp32Matrix& a, const Fp32Matrix& b, const float* bias, const Tensor& like,
+              float* out) {
+  const int64_t steps = ceil_div(a.columns, amx::kStep);
+  const int64_t tiles = round_up(b.columns, amx::kPair) / amx::kSide;
+  Buffer right(like, tiles, steps);
+  amx::Halves* packed = right.data();
+  for_ranges(tiles, 1, 4, [&](int64_t begin, int64_t end) {
+    amx::pack_tiles(b.transposed(), begin, end, steps, true, packed + begin * steps);
+  });
+  for_ranges(a.rows, amx::kBlock, 1, [&](int64_t begin, int64_t end) {
+    const amx::Tiles tiles;
+    Buffer left(like, amx::kBlock / amx::kSide, steps);
+    for (; begin < end; begin += amx::kBlock) {
+      amx::block_product(a, packed, bias, b.columns, begin, left.data(), out);
+    }
+  });
+}
+
+#else
+
+bool has_bf16x3() {
+  return false;
+}
+
+void multiply(const Fp32Matrix&, const Fp32Matrix&, const float*, const Tensor&, float*) {}
+
+#endif
+
+Fp32Matrix matrix_of(const Tensor& tensor) {
+  return {tensor.const_data_ptr<float>(), tensor.size(0), tensor.size(1), tensor.stride(0),
+          tensor.stride(1)};
+}
+
+void run(const Fp32Matrix& a, const Fp32Matrix& b, const std::optional<Tensor>& bias, Tensor& out) {
+  STD_TORCH_CHECK(has_bf16x3(), "no AMX: the CPU, ATEN_CPU_CAPABILITY or the build of csrc/ lacks it");
+  const Dense<float> start(bias);
+  multiply(a, b, start.data(), out, out.mutable_data_ptr<float>());
+}
+
+void product_bf16x3(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
+  run(matrix_of(a), matrix_of(b), bias, out);
+}
+
+Tensor linear_bf16x3(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const Tensor rows = torch::stable::contiguous(input);
+  const Fp32Matrix b = matrix_of(weight).transposed();
+  const int64_t depth = weight.size(1), columns = weight.size(0);
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  Tensor out = empty_tensor(input, sizes);
+  run({rows.const_data_ptr<float>(), input.numel() / depth, depth, depth, 1}, b, bias, out);
+  return out;
+}
+
+}  // namespace
+}  // namespace fastplm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {
+  library.def("has_bf16x3() -> bool");
+  library.def("product_bf16x3(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()");
+  library.def("linear_bf16x3(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
+  library.impl("has_bf16x3", TORCH_BOX(&fastplm::has_bf16x3));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
+  library.impl("product_bf16x3", TORCH_BOX(&fastplm::product_bf16x3));
+  library.impl("linear_bf16x3", TORCH_BOX(&fastplm::linear_bf16x3));
+}
