@@ -38,11 +38,16 @@ def starts(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "warm, shared": {"encoder": options.model, "share": True},
     }
     if options.t5 is not None:
-        rows["T5"] = {"model": options.t5, "prefix": "translate English to German: "}
+        rows["T5"] = {
+            "model": options.t5,
+            "prefix": "translate English to German: ",
+            "learning_rate": 1e-3,
+        }
     if options.bart is not None:
-        rows["BART"] = {"model": options.bart}
+        bart = {"model": options.bart, "learning_rate": 2e-4}
+        rows["BART"] = bart
         rows["BART, new source encoder (de-en)"] = {
-            "model": options.bart,
+            **bart,
             "source_encoder_layers": 2,
             "source_vocab_size": 4000,
         }
@@ -67,10 +72,9 @@ def measure(
             task="seq2seq",
             out=Path(out) / "run",
             **files,
-            **settings,
+            **{"learning_rate": options.learning_rate, **settings},
             steps=options.steps,
             batch_size=options.batch_size,
-            learning_rate=options.learning_rate,
             max_length=48,
             max_target_length=48,
             max_eval_samples=options.samples,
@@ -115,7 +119,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the BERTs")
     parser.add_argument("--samples", type=int, default=200, help="test sentences that are scored")
     parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
