@@ -45,22 +45,36 @@ struct Buffer {
   Tensor bytes;
 };
 
+// As many blocks of rows as there are threads at a time: their tiles stay in the caches. Of fewer blocks
+// each is multiplied by several threads, by some of the columns each.
 void multiply(const Fp32Matrix& a, const Fp32Matrix& b, const float* bias, const Tensor& like,
               float* out) {
-  const int64_t steps = ceil_div(a.columns, amx::kStep);
-  const int64_t tiles = round_up(b.columns, amx::kPair) / amx::kSide;
-  Buffer right(like, tiles, steps);
-  amx::Halves* packed = right.data();
-  for_ranges(tiles, 1, 4, [&](int64_t begin, int64_t end) {
-    amx::pack_tiles(b.transposed(), begin, end, steps, true, packed + begin * steps);
+  const int64_t steps = ceil_div(a.columns, amx::kStep), columns = b.columns;
+  const auto tiles_of = [](int64_t size) { return round_up(size, amx::kPair) / amx::kSide; };
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t most = std::min(a.rows, threads * amx::kBlock);
+  Buffer of_a(like, tiles_of(most), steps), of_b(like, tiles_of(columns), steps);
+  amx::Halves *left = of_a.data(), *right = of_b.data();
+  for_ranges(tiles_of(columns), 1, 4, [&](int64_t begin, int64_t end) {
+    amx::pack_tiles(b.transposed(), begin, end, steps, true, right + begin * steps);
   });
-  for_ranges(a.rows, amx::kBlock, 1, [&](int64_t begin, int64_t end) {
-    const amx::Tiles tiles;
-    Buffer left(like, amx::kBlock / amx::kSide, steps);
-    for (; begin < end; begin += amx::kBlock) {
-      amx::block_product(a, packed, bias, b.columns, begin, left.data(), out);
-    }
-  });
+  for (int64_t start = 0; start < a.rows; start += most) {
+    const int64_t rows = std::min(most, a.rows - start), first = start / amx::kSide;
+    for_ranges(tiles_of(rows), 1, 4, [&](int64_t begin, int64_t end) {
+      amx::pack_tiles(a, first + begin, first + end, steps, false, left + begin * steps);
+    });
+    const int64_t blocks = ceil_div(rows, amx::kBlock), parts = ceil_div(threads, blocks);
+    const int64_t part = round_up(ceil_div(columns, parts), amx::kPair);
+    for_ranges(blocks * parts, 1, 1, [&](int64_t begin, int64_t end) {
+      const amx::Tiles configured;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t m = i / parts * amx::kBlock, n = i % parts * part;
+        amx::block_product(left + m / amx::kSide * steps, right, bias, steps,
+                           std::min(amx::kBlock, rows - m), n, std::min(n + part, columns), columns,
+                           out + (start + m) * columns);
+      }
+    });
+  }
 }
 
 #else

@@ -56,7 +56,7 @@ namespace fastplm::amx {
 constexpr int64_t kSide = 16;          // rows of a tile, and columns of one of C
 constexpr int64_t kStep = 2 * kSide;   // k of a step
 constexpr int64_t kPair = 2 * kSide;   // rows and columns of C that are computed together
-constexpr int64_t kBlock = 4 * kPair;  // rows of A that are packed together
+constexpr int64_t kBlock = 4 * kPair;  // rows of A that a thread multiplies by all columns of B
 
 struct alignas(64) Tile {
   __m512i rows[kSide];
@@ -234,20 +234,18 @@ inline void pack_tiles(const Fp32Matrix& from, int64_t begin, int64_t end, int64
   }
 }
 
-// Rows begin … begin + kBlock of C, in a thread that has Tiles. `left` has room for their steps.
-inline void block_product(const Fp32Matrix& a, const Halves* packed, const float* bias, int64_t columns,
-                          int64_t begin, Halves* left, float* out) {
+// `rows` rows of C at `out`, and its columns n … end of `columns`, in a thread that has Tiles. `left` are
+// the tiles of these rows, `right` those of all columns.
+inline void block_product(const Halves* left, const Halves* right, const float* bias, int64_t steps,
+                          int64_t rows, int64_t n, int64_t end, int64_t columns, float* out) {
   alignas(64) float c[kPair * kPair];
-  const int64_t steps = ceil_div(a.columns, kStep), rows = std::min(kBlock, a.rows - begin);
-  const int64_t first_tile = begin / kSide, pairs_down = ceil_div(rows, kPair);
-  pack_tiles(a, first_tile, first_tile + 2 * pairs_down, steps, false, left);
-  for (int64_t n = 0; n < columns; n += kPair, packed += 2 * steps) {
-    for (int64_t i = 0; i < pairs_down; ++i) {
-      const Halves* at = left + 2 * i * steps;
-      const int64_t m = i * kPair;
-      multiply_tiles(at, at + steps, packed, packed + steps, steps, c);
+  for (; n < end; n += kPair) {
+    const Halves* panel = right + n / kSide * steps;
+    for (int64_t m = 0; m < rows; m += kPair) {
+      const Halves* at = left + m / kSide * steps;
+      multiply_tiles(at, at + steps, panel, panel + steps, steps, c);
       store(c, bias == nullptr ? nullptr : bias + n, std::min(kPair, rows - m),
-            std::min(kPair, columns - n), out + (begin + m) * columns + n, columns);
+            std::min(kPair, end - n), out + m * columns + n, columns);
     }
   }
 }

@@ -38,15 +38,18 @@ bool run(int64_t rows, int64_t columns, int64_t depth, int layout, std::mt19937&
   const bool biased = (layout & 4) != 0;
   const int64_t steps = ceil_div(depth, amx::kStep);
   const int64_t tiles = round_up(columns, amx::kPair) / amx::kSide;
-  std::vector<amx::Halves> right(tiles * steps), left(amx::kBlock / amx::kSide * steps);
+  const int64_t tiles_down = round_up(rows, amx::kPair) / amx::kSide;
+  std::vector<amx::Halves> right(tiles * steps), left(tiles_down * steps);
   const std::unique_ptr<float[]> c(new float[rows * columns]);
   std::fill_n(c.get(), rows * columns, std::numeric_limits<float>::quiet_NaN());
   amx::pack_tiles(b.matrix.transposed(), 0, tiles, steps, true, right.data());
+  amx::pack_tiles(a.matrix, 0, tiles_down, steps, false, left.data());
   {
     const amx::Tiles configured;
-    for (int64_t begin = 0; begin < rows; begin += amx::kBlock) {
-      amx::block_product(a.matrix, right.data(), biased ? bias.data.get() : nullptr, columns, begin,
-                         left.data(), c.get());
+    const int64_t half = round_up(ceil_div(columns, 2), amx::kPair);  // two parts, the second may be empty
+    for (int64_t n = 0; n < 2 * half; n += half) {
+      amx::block_product(left.data(), right.data(), biased ? bias.data.get() : nullptr, steps, rows, n,
+                         std::min(n + half, columns), columns, c.get());
     }
   }
   for (int64_t i = 0; i < rows; ++i) {
