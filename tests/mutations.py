@@ -686,7 +686,7 @@ MUTATIONS = (
             Mutation(SPLIT, "two = k + 1 < from.columns ? given : 0", "two = given", HIGH, 1),
             Mutation(SPLIT, "_tile_loadd(6, &b0[s].lo,", "_tile_loadd(6, &b0[s].hi,", HIGH, 2),
             Mutation(SPLIT, "left = from.columns - k;", "left = kStep;", HIGH, 3),
-            Mutation("fastplm/ops/linear.py", "and rows >= _LEAST_SPLIT", "", HIGH),
+            Mutation("fastplm/ops/linear.py", "or rows < _LEAST_SPLIT", "", HIGH),
         )
         if CPU.exists() and "amx_bf16" in CPU.read_text().split()
         else ()

@@ -207,12 +207,10 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
 
 def _is_split(rows: int, dtype: torch.dtype) -> bool:
     """Whether the numbers of a product are taken as two bf16."""
-    return (
-        dtype is torch.float32
-        and rows >= _LEAST_SPLIT
-        and has_bf16x3()
-        and torch.backends.mkldnn.matmul.fp32_precision == "tf32"  # of "high"
-    )
+    if dtype is not torch.float32 or rows < _LEAST_SPLIT or not has_bf16x3():
+        return False
+    allowed: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return allowed == "tf32"  # as "high" sets it
 
 
 @functools.cache
