@@ -178,9 +178,9 @@ struct Tiles {
 
 // c [32, 32] = two tiles of rows of A by two of columns of B, `steps` each; the small products first.
 inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0, const Halves* b1,
-                    int64_t steps, float* c) {
+                           int64_t steps, float* c) {
   constexpr int64_t kBytes = sizeof(__m512i), kRow = kPair * sizeof(float);
-  __asm__ volatile("" ::: "memory");  // GCC does not see either that _tile_loadd reads what was packed
+  __asm__ volatile("" ::: "memory");  // nor that _tile_loadd reads what was packed
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -215,7 +215,7 @@ inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0,
 
 // out = c [32, 32] + bias, its first rows and columns.
 inline void store(const float* c, const float* bias, int64_t rows, int64_t columns, float* out,
-           int64_t stride) {
+                  int64_t stride) {
   for (int64_t n = 0; n < columns; n += kSide) {
     const __mmask16 mask = first(columns - n);
     const __m512 start = bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(mask, bias + n);
