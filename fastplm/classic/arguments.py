@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fastplm.train.arguments import COUNT, POSITIVE, SEED, Settings, setting, whole
 
 #: The systems, and the sentences of a batch (of word2vec, those read at once).
 SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}
+#: What a system does not read.
+_UNREAD = {
+    "skip-thoughts": ("layers",),
+    "quick-thoughts": ("layers",),
+    "word2vec": (
+        *("layers", "embedding", "batch_size", "learning_rate"),
+        *("save_every", "log_every", "threads"),
+    ),
+}
 
 
 @dataclass
@@ -55,6 +64,11 @@ class ClassicArguments(Settings):
 
     def __post_init__(self) -> None:
         self.check_values()
+        for each in fields(self):
+            unread = each.name in _UNREAD.get(self.system, ())
+            given = getattr(self, each.name) != each.default
+            expected = f"nothing with {self.system}, which does not read it"
+            self.check(each.name, not (unread and given), expected, "Leave the option out.")
         self.batch_size = self.batch_size or SYSTEMS[self.system]
         self.steps = self.steps or (5 if self.system == "word2vec" else 1000)
         self.check(

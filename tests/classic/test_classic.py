@@ -191,8 +191,9 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def arguments(corpus, tmp_path):
     def build(system, name="run", **changes):
-        settings = {"hidden": 24, "embedding": 16, "vocab_size": 60, "steps": 6, "batch_size": 16}
-        settings |= {"log_every": 1, "learning_rate": 1e-2, "out": tmp_path / name}
+        settings = {"hidden": 24, "vocab_size": 60, "steps": 6, "out": tmp_path / name}
+        if system != "word2vec":
+            settings |= {"embedding": 16, "batch_size": 16, "log_every": 1, "learning_rate": 1e-2}
         return ClassicArguments(system=system, **{"corpus": [corpus], **settings, **changes})
 
     return build
@@ -202,7 +203,9 @@ def test_every_system_from_the_command_line(corpus, tmp_path, capsys):
     for system in SYSTEMS:
         out = tmp_path / system
         words = ["classic", "--system", system, "--corpus", str(corpus), "--out", str(out)]
-        words += ["--steps", "2", "--hidden", "16", "--embedding", "8", "--batch-size", "8"]
+        words += ["--steps", "2", "--hidden", "16"]
+        if system != "word2vec":
+            words += ["--embedding", "8", "--batch-size", "8"]
         assert cli.main(words) == 0, capsys.readouterr().err
         assert "words" in capsys.readouterr().out
         assert cli.main(words) == 2
@@ -263,6 +266,11 @@ def test_wrong_settings(arguments, tmp_path, monkeypatch):
         arguments("bert")
     with pytest.raises(ArgumentValueError, match="no checkpoints"):
         arguments("word2vec", resume=True)
+    for system, name in (("word2vec", "batch_size"), ("skip-thoughts", "layers")):
+        with pytest.raises(
+            ArgumentValueError, match=f"`{name}` got 3; expected nothing with {system}"
+        ):
+            arguments(system, **{name: 3})
     monkeypatch.setitem(__import__("sys").modules, "gensim.models", None)
     with pytest.raises(DataError, match="pip install gensim"):
         classic(arguments("word2vec"))

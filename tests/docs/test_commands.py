@@ -48,6 +48,7 @@ SMALL = {
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
     " --max-length 64",
     "classic": "--steps 2 --batch-size 4 --hidden 16 --embedding 8",
+    "classic --system word2vec": "--steps 2 --hidden 16",
     "embed": "--batch-tokens 512",
     "prompt": "--max-samples 4",
     "score": "--threads 1",
@@ -365,7 +366,7 @@ def check_fastplm(words: list[str]) -> list[str]:
     if not required <= set(words):
         assert "--help" in words or len(words) < 5, f"{words}: {required - set(words)} missing"
         return []
-    small = shlex.split(SMALL[command])
+    small = shlex.split(SMALL.get(" ".join(words[1:4]), SMALL[command]))
     if "--arch" in words:
         family = words[words.index("--arch") + 1].split("-")[0]
         small += ["--arch", f"{family}-tiny"]
