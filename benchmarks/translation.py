@@ -41,7 +41,8 @@ def starts(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         rows["T5"] = {
             "model": options.t5,
             "prefix": "translate English to German: ",
-            "learning_rate": 1e-3,
+            "optimizer": "adafactor",
+            "learning_rate": 5e-3,
         }
     if options.bart is not None:
         bart = {"model": options.bart, "learning_rate": 2e-4}

@@ -845,14 +845,22 @@ class FinetuneArguments(Settings):
     )
     learning_rate: float | None = setting(
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
-        "on; 1e-3 with --freeze)",
+        "on; 1e-3 with --freeze or adafactor)",
         None,
         number=POSITIVE,
+    )
+    optimizer: str = setting(
+        "adamw, with a rate that falls to 0; or adafactor, as T5 was fine-tuned: a constant rate, "
+        "relative to the size of each weight",
+        "adamw",
+        choices=("adamw", "adafactor"),
     )
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
     )
-    weight_decay: float = setting("weight decay of AdamW", 0.01, number=NOT_NEGATIVE)
+    weight_decay: float | None = setting(
+        "weight decay of AdamW (default: 0.01)", None, number=NOT_NEGATIVE
+    )
     max_length: int | None = setting(
         "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
     )
@@ -910,6 +918,11 @@ class FinetuneArguments(Settings):
         )
         self._needs_task(("pair", "regression"), "both_orders")
         self._needs_task((*_TABLES, "choice"), "lm_weight")
+        decays = self.optimizer == "adamw"
+        expected = "nothing with --optimizer adafactor, which has none here"
+        self.check("weight_decay", decays or not self.weight_decay, expected, "Leave it out.")
+        if self.weight_decay is None:
+            self.weight_decay = 0.01 if decays else 0.0
 
         if isinstance(self.max_samples, list | tuple):
             sizes = self.max_samples = list(self.max_samples)

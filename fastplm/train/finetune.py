@@ -43,6 +43,7 @@ from fastplm.train.finetune_models import (
 from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
 from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
 from fastplm.train.frozen import Frozen, Kept
+from fastplm.train.optimizer import Adafactor
 from fastplm.train.report import block, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, training_arguments
 
@@ -417,12 +418,14 @@ def make_trainer(
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
+    adafactor = (Adafactor, {"lr": settings.learning_rate})
     trainer = FinetuningTrainer(
         model=model,
         args=settings,
         train_dataset=features,
         data_collator=collator,
         processing_class=task.tokenizer,
+        optimizer_cls_and_kwargs=adafactor if args.optimizer == "adafactor" else None,
     )
     trainer.task = task
     if args.source_encoder_layers is not None:
@@ -512,6 +515,7 @@ def _training_arguments(
         per_device_eval_batch_size=args.batch_size,
         learning_rate=5e-5 if args.learning_rate is None else args.learning_rate,
         weight_decay=args.weight_decay,
+        lr_scheduler_type="linear" if args.optimizer == "adamw" else "constant_with_warmup",
         seed=seed,
         save_total_limit=1,
     )

@@ -268,7 +268,7 @@ def _ours(args: FinetuneArguments, plain: Any) -> Any:
 
 def usual_learning_rate(args: FinetuneArguments, config: Any) -> float:
     """A peak learning rate for a width: small models learn with larger ones, heads with more."""
-    if args.freeze:
+    if args.freeze or args.optimizer == "adafactor":
         return 1e-3
     width = getattr(config, "decoder", config).hidden_size
     return 2e-5 if width >= 1024 else 5e-5 if width >= 768 else 1e-4

@@ -18,8 +18,17 @@ from fastplm import cli
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
 from fastplm.train import finetune as module
-from fastplm.train.finetune import FinetuneArguments, build_model, finetune, prepare_task
+from fastplm.train.finetune import (
+    FeatureDataset,
+    FinetuneArguments,
+    build_model,
+    finetune,
+    make_trainer,
+    prepare_task,
+)
 from fastplm.train.finetune_data import read_examples
+from fastplm.train.finetune_models import usual_learning_rate
+from fastplm.train.optimizer import Adafactor
 
 GERMAN = {
     **{"small": "kleiner", "big": "großer", "red": "roter", "cat": "Kater", "dog": "Hund"},
@@ -200,6 +209,23 @@ SLOW = pytest.mark.slow
 def test_learns(start, arguments):
     metrics = finetune(arguments(start, steps=80))
     assert metrics["scores"]["bleu"]["mean"] > 50
+
+
+def test_adafactor_learns_at_a_constant_rate(arguments):
+    args = arguments("t5", steps=20, optimizer="adafactor", learning_rate=0.02, log_every=1)
+    assert args.weight_decay == 0.0
+    with pytest.raises(ArgumentValueError, match="`weight_decay` got 0.1; expected nothing with"):
+        arguments("t5", optimizer="adafactor", weight_decay=0.1)
+    assert usual_learning_rate(args, None) == 1e-3
+    task = prepare_task(args)
+    features = FeatureDataset(task.features(task.train)[0])
+    trainer = make_trainer(args, task, build_model(args, task, 0), features, 0, Path(args.out))
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, Adafactor)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates[:2] == [0.0, 0.01] and set(rates[2:]) == {0.02}
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("start", STARTS)
