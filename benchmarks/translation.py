@@ -42,7 +42,7 @@ def starts(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "model": options.t5,
             "prefix": "translate English to German: ",
             "optimizer": "adafactor",
-            "learning_rate": 5e-3,
+            "learning_rate": 1e-2,
         }
     if options.bart is not None:
         bart = {"model": options.bart, "learning_rate": 2e-4}
