@@ -150,8 +150,10 @@ def test_padding_has_no_effect(family, padding):
         assert torch.equal(kept, run(attention_mask=mask.bool()))
         unmasked = run(input_ids=other, attention_mask=None)
     assert len(decisions) == 4 * attentions_of(family), "every layer of every run is fused"
-    # In a causal model, no token attends to padding at the right, even without a mask.
-    assert torch.equal(kept, unmasked) == (family == "gpt2" and padding == "right")
+    # In a causal model, no token attends to padding at the right, even without a mask. (Products of
+    # more rows may round otherwise.)
+    same = torch.allclose(kept, unmasked, rtol=1e-5, atol=1e-5)
+    assert same == (family == "gpt2" and padding == "right")
 
 
 @pytest.mark.parametrize("family", ["bert decoder", "gpt2 decoder"])
