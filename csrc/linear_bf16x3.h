@@ -69,7 +69,8 @@ struct Halves {
 
 // --- packing ----------------------------------------------------------------------------------------
 
-inline __mmask16 first(int64_t count) {
+// A mask of the first lanes.
+inline __mmask16 lanes_below(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
 }
 
@@ -123,7 +124,7 @@ inline void pack_along(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out
   for (int64_t r = 0; r < kSide; ++r) {
     const int64_t given = i + r < from.rows ? left : 0;
     const float* row = from.at(std::min(i + r, from.rows - 1), k);
-    const __mmask16 low = first(given), high = first(given - kSide);
+    const __mmask16 low = lanes_below(given), high = lanes_below(given - kSide);
     split(_mm512_maskz_loadu_ps(low, row), _mm512_maskz_loadu_ps(high, row + kSide), out.hi.rows[r],
           out.lo.rows[r]);
   }
@@ -131,7 +132,7 @@ inline void pack_along(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out
 
 // The same where the elements of a column lie together: out row r holds pair r of k of rows i … i + 15.
 inline void pack_across(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out) {
-  const __mmask16 given = first(from.rows - i);
+  const __mmask16 given = lanes_below(from.rows - i);
   // From rows k and k + 1, one after the other, to their pairs.
   const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -176,11 +177,19 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
+// Tiles 0 to 3, 2 x 2 of C, += tiles 4 and 5 of A by 6 and 7 of B.
+inline void add_products() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
 // c [32, 32] = two tiles of rows of A by two of columns of B, `steps` each; the small products first.
 inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0, const Halves* b1,
                            int64_t steps, float* c) {
   constexpr int64_t kBytes = sizeof(__m512i), kRow = kPair * sizeof(float);
-  __asm__ volatile("" ::: "memory");  // nor that _tile_loadd reads what was packed
+  __asm__ volatile("" ::: "memory");  // GCC does not see that _tile_loadd reads memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -190,22 +199,13 @@ inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0,
     _tile_loadd(5, &a1[s].hi, kBytes);
     _tile_loadd(6, &b0[s].lo, kBytes);
     _tile_loadd(7, &b1[s].lo, kBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    add_products();
     _tile_loadd(6, &b0[s].hi, kBytes);
     _tile_loadd(7, &b1[s].hi, kBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    add_products();
     _tile_loadd(4, &a0[s].lo, kBytes);
     _tile_loadd(5, &a1[s].lo, kBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    add_products();
   }
   _tile_stored(0, c, kRow);
   _tile_stored(1, c + kSide, kRow);
@@ -217,7 +217,7 @@ inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0,
 inline void store(const float* c, const float* bias, int64_t rows, int64_t columns, float* out,
                   int64_t stride) {
   for (int64_t n = 0; n < columns; n += kSide) {
-    const __mmask16 mask = first(columns - n);
+    const __mmask16 mask = lanes_below(columns - n);
     const __m512 start = bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(mask, bias + n);
     for (int64_t m = 0; m < rows; ++m) {
       const __m512 sum = _mm512_add_ps(_mm512_load_ps(c + m * kPair + n), start);

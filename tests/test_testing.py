@@ -197,6 +197,14 @@ def test_wrong_dtype_and_shape_are_caught():
         assert_within_budget(lambda input: input[:1], lambda input: input * 1, inputs)
 
 
+def test_a_single_number_that_pytorch_has_right_by_luck_may_be_two_roundings_off():
+    gold = torch.tensor(44.0, dtype=torch.float64)
+    unit = 2.0**-18  # of an fp32 number of this size
+    check_error("x", (gold + 2 * unit).float(), gold, [gold.float()], 2.0)
+    with pytest.raises(BudgetExceeded, match="max error"):
+        check_error("x", (gold + 3 * unit).float(), gold, [gold.float()], 2.0)
+
+
 def test_infinities_must_stand_in_the_same_places():
     gold = torch.tensor([1.0, float("inf")], dtype=torch.float64)
     base = (gold.float(),)

@@ -14,9 +14,8 @@ SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 1
 _UNREAD = {
     "skip-thoughts": ("layers",),
     "quick-thoughts": ("layers",),
-    "word2vec": (
-        *("layers", "embedding", "batch_size", "learning_rate"),
-        *("save_every", "log_every", "threads"),
+    "word2vec": tuple(
+        "layers embedding batch_size learning_rate save_every log_every threads".split()
     ),
 }
 

@@ -272,7 +272,10 @@ def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, 
     expected = embed(model, own, TEXTS, layers=(-2, -1), pooling="max")
     assert np.array_equal(np.load(out, mmap_mode="r"), expected)
 
-    assert cli.main([*words, "--overwrite", "--words", "sum", "--dtype", "float16"]) == 0
+    high = ["--matmul-precision", "high"]
+    assert cli.main([*words, "--overwrite", "--words", "sum", "--dtype", "float16", *high]) == 0
+    assert "fp32, products high" in capsys.readouterr().err
+    assert torch.get_float32_matmul_precision() == "highest"
     rows, offsets = np.load(out), np.load(tmp_path / "vectors.offsets.npy")
     expected = embed(model, own, TEXTS, words="sum")
     assert rows.dtype == np.float16 and len(offsets) == len(TEXTS) + 1

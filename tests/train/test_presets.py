@@ -110,6 +110,7 @@ def test_every_published_size_is_counted():
         ("gpt", 2.5e-4, 64, "adamw"),
         ("gpt2-small", 6e-4, 512, "adamw"),
         ("t5-base", 1e-2, 128, "adafactor"),
+        ("t5-mini", 1e-2, 128, "adafactor"),
         ("bart-large", 4e-4, 8000, "adamw"),
     ],
 )
