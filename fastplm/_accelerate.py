@@ -85,7 +85,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     """
     from transformers import PreTrainedModel
 
-    from fastplm.hf import NAME
+    from fastplm.hf import NAME, attention_of
     from fastplm.models._base import DROP_INS, drop_in_for, share_config
 
     by_class = {kind: drop_in_of(kind) for kind in {type(module) for module in model.modules()}}
@@ -96,7 +96,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     for path, module in model.named_modules():
         drop_in = by_class[type(module)]
         honours = isinstance(module, PreTrainedModel) and (
-            drop_in is not None or type(module) in ours or module._can_set_attn_implementation()
+            drop_in is not None or attention_of(type(module)) == "interface"
         )
         if drop_in is None and not honours:
             continue

@@ -6,8 +6,10 @@ Importing this module registers the name with Transformers::
     model = AutoModel.from_pretrained(path, attn_implementation="fastplm")
 
 Two functions are registered. Transformers calls ``fastplm_mask`` once per forward to convert the
-user's padding mask into a boolean key mask [B, Tk]; without it, Transformers would pass no mask. It
-calls ``fastplm_attention_forward`` in every layer.
+user's padding mask into one that also says whether attention is causal. It calls
+``fastplm_attention_forward`` in every layer. A model whose own attention would ignore the name, or
+misread such a mask, is refused when it is built (see ``attention_of``): Transformers does that for
+"sdpa" and "flash_attention_2", but not for names that others register.
 
 Dropout, the position bias of T5 (from its table; see ``_relative_bias``), packed sequences
 (``cu_seq_lens_q``, …) and boolean 4-D masks are fused as well: those that Transformers makes (of a
@@ -26,11 +28,17 @@ No function changes Python state that outlives a forward: a compiled model would
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     AttentionMaskInterface,
@@ -71,6 +79,9 @@ _T5_ATTENTION = (
 )
 #: A ``position_bias`` of zeros. (With None, T5 would create a tensor.)
 NO_BIAS: Any = object()
+#: Whether a drop-in model is being made whose attention implementation is chosen: that of its parts,
+#: which have classes of Transformers until it is done, is the same.
+IS_CHOSEN = ContextVar("IS_CHOSEN", default=False)
 _NOTE = "_fastplm_relative_bias"
 
 
@@ -83,7 +94,7 @@ def fastplm_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask for ``fastplm_attention_forward``, computed without a sync.
 
     Args:
@@ -95,11 +106,16 @@ def fastplm_mask(
         kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None if no key is padding, bool [B, Tk] for padding (both without causality, which the
-        attention function applies), or bool [B, 1, Tq, Tk], the full mask of any other pattern.
+        A mask whose form says what it means, so that no layer has to know: a module may lack
+        ``is_causal``, or have a wrong one. bool [B, 1, 1, Tk], True = attend, every query sees the
+        same keys; bool [B, 1, 1, 1, Tk], query i sees those of them with j <= i + (Tk - Tq); both
+        of shape [1, …, 0] if no key is hidden. bool [B, 1, Tq, Tk], any other pattern, or one that
+        the model wants in full.
     """
     if attention_mask is not None and attention_mask.dim() == 3:
         return attention_mask.bool()[:, None]
+    if attention_mask is not None and attention_mask.dim() == 5:  # ours, prepared by `generate`
+        return attention_mask
     causal = mask_function is causal_mask_function
     bottom_right = (
         isinstance(q_offset, int)
@@ -107,17 +123,24 @@ def fastplm_mask(
         and q_offset + q_length == kv_offset + kv_length
     )
     two_dimensional = attention_mask is None or attention_mask.dim() == 2
-    if two_dimensional and (
-        mask_function is bidirectional_mask_function or causal and (bottom_right or q_length == 1)
-    ):
+    one_query = q_length == 1
+    if causal:
+        short = one_query or bottom_right and kwargs.get("allow_is_causal_skip", True)
+    else:
+        short = mask_function is bidirectional_mask_function and kwargs.get(
+            "allow_is_bidirectional_skip", True
+        )
+    if two_dimensional and short:
         key_mask = _key_window(attention_mask, kv_length, kv_offset)
+        device = kwargs.get("device", "cpu")
         if causal and not bottom_right:
             # One query in a static cache: the keys after it are masked like padding.
-            device = kwargs.get("device", "cpu")
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
             # Also in the last step, where all are True: one graph serves all steps.
-            return seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
-        return None if _hides_nothing(key_mask) else key_mask
+            key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
+        elif key_mask is None or _hides_nothing(key_mask):
+            key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
+        return key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         batch_size,
@@ -131,10 +154,8 @@ def fastplm_mask(
     )
 
 
-def _hides_nothing(key_mask: Tensor | None) -> bool:
+def _hides_nothing(key_mask: Tensor) -> bool:
     """Whether a mask is known, without a sync, to be True everywhere."""
-    if key_mask is None:
-        return True
     return key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
 
 
@@ -168,16 +189,16 @@ def fastplm_attention_forward(
     """The attention of one layer, in the calling convention of Transformers.
 
     Args:
-        module: the layer; its ``is_causal`` is used if the argument is None.
+        module: the layer; its ``is_causal`` is used if neither mask nor argument says it.
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
-        attention_mask: None or bool [B, Tk], combined with ``is_causal``; or a full 4-D mask, one
-            for all heads or for each, boolean (True = attend) or additive.
+        attention_mask: of ``fastplm_mask``; or None or bool [B, Tk], combined with ``is_causal``;
+            or a full 4-D mask, one for all heads or for each, boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
             checkpointing restores.
         scaling: factor on the scores.
-        is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored with a 4-D mask.
+        is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored where the mask says it.
         kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op),
             ``output_attentions``, and for sequences packed into a batch of one ``cu_seq_lens_q``,
             ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``, which a 4-D mask replaces.
@@ -187,12 +208,15 @@ def fastplm_attention_forward(
         None.
 
     Raises:
-        UnsupportedError: an argument that changes the result and is not supported.
+        UnsupportedError: an argument that changes the result and is not supported, or neither
+            mask, argument nor module says whether attention is causal.
         ArgumentValueError, ArgumentTypeError: packed sequences or a mask that do not fit.
     """
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    complete = attention_mask is not None and attention_mask.dim() == 4
     _check_supported(attention_mask, kwargs)
+    if is_causal is None and query.shape[2] == 1:
+        is_causal = False  # one query, the last, sees all keys in any case
+    causal, attention_mask = _meaning(module, attention_mask, is_causal)
+    complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
     lengths = None if complete else _lengths(query, causal, kwargs)
     with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
@@ -286,6 +310,40 @@ def fastplm_attention_forward(
     return out, weights
 
 
+def says_only_keys(mask: Tensor | None) -> bool:
+    """Whether a mask hides the same keys from every query, beside causality."""
+    return mask is None or mask.dim() != 4 or _hides_keys(mask)
+
+
+def _hides_keys(mask: Tensor) -> bool:
+    return mask.dtype is torch.bool and mask.shape[1] == mask.shape[2] == 1
+
+
+def _meaning(
+    module: nn.Module, mask: Tensor | None, is_causal: bool | None
+) -> tuple[bool, Tensor | None]:
+    """(whether attention is causal, None or bool [B, Tk] or a full 4-D mask) of a layer's call."""
+    if mask is not None and mask.dim() > 2:
+        causal = mask.dim() == 5
+        if not causal and not _hides_keys(mask):
+            return False, mask
+        keys = mask.flatten(1, -2).squeeze(1)
+        return causal, keys if keys.shape[1] else None
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        raise UnsupportedError(
+            message(
+                _WHERE,
+                "attention_mask",
+                f"{'None' if mask is None else 'a mask of keys'} from a {type(module).__name__}",
+                "a mask that says whether attention is causal, as this module does not say it",
+                "Use attn_implementation='eager', or set its attribute `is_causal`.",
+            )
+        )
+    return bool(is_causal), mask
+
+
 def _boolean(mask: Tensor | None) -> Tensor | None:
     """A 4-D mask as a boolean one; None if it is additive, or if to know that takes a sync.
 
@@ -301,9 +359,19 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
 
+def _is_unknown(name: str, value: Any) -> bool:
+    """Whether an argument may change the scores: numbers of a layer, such as attention sinks."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 0
+        and value.is_floating_point()
+        and name != "position_bias"
+    )
+
+
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
+    for name, value in kwargs.items():
+        if name in _UNSUPPORTED and value is not None or _is_unknown(name, value):
             raise UnsupportedError(
                 message(
                     _WHERE,
@@ -313,7 +381,7 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
                     "Use attn_implementation='eager' or 'sdpa' for this call.",
                 )
             )
-    if mask is not None and mask.dim() not in (2, 4):
+    if mask is not None and mask.dim() not in (2, 4, 5):
         raise UnsupportedError(
             message(
                 _WHERE,
@@ -443,5 +511,81 @@ def _attention_with_weights(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
+# --- which models may take the name ---------------------------------------------------------------
+
+
+def attention_of(kind: type) -> str:
+    """How the attention of a model class is chosen, from the source of its modules.
+
+    Returns:
+        "interface": by Transformers' attention interface; "own": the class computes its own, and
+        would ignore a name or misread the mask that goes with it; "none": it has no attention.
+    """
+    for base in kind.__mro__:
+        if base.__module__.startswith("fastplm."):
+            return "interface"
+        if base is PreTrainedModel or not issubclass(base, PreTrainedModel):
+            continue
+        found = _attention_in(base.__module__)
+        if found != "none":
+            return found
+    return "none"
+
+
+@functools.cache
+def _attention_in(module: str) -> str:
+    """``attention_of`` the classes of one module, as Transformers looks for it, by its source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # written in a shell, where nothing can be looked up
+        return "none"
+    # Models of several parts build these by their configurations, and take the name to them.
+    if re.search(r"\.get_interface\(|\bAutoModel", source):
+        return "interface"
+    if re.search(r"^class \w*Attention\w*\([^)]*\bModule\b", source, re.MULTILINE):
+        return "own"
+    parts = {
+        part.__module__
+        for part in vars(sys.modules[module]).values()
+        if isinstance(part, type) and issubclass(part, PreTrainedModel)
+    }
+    found = {_attention_in(part) for part in parts - {module, PreTrainedModel.__module__}}
+    return next((one for one in ("own", "interface") if one in found), "none")
+
+
+def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
+    """``get_correct_attn_implementation`` of Transformers, which looks at no name but its own."""
+
+    @functools.wraps(transformers_own)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        if requested_attention == NAME and not IS_CHOSEN.get():
+            name, attention = type(self).__name__, attention_of(type(self))
+            if attention == "own":
+                raise UnsupportedError(
+                    message(
+                        name,
+                        "attn_implementation",
+                        f"{NAME!r}",
+                        "a name that this model knows: its attention does not go through "
+                        "Transformers' attention interface, and would ignore this one or misread "
+                        "its masks",
+                        "Leave attn_implementation out, or use 'eager'.",
+                    )
+                )
+            if attention == "none":
+                logger.warning_once(
+                    f"attn_implementation='{NAME}' changes nothing in {name}, which has no attention."
+                )
+        return transformers_own(self, requested_attention, is_init_check)
+
+    return get_correct_attn_implementation
+
+
+# Transformers asks it when a model is built or its attention is set; there is no hook for others.
+PreTrainedModel.get_correct_attn_implementation = _checked(  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation
+)
 AttentionInterface.register(NAME, fastplm_attention_forward)
 AttentionMaskInterface.register(NAME, fastplm_mask)

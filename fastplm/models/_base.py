@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
+from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm._checks import INTEGER, check, check_dtype, check_tensor, values_are_known
-from fastplm.hf import NAME
+from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu
 
 _Class = TypeVar("_Class", bound=type)
+_logger = logging.get_logger(__name__)
 
 #: {parent class: its drop-in class}, of the families imported so far.
 DROP_INS: dict[type, type] = {
@@ -147,21 +150,78 @@ def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
 class FastplmModel:
     """Mixin in front of a Transformers model: fused attention and drop-in submodules.
 
-    ``attn_implementation`` is "fastplm" by default. An implementation that the user chose, by
-    argument or in the configuration, is kept. (After Transformers has built a model with a
-    configuration, the configuration holds that model's choice.) The caller's configuration is not
-    changed, and checkpoints do not store the choice.
+    The attention implementation is "fastplm", unless the call that makes the model asks for another
+    one: ``from_pretrained(…, attn_implementation=…)``. What a configuration says is no such wish:
+    Transformers writes its own choice there whenever it builds a model. With another implementation
+    padding is computed, too, and a line says so. The caller's configuration is not changed, and
+    checkpoints do not store the choice.
     """
 
     #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute.
     accepts_loss_kwargs = True
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        if config._attn_implementation is None:
+        if not IS_CHOSEN.get():
             config = copy.deepcopy(config)
-            config._attn_implementation = NAME
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            # Weights of attention are wanted with output_attentions: "eager" alone has them.
+            if not config.output_attentions:
+                self._say_what_is_left_aside(config._attn_implementation)
+                config._attn_implementation = NAME
+        with choosing():
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         switch_modules(self)  # type: ignore[arg-type]
+
+    def _say_what_is_left_aside(self, name: str | None) -> None:
+        own = "sdpa" if self._supports_sdpa else "eager"  # type: ignore[attr-defined]
+        if name not in (None, NAME, own):
+            _logger.warning_once(
+                f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as it "
+                f"does after a model was made with it; this one is made with {NAME!r}. To choose "
+                "another, pass it to from_pretrained or set_attn_implementation."
+            )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Like the parent. ``attn_implementation`` is "fastplm" by default."""
+        with choosing(kwargs.get("attn_implementation"), cls):
+            return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
+        with choosing(kwargs.get("attn_implementation"), cls):
+            return super()._from_config(copy.deepcopy(config), **kwargs)  # type: ignore[misc]
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Like the parent."""
+        say_what_is_lost(attn_implementation, type(self))
+        with choosing():
+            super().set_attn_implementation(  # type: ignore[misc]
+                attn_implementation, *args, **kwargs
+            )
+
+
+@contextlib.contextmanager
+def choosing(name: Any = NAME, kind: type | None = None) -> Iterator[None]:
+    """The attention implementation of drop-in models made inside; None = choose it as usual."""
+    if name is None:
+        yield
+        return
+    if kind is not None:
+        say_what_is_lost(name, kind)
+    token = IS_CHOSEN.set(True)
+    try:
+        yield
+    finally:
+        IS_CHOSEN.reset(token)
+
+
+def say_what_is_lost(name: Any, kind: type) -> None:
+    """Once for each name and class, where the user asks for another attention than fastplm's."""
+    if name != NAME:
+        _logger.warning_once(
+            f"{kind.__name__}: with attn_implementation={name!r} padding is computed, and attention "
+            f"is not fastplm's. Leave it out, or pass {NAME!r}, to leave padding out."
+        )
 
 
 class TiedLookup:

@@ -10,6 +10,8 @@ import transformers
 from transformers import PreTrainedConfig
 
 from fastplm._accelerate import drop_in_of, switch
+from fastplm.hf import NAME
+from fastplm.models._base import FastplmModel, choosing, say_what_is_lost
 
 
 class _DropInMapping:
@@ -42,8 +44,9 @@ class _Auto:
 
     If ``fastplm.models`` has a drop-in class for the class that Transformers chooses, it is used.
     Other classes, and code from the Hub with ``trust_remote_code=True``, are Transformers', with
-    ``attn_implementation="fastplm"`` if they support it. An attention implementation that the user
-    chose, by argument or in the configuration, is kept. The caller's configuration is not changed.
+    ``attn_implementation="fastplm"`` if they support it. An attention implementation that is given
+    as an argument is kept; what a configuration says is Transformers' own choice of an earlier
+    model. The caller's configuration is not changed.
     """
 
     _model_mapping: Any
@@ -54,18 +57,21 @@ class _Auto:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
-        chosen = _chosen(config, kwargs)
+        chosen = kwargs.get("attn_implementation")
         base: Any = super() if not kwargs.get("trust_remote_code") else _theirs(cls)
-        return _ours(base.from_config(copy.deepcopy(config), **kwargs), chosen)
+        with _other_than_ours(chosen):
+            model = base.from_config(copy.deepcopy(config), **kwargs)
+        return _ours(model, chosen)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = copy.deepcopy(config)
-        chosen = _chosen(config, kwargs)
+        chosen = kwargs.get("attn_implementation")
         base: Any = super() if not kwargs.get("trust_remote_code") else _theirs(cls)
-        loaded = base.from_pretrained(*args, **kwargs)
+        with _other_than_ours(chosen):  # Transformers takes the argument into the configuration
+            loaded = base.from_pretrained(*args, **kwargs)
         if isinstance(loaded, tuple):  # output_loading_info=True
             return _ours(loaded[0], chosen), *loaded[1:]
         return _ours(loaded, chosen)
@@ -75,15 +81,14 @@ def _theirs(auto: type) -> Any:
     return getattr(transformers, auto.__name__)
 
 
-def _chosen(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the user chose an attention implementation."""
-    if kwargs.get("attn_implementation") is not None:
-        return True
-    return isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
+def _other_than_ours(chosen: str | None) -> Any:
+    return choosing(None if chosen == NAME else chosen)
 
 
-def _ours(model: Any, chosen: bool) -> Any:
-    switch(model, attention=not chosen)
+def _ours(model: Any, chosen: str | None) -> Any:
+    switch(model, attention=chosen is None)
+    if chosen is not None and isinstance(model, FastplmModel):
+        say_what_is_lost(chosen, type(model))
     return model
 
 

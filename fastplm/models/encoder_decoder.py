@@ -20,8 +20,8 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check
-from fastplm.hf import NAME
-from fastplm.models._base import FastplmModel, drop_in, share_config, wants_output
+from fastplm.hf import IS_CHOSEN, NAME
+from fastplm.models._base import FastplmModel, choosing, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of
 from fastplm.models._ragged import until_last, values_can_be_read
@@ -90,6 +90,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
         super().__init__(config, encoder, decoder)
         for part in (self.encoder, self.decoder):
+            if not IS_CHOSEN.get():  # a part that was made before keeps the choice of then
+                part.config._attn_implementation = NAME
             share_config(part, part.config)
 
     @classmethod
@@ -102,18 +104,15 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     ) -> PreTrainedModel:
         """Like the parent, with fused attention. ``attn_implementation`` applies to both parts,
         ``encoder_attn_implementation`` and ``decoder_attn_implementation`` to one."""
-        chosen = kwargs.pop("attn_implementation", None)
-        for name in _PARTS:
-            config = kwargs.get(f"{name}_config")
-            made = f"{name}_model" in kwargs or getattr(config, "_attn_implementation", None)
-            if chosen is not None or not made:
-                kwargs.setdefault(f"{name}_attn_implementation", chosen or NAME)
-        return super().from_encoder_decoder_pretrained(
-            encoder_pretrained_model_name_or_path,
-            decoder_pretrained_model_name_or_path,
-            *model_args,
-            **kwargs,
-        )
+        chosen = kwargs.pop("attn_implementation", NAME)
+        names = [kwargs.setdefault(f"{part}_attn_implementation", chosen) for part in _PARTS]
+        with choosing(next((name for name in names if name != NAME), None), cls):
+            return super().from_encoder_decoder_pretrained(
+                encoder_pretrained_model_name_or_path,
+                decoder_pretrained_model_name_or_path,
+                *model_args,
+                **kwargs,
+            )
 
     # --- shared weights ---
 

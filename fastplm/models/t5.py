@@ -21,7 +21,7 @@ from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
-from fastplm.hf import NO_BIAS
+from fastplm.hf import NO_BIAS, says_only_keys
 from fastplm.models._base import FastplmModel, drop_in
 from fastplm.models._heads import TokenClassification
 from fastplm.models._ragged import Unpad
@@ -65,7 +65,12 @@ class T5Attention(modeling_t5.T5Attention):
         dense = position_bias is not None and position_bias.dim() == 4
         table: Tensor | None = None
         bias: Any = position_bias
-        fused = not dense and past_key_values is None and is_fused(self, (mask,), kwargs)
+        fused = (
+            not dense
+            and past_key_values is None
+            and says_only_keys(mask)
+            and is_fused(self, (), kwargs)
+        )
         if fused:
             table, bias = position_bias, NO_BIAS
             if table is None and self.has_relative_attention_bias:

@@ -46,20 +46,22 @@ def test_every_family_is_tried():
     assert set(_FAMILIES.values()) - others == set(FAMILIES)
 
 
-@pytest.mark.parametrize("chosen", ["argument", "configuration"])
 @pytest.mark.parametrize("config", [BERT, DISTIL], ids=["bert", "distilbert"])
-def test_auto_classes_keep_the_users_attention(config, chosen, tmp_path):
+def test_auto_classes_take_the_attention_of_the_call(config, tmp_path):
     config = copy.deepcopy(config)
-    argument = {"attn_implementation": "eager"} if chosen == "argument" else {}
-    if chosen == "configuration":
-        config._attn_implementation = "eager"
+    argument = {"attn_implementation": "eager"}
     model = models.AutoModel.from_config(config, **argument)
     assert model.config._attn_implementation == "eager"
     assert type(model).__module__.startswith("fastplm.") == (config.model_type == "bert")
     model.save_pretrained(tmp_path)
-    if chosen == "configuration":
-        argument = {"config": config}
-    model = models.AutoModel.from_pretrained(tmp_path, **argument)
+    loaded = models.AutoModel.from_pretrained(tmp_path, **argument)
+    assert loaded.config._attn_implementation == "eager"
+    # What the configuration says was the choice of an earlier call.
+    for again in (
+        models.AutoModel.from_config(model.config),
+        models.AutoModel.from_pretrained(tmp_path, config=model.config),
+    ):
+        assert again.config._attn_implementation == "fastplm"
     assert model.config._attn_implementation == "eager"
 
 

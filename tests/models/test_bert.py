@@ -122,8 +122,9 @@ def test_the_default_attention_is_fastplm():
     assert own._attn_implementation is None, "the caller's configuration is not changed"
     chosen = BertForMaskedLM._from_config(config(), attn_implementation="sdpa")
     assert chosen.config._attn_implementation == "sdpa"
-    own._attn_implementation = "eager"
-    assert BertForMaskedLM(own).config._attn_implementation == "eager"
+    with_weights = copy.deepcopy(CONFIG)
+    with_weights.output_attentions = True
+    assert BertForMaskedLM(with_weights).config._attn_implementation == "eager"
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
 

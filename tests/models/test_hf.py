@@ -45,6 +45,8 @@ MODELS = {
 }
 PADDINGS = {side: conftest.PADDINGS[side] for side in ("right", "left")}
 MASK = PADDINGS["right"]
+NOT_CAUSAL = torch.nn.Identity()
+NOT_CAUSAL.is_causal = False
 # The longest target is that of the shortest source: the two paddings are independent.
 TARGETS = {"right": torch.arange(6) < torch.tensor([[2], [4], [3], [6]])}
 TARGETS["left"] = TARGETS["right"].flip(1)
@@ -463,11 +465,11 @@ def test_packed_rows_that_do_not_fit_raise():
     bounds = {name: packed[name] for name in hf._PACKED}
     query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
     with pytest.raises(UnsupportedError, match="grouped heads"):
-        hf.fastplm_attention_forward(torch.nn.Identity(), query, key, key, None, **bounds)
+        hf.fastplm_attention_forward(NOT_CAUSAL, query, key, key, None, **bounds)
     bias = torch.zeros(1, 4, 16, 16)
     with pytest.raises(UnsupportedError, match="position_bias"):
         hf.fastplm_attention_forward(
-            torch.nn.Identity(), query, query, query, None, position_bias=bias, **bounds
+            NOT_CAUSAL, query, query, query, None, position_bias=bias, **bounds
         )
 
 
@@ -504,11 +506,14 @@ def test_the_mask_equals_that_of_sdpa(name, function, padded):
         "attention_mask": attention_mask,
     }
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
-    mask = hf.fastplm_mask(**arguments, allow_is_causal_skip=True)
+    mask = hf.fastplm_mask(**arguments)
+    assert mask.dtype is torch.bool
+    # What it means does not depend on the module.
+    causal, mask = hf._meaning(torch.nn.Module(), mask, None)
+    assert not causal or function == "causal"
     if mask is None or mask.dim() == 2:
-        assert mask is None or mask.dtype is torch.bool and mask.shape == (2, kv_length)
+        assert mask is None or mask.shape == (2, kv_length)
         query, key = torch.empty(2, 1, q_length, 1), torch.empty(2, 1, kv_length, 1)
-        causal = function == "causal"
         mask, dead = hf._complete_mask(query, key, mask, causal, always=True)
         mask = torch.ones(()).bool() if mask is None else mask & ~dead
     assert torch.equal(mask.expand_as(expected), expected)
@@ -637,7 +642,7 @@ def test_is_causal_false_makes_gpt2_bidirectional(hold):
         assert not same(run(ours, attention_mask=mask), run(ours, is_causal=False))
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask"])
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask", "sinks of a new model"])
 def test_unsupported_arguments_raise(argument):
     with pytest.raises(UnsupportedError, match=argument):
         build("bert")(random_ids(1, 4), **{argument: torch.ones(2)})
@@ -710,7 +715,7 @@ def test_training_with_dropout_compiles_to_one_graph(hold, family, checkpointing
 
 def test_the_output_is_contiguous_in_the_layout_of_the_projections():
     query = torch.randn(2, 3, 5, 8)
-    out, _ = hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, None)
+    out, _ = hf.fastplm_attention_forward(NOT_CAUSAL, query, query, query, None)
     assert out.shape == (2, 5, 3, 8) and out.is_contiguous()
 
 
@@ -776,17 +781,47 @@ def test_a_trace_works_with_other_masks():
 
     ones = torch.ones(2, 5, dtype=torch.bool)
     traced = torch.jit.trace(Masks(), (ones,))
-    assert torch.equal(traced(~ones), ~ones)
+    assert torch.equal(traced(~ones)[:, 0, 0], ~ones)
 
 
-def test_a_mask_of_ones_becomes_none():
+def test_a_mask_of_ones_hides_no_key():
     arguments = dict(batch_size=2, q_length=1, kv_length=5, q_offset=4)
     ones = torch.ones(2, 5, dtype=torch.bool)
-    assert hf.fastplm_mask(**arguments, attention_mask=ones) is None
+    assert hf.fastplm_mask(**arguments, attention_mask=ones).shape == (1, 1, 1, 0)
     ones[1, 0] = False
-    assert torch.equal(hf.fastplm_mask(**arguments, attention_mask=ones), ones)
+    assert torch.equal(hf.fastplm_mask(**arguments, attention_mask=ones)[:, 0, 0], ones)
     # On other devices, the values are not read.
-    assert hf.fastplm_mask(**arguments, attention_mask=ones.to("meta")) is not None
+    assert hf.fastplm_mask(**arguments, attention_mask=ones.to("meta")).shape == (2, 1, 1, 5)
+
+
+@pytest.mark.parametrize("seqlen", (1, 4))
+@pytest.mark.parametrize("mask", (None, torch.ones(1, 4, dtype=torch.bool)), ids=("none", "keys"))
+def test_causality_that_nobody_says_raises(seqlen, mask):
+    query, key = torch.randn(1, 2, seqlen, 8), torch.randn(1, 2, 4, 8)
+    call = (torch.nn.Identity(), query, key, key, mask)
+    if seqlen == 1:  # which sees all keys
+        hf.fastplm_attention_forward(*call)
+        return
+    with pytest.raises(UnsupportedError, match="whether attention is causal"):
+        hf.fastplm_attention_forward(*call)
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_the_mask_says_more_than_the_module(is_causal):
+    """BigBird-Pegasus' decoder says that it is not causal, and Splinter's encoder says nothing."""
+    query = torch.randn(2, 3, 5, 8)
+    function = causal_mask_function if is_causal else bidirectional_mask_function
+    padding = torch.arange(5) < torch.tensor([[5], [3]])
+    module = torch.nn.Identity()
+    for attention_mask in (None, padding):
+        mask = hf.fastplm_mask(2, 5, 5, mask_function=function, attention_mask=attention_mask)
+        expected = ops.attention(
+            query, query, query, key_mask=attention_mask, is_causal=is_causal
+        ).transpose(1, 2)
+        for said in (not is_causal, None):
+            module.is_causal = said
+            out, _ = hf.fastplm_attention_forward(module, query, query, query, mask)
+            assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("padded", (False, True))

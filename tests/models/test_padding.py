@@ -1,0 +1,128 @@
+"""Which rows the layers of a drop-in model compute: padding is never kept without a word."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+import fastplm
+from fastplm import models
+
+from .conftest import small_config
+
+LENGTHS = torch.tensor([[9], [4], [2]])
+MASK = (torch.arange(9) < LENGTHS).long()
+TOKENS, ALL = int(MASK.sum()), MASK.numel()
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """The warnings of Transformers' logger, also those that were given before."""
+    transformers_logging.enable_propagation()
+    logging.Logger.warning_once.cache_clear()
+    yield lambda: [record.getMessage() for record in caplog.records]
+    transformers_logging.disable_propagation()
+
+
+def rows(model) -> int:
+    """How many rows a layer computes of the batch."""
+    found = []
+    layer = model.base_model.encoder.layer[0].intermediate.dense
+    hook = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[:-1].numel()))
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, 37, MASK.shape), attention_mask=MASK)
+    hook.remove()
+    return found[0]
+
+
+def config():
+    return copy.deepcopy(small_config("bert"))
+
+
+@pytest.fixture
+def stock():
+    """A model of Transformers, whose configuration says from then on which attention it has."""
+    model = transformers.BertForMaskedLM(config())
+    assert model.config._attn_implementation == "sdpa"
+    return model
+
+
+@pytest.fixture
+def folder(stock, tmp_path):
+    stock.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def used_before(name):
+    made = config()
+    transformers.BertForMaskedLM._from_config(made, attn_implementation=name)
+    assert made._attn_implementation == name
+    return made
+
+
+KIND = models.BertForMaskedLM
+LEFT_OUT = {
+    "a configuration used before": lambda folder, stock: KIND(used_before("sdpa")),
+    "a configuration that was given before": lambda folder, stock: KIND(stock.config),
+    "from_pretrained with it": lambda folder, stock: KIND.from_pretrained(
+        folder, config=stock.config
+    ),
+    "_from_config": lambda folder, stock: KIND._from_config(stock.config),
+    "an Auto class with it": lambda folder, stock: models.AutoModelForMaskedLM.from_config(
+        stock.config
+    ),
+    "an Auto class from a folder": lambda folder, stock: (
+        models.AutoModelForMaskedLM.from_pretrained(folder, config=stock.config)
+    ),
+    "accelerate": lambda folder, stock: fastplm.accelerate(stock),
+}
+
+
+@pytest.mark.parametrize("way", LEFT_OUT)
+def test_padding_is_left_out(said, folder, stock, way):
+    before = stock.config._attn_implementation
+    assert rows(LEFT_OUT[way](folder, stock)) == TOKENS
+    assert way == "accelerate" or stock.config._attn_implementation == before
+    assert not said()
+
+
+@pytest.mark.parametrize("name", ("sdpa", "eager"))
+def test_another_attention_is_asked_for_in_the_call(said, folder, name):
+    model = KIND.from_pretrained(folder, attn_implementation=name)
+    assert rows(model) == ALL
+    (line,) = said()
+    assert line.startswith(
+        f"BertForMaskedLM: with attn_implementation='{name}' padding is computed"
+    )
+    KIND.from_pretrained(folder, attn_implementation=name)
+    assert len(said()) == 1
+
+
+def test_another_attention_is_set_later(said):
+    model = KIND(config())
+    model.set_attn_implementation("sdpa")
+    assert rows(model) == ALL
+    (line,) = said()
+    assert "padding is computed" in line
+    model.set_attn_implementation("fastplm")
+    assert rows(model) == TOKENS and len(said()) == 1
+
+
+def test_a_configuration_that_says_another_name_is_left_aside_with_a_word(said):
+    assert rows(KIND(used_before("eager"))) == TOKENS
+    (line,) = said()
+    assert "the configuration says attn_implementation='eager'" in line
+
+
+def test_parts_of_a_pair_that_were_made_before():
+    decoder = config()
+    decoder.is_decoder = decoder.add_cross_attention = True
+    parts = transformers.BertModel(config()), transformers.BertLMHeadModel(decoder)
+    model = models.EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
+    for part in (model.encoder, model.decoder):
+        assert part.config._attn_implementation == "fastplm"
