@@ -539,14 +539,17 @@ def _attention_in(module: str) -> str:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # written in a shell, where nothing can be looked up
         return "none"
-    # Models of several parts build these by their configurations, and take the name to them.
-    if re.search(r"\.get_interface\(|\bAutoModel", source):
+    if ".get_interface(" in source:
         return "interface"
     if re.search(r"^class \w*Attention\w*\([^)]*\bModule\b", source, re.MULTILINE):
         return "own"
+    used = vars(sys.modules[module])
+    # A model of several parts builds them by their configurations, and takes the name to them.
+    if any(name.startswith("AutoModel") for name in used):
+        return "interface"
     parts = {
         part.__module__
-        for part in vars(sys.modules[module]).values()
+        for part in used.values()
         if isinstance(part, type) and issubclass(part, PreTrainedModel)
     }
     found = {_attention_in(part) for part in parts - {module, PreTrainedModel.__module__}}

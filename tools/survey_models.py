@@ -13,7 +13,8 @@ import argparse
 import contextlib
 import copy
 import gc
-import sys
+import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.utils import logging
 
 import fastplm
 from fastplm import hf
@@ -48,6 +48,10 @@ _TASKS = (
 )
 #: Parts of a model of which text is only one, by the names that their configurations have.
 _NOT_TEXT = ("audio", "vision", "encoder_config", "patcher", "semantic", "esmfold")
+
+
+#: Models that take more than the ids of a text, and are listed as if they did not.
+_OTHER_INPUTS = ("fuyu", "kimi_linear", "layoutlmv2", "layoutlmv3", "lxmert", "musicgen", "musicgen_melody")
 
 
 def _all(names: str, value: Any) -> dict[str, Any]:
@@ -80,6 +84,8 @@ _TOKENS = {**_all("pad_token_id bos_token_id decoder_start_token_id", 1), "eos_t
 _MLA = {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _MAMBA["mamba_chunk_size"] = 4
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+_LAST_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 #: Fields of single configurations that go together with the small sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": {**_MLA, "head_dim": None},
@@ -91,11 +97,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MLA, "num_experts_per_tok": 2},
     "deepseek_v3": {**_MLA, "head_dim": None},
     "deepseek_v32": _MLA,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": 3, "num_key_value_heads": None},
     "esmc": {"num_key_value_heads": 4},
     "falcon": {"head_dim": None},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "num_decoder_layers": 1},
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, **_PER_LAYER},
+    "gemma4_text": {**_PER_LAYER, "per_layer_config": {}},
+    "gemma4_unified_text": {**_PER_LAYER, "per_layer_config": {}},
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA,
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -106,13 +116,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "led": {"attention_window": [4, 4], "max_encoder_position_embeddings": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": _LAST_FULL,
     "lilt": {"channel_shrink_ratio": 2, "hidden_size": 48, "max_2d_position_embeddings": 64},
-    "longcat_flash": {**_MLA, "head_dim": None},
+    "longcat_flash": {**_MLA, "head_dim": None, "expert_ffn_hidden_size": 24, "zero_expert_num": 2},
     "longformer": {"attention_window": [4, 4]},
     "minicpm3": _MLA,
     "ministral": {"head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 4},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 32},
-    "mistral4": _MLA,
+    "mistral4": {**_MLA, "rope_parameters": None, "qk_rope_head_dim": 8, "head_dim": 16},
     "mpt": {},
     "nemotron": {"num_key_value_heads": 2},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 1},
@@ -141,12 +153,24 @@ class Row(NamedTuple):
     """What a route made of a model.
 
     Args:
-        verdict: "drop-in", "attention", "refused", "ignored", "wrong" or "error".
-        why: of a refusal its reason; of a wrong model the checks that failed.
+        verdict: one of ``VERDICTS``.
+        why: the first sentence of a refusal or an error, or the checks that failed.
     """
 
     verdict: str
     why: str = ""
+
+
+VERDICTS = {
+    "drop-in": "a class of fastplm.models, which computes no padding",
+    "attention": "Transformers' class with fastplm's attention, equal to its eager attention",
+    "refused": "an error says why, and what to do",
+    "nothing": "the model has no attention that could change, and a line says so",
+    "ignored": "equal, as fastplm was not called: nobody says so",
+    "wrong": "other results than with eager attention",
+    "error": "an error that does not say what to do",
+    "not built": "not tried: the small configuration does not fit the class",
+}
 
 
 def cases() -> Iterator[Case]:
@@ -161,6 +185,8 @@ def cases() -> Iterator[Case]:
         if any(part.startswith(_NOT_TEXT) for part in kind.config_class.sub_configs):
             if name != "esm":
                 continue
+        if name in _OTHER_INPUTS:
+            continue
         yield Case(name, kind, {})
         if name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and name in decoders:
             decoder = getattr(transformers, decoders[name])
@@ -374,39 +400,51 @@ def _counted() -> Iterator[Counter]:
             transformers.AttentionInterface.register(name, function)
 
 
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What Transformers' logger says inside."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("transformers", "fastplm")]
+    for one in loggers:
+        one.addHandler(handler)
+    try:
+        yield said
+    finally:
+        for one in loggers:
+            one.removeHandler(handler)
+
+
 def survey(case: Case, route: str) -> Row:
     """What ``route`` makes of a model: "name" (``attn_implementation``) or "accelerate"."""
     theirs = build(case, "eager")
-    try:
-        if route == "name":
-            ours = build(case, hf.NAME)
-            ours.load_state_dict(theirs.state_dict())
-        else:
-            ours = fastplm.accelerate(copy.deepcopy(theirs))
-    except UnsupportedError as error:
-        return Row("refused", _reason(str(error)))
-    except Exception as error:
-        return Row("error", _first_line(error))
-    try:
-        scores(theirs, batch(theirs, None))
-    except RuntimeError:  # of fp64
-        ours, theirs = ours.float(), theirs.float()
     failed: list[str] = []
-    with _counted() as counts:
+    with _counted() as counts, _warnings() as said:
         try:
+            if route == "name":
+                ours = build(case, hf.NAME)
+                ours.load_state_dict(theirs.state_dict())
+            else:
+                ours = fastplm.accelerate(copy.deepcopy(theirs))
+            try:
+                scores(theirs, batch(theirs, None))
+            except RuntimeError:  # of fp64
+                ours, theirs = ours.float(), theirs.float()
             failed += failures(ours, theirs)
         except UnsupportedError as error:
-            return Row("refused", _reason(str(error)))
+            return Row("refused", _first_line(error))
         except Exception as error:
-            what = _first_line(error)
-            return (
-                Row("wrong", f"{', '.join(failed)}, then {what}") if failed else Row("error", what)
-            )
+            if not failed:
+                return Row("error", _first_line(error))
+            failed.append(_first_line(error))
     if failed:
         return Row("wrong", ", ".join(failed))
     if type(ours).__module__.startswith("fastplm"):
         return Row("drop-in")
-    return Row("attention") if counts.total() else Row("ignored")
+    if counts.total():
+        return Row("attention")
+    return Row("nothing" if any("changes nothing" in line for line in said) else "ignored")
 
 
 def _fits_in_fp32(ours: PreTrainedModel, theirs: PreTrainedModel) -> bool:
@@ -420,12 +458,9 @@ def _fits_in_fp32(ours: PreTrainedModel, theirs: PreTrainedModel) -> bool:
     return bool(error <= 10 * base + 1e-6 * gold.abs().max())
 
 
-def _reason(text: str) -> str:
-    return text.splitlines()[0]
-
-
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {text[:90]}"
 
 
 def rows(only: list[str], routes: tuple[str, ...] = ROUTES) -> dict[str, dict[str, Row]]:
@@ -445,16 +480,53 @@ def rows(only: list[str], routes: tuple[str, ...] = ROUTES) -> dict[str, dict[st
     return table
 
 
+def markdown(table: dict[str, dict[str, Row]]) -> str:
+    """The table as a page of the documentation."""
+    built = {name: row for name, row in table.items() if row["name"].verdict != "not built"}
+    lines = [_HEAD.format(version=transformers.__version__, count=len(built))]
+    lines += ["| verdict | meaning | by name | by accelerate |", "|---|---|---|---|"]
+    counts = {route: Counter(row[route].verdict for row in built.values()) for route in ROUTES}
+    for verdict, meaning in VERDICTS.items():
+        if verdict != "not built":
+            found = " | ".join(str(counts[route][verdict]) for route in ROUTES)
+            lines.append(f"| {verdict} | {meaning} | {found} |")
+    lines += ["", "| model | by name | by accelerate |", "|---|---|---|"]
+    for name, row in built.items():
+        lines.append(f"| {name} | {' | '.join(_cell(row[route]) for route in ROUTES)} |")
+    missing = [name for name in table if name not in built]
+    lines += ["", f"Not tried, as no small model of them was built: {', '.join(missing)}.", ""]
+    return "\n".join(lines)
+
+
+_HEAD = """# Other model families
+
+Made by `python tools/survey_models.py --markdown docs/families.md` with Transformers {version}: what
+becomes of the {count} text models that its Auto classes list, made small with random weights. *By
+name* is `attn_implementation="fastplm"`; *by accelerate* is `fastplm.accelerate(model)`. Each is
+compared in fp64 with its own eager attention: without padding, with padding at the right, at the left
+and scattered, with other later tokens, with other values in the padding, its gradients, what it
+generates from left padding, and in fp32.
+"""
+
+
+def _cell(row: Row) -> str:
+    if row.verdict != "refused":
+        return row.verdict
+    argument = re.search(r"attn_implementation='fastplm': `(\w+)`", row.why)
+    return f"refused: `{argument[1]}`" if argument else "refused: its own attention"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("only", nargs="*")
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("only", nargs="*", help="names of models; default: all")
+    parser.add_argument("--markdown", type=Path, help="write the page of all models here")
     args = parser.parse_args()
-    logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     table = rows(args.only)
     for route in ROUTES:
         print(route, dict(Counter(row[route].verdict for row in table.values())))
+    if args.markdown:
+        args.markdown.write_text(markdown(table))
 
 
 if __name__ == "__main__":
