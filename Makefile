@@ -7,6 +7,9 @@ PIP := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c co
 PYTEST := $(BIN)/python -m pytest
 # A process a core, of one thread each: two pools of threads on the same cores wait for each other.
 PARALLEL := -n auto --dist worksteal
+# As on a CPU without more than these vector instructions: make test-cpu LEVEL=avx2 (or default).
+LEVEL :=
+AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 
 .PHONY: demo test test-gpu test-device test-compile test-cpu test-slow bench gpu-report docs lint clean
 
@@ -37,13 +40,13 @@ test-device: $(VENV)/.test
 	$(call lane,gpu,$(PYTEST) -m gpu)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
+	$(call lane,compile,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
 
 test-cpu: $(VENV)/.test
-	$(call lane,interpreter and CPU,TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
+	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
 
 test-slow: $(VENV)/.test
-	$(call lane,slow,$(PYTEST) -m slow)
+	$(call lane,slow,$(AT_LEVEL) $(PYTEST) -m slow)
 
 # Beside the peers that PyTorch brings; any other one that is installed joins in.
 bench: $(VENV)/.test $(VENV)/.peers

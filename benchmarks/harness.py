@@ -35,9 +35,9 @@ from typing import Any
 import torch
 
 from fastplm._measured import level
-from fastplm.testing import assert_within_budget, inductor_cache_of_this_level, peak_bytes
+from fastplm.testing import assert_within_budget, hold_to_level, peak_bytes
 
-inductor_cache_of_this_level()
+hold_to_level()
 
 Inputs = dict[str, Any]
 

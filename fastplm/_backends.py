@@ -130,12 +130,20 @@ def needs_plain_pytorch() -> str | None:
         return None
     if forward_ad._current_level >= 0:
         return "forward-mode AD: a kernel makes no tangent"
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return None
-    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack()}
-    if kinds == {_TRANSFORMS.Grad} or kinds == {_TRANSFORMS.Vmap}:
+    if _transforms() in (set(), {_TRANSFORMS.Grad}, {_TRANSFORMS.Vmap}):
         return None
     return "several transforms of torch.func at once: a kernel supports vmap or gradients"
+
+
+def is_vmapped() -> bool:
+    """Whether a call that is not traced runs for the samples of a ``torch.vmap``."""
+    return not torch.compiler.is_compiling() and _TRANSFORMS.Vmap in _transforms()
+
+
+def _transforms() -> set[Any]:
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return set()
+    return {level.key() for level in torch._C._functorch.get_interpreter_stack()}
 
 
 def is_written_down() -> bool:

@@ -57,11 +57,9 @@ def info(*, all: bool = False) -> str:
 
 
 def _overview() -> list[str]:
-    from fastplm.train.pretrain import hardware_has_bf16
-
     names = [f"{name} {_version(name)}" for name in ("fastplm", *TESTED)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    bf16 = hardware_has_bf16()
+    bf16 = _measured.hardware_has_bf16()
     lines = [
         *names[:1],
         f"python {platform.python_version()} on {platform.platform()}",

@@ -22,6 +22,7 @@ import torch
 
 from fastplm import _extension
 
+X86 = ("x86_64", "AMD64")
 LEVELS = ("baseline", "avx2", "avx512")
 #: Doublings from the nearest measurement from which on it says nothing.
 _FAR = 6
@@ -71,7 +72,7 @@ def level() -> str:
 
 def cpu_kind() -> str:
     """The name of a table: the level or architecture, and for AVX-512 the maker of the CPU."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in X86:
         return platform.machine().lower()
     if level() != "avx512":
         return level()
@@ -107,12 +108,30 @@ def dtype_key(dtype: torch.dtype) -> str:
 
 @functools.cache
 def computes_in(dtype: torch.dtype) -> bool:
+    """Whether the CPU of this process has instructions for products of a dtype.
+
+    Those that its level has no use for do not count: the CPU of ``ATEN_CPU_CAPABILITY=avx2`` is one
+    without AVX-512, AMX and bf16, whatever the machine has.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return True
+    if platform.machine() not in X86:
+        known = torch.ops.mkldnn
+        wide = dtype is torch.bfloat16
+        return (known._is_mkldnn_bf16_supported if wide else known._is_mkldnn_fp16_supported)()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
     matrices = torch.cpu._is_amx_tile_supported()
     if dtype is torch.float16:  # the CPUs that have those have AVX512-FP16, too
         return matrices
-    if dtype is torch.bfloat16:
-        return matrices or torch.cpu._is_avx512_bf16_supported()
-    return True
+    return matrices or torch.cpu._is_avx512_bf16_supported()
+
+
+def hardware_has_bf16() -> bool:
+    """Whether what models run on, the GPU or else the CPU, multiplies bf16 in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return computes_in(torch.bfloat16)
 
 
 class Table:

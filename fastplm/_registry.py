@@ -213,7 +213,30 @@ class Op:
         _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.fastplm, operator).default
+        overload = getattr(torch.ops.fastplm, operator).default
+        torch.library.register_vmap(f"fastplm::{operator}", _one_by_one(overload), lib=_LIBRARY)
+        return overload
+
+
+def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The batching rule of an operator: a call for each sample.
+
+    PyTorch does the same for an operator without a rule, and prints that this is slow and that it
+    wants to hear of it.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        pairs = list(zip(arguments, in_dims, strict=True))
+        results = [
+            overload(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
+            for at in range(info.batch_size)
+        ]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        outputs = tuple(map(torch.stack, zip(*results, strict=True)))
+        return outputs, (0,) * len(outputs)
+
+    return rule
 
 
 def _outside_autocast(function: Any, *arguments: Any) -> Any:

@@ -42,16 +42,29 @@ class BudgetExceeded(AssertionError):
     """An output or gradient is further from the truth than its budget allows."""
 
 
-def inductor_cache_of_this_level() -> None:
-    """Give the level of ``ATEN_CPU_CAPABILITY`` a cache of Inductor's own, if it has none yet.
+#: What holds the libraries of PyTorch to a level of ``ATEN_CPU_CAPABILITY``, at which they do not
+#: look: oneDNN (its "CPU Dispatcher Control") and MKL.
+_OF_LIBRARIES = {
+    "default": {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
 
-    Inductor (torch 2.13) does not look at that variable when it takes kernels from its cache, and
-    those of one level, run at another, write where they must not.
+
+def hold_to_level() -> None:
+    """Hold all of this process to the level of ``ATEN_CPU_CAPABILITY``, if that is set.
+
+    PyTorch's own kernels, Inductor's and those of csrc/ follow that variable. oneDNN and MKL have
+    variables of their own, which they read when they are first used: so call this before. What is
+    set already stays.
+
+    Inductor gets a cache of that level: it (torch 2.13) does not look at the level when it takes
+    kernels from its cache, and those of one level, run at another, write where they must not.
     """
     level = os.environ.get("ATEN_CPU_CAPABILITY")
     if level:
         folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{level}"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        settings = {"TORCHINDUCTOR_CACHE_DIR": folder, **_OF_LIBRARIES.get(level, {})}
+        os.environ.update({name: to for name, to in settings.items() if name not in os.environ})
 
 
 # --- the budget -----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import os
 import pytest
 import torch
 
-from fastplm.testing import inductor_cache_of_this_level
+from fastplm.testing import hold_to_level
 
-inductor_cache_of_this_level()
+hold_to_level()
 
 
 def _interpret_kernels():

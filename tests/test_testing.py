@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fastplm import _measured
 from fastplm.reference.attention import attention_ref
 from fastplm.testing import (
     LAYOUTS,
@@ -19,7 +23,7 @@ from fastplm.testing import (
     assert_repeatable,
     assert_within_budget,
     check_error,
-    inductor_cache_of_this_level,
+    hold_to_level,
     poisoned_memory,
 )
 
@@ -317,17 +321,46 @@ def test_layouts_keep_the_values(name, shape):
     assert torch.equal(LAYOUTS[name](tensor), tensor)
 
 
-def test_a_level_has_an_inductor_cache_of_its_own(monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    folders = []
+def test_a_level_has_settings_of_its_own(monkeypatch):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    found = []
     for level in (None, "avx2", "default"):
+        for name in (*names, "ATEN_CPU_CAPABILITY"):
+            monkeypatch.setenv(name, "")  # so that it is deleted in the end
+            monkeypatch.delenv(name)
         if level is not None:
             monkeypatch.setenv("ATEN_CPU_CAPABILITY", level)
-            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        inductor_cache_of_this_level()
-        folders.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
-    assert folders[0] is None and len(set(folders)) == 3
+        hold_to_level()
+        found.append([os.environ.get(name) for name in names])
+    assert found[0] == [None] * 3 and all(len(set(each)) == 3 for each in zip(*found, strict=True))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    inductor_cache_of_this_level()
+    hold_to_level()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+@pytest.mark.skipif(platform.machine() not in _measured.X86, reason="levels of x86")
+def test_one_level_is_one_machine():
+    """At AVX2 nothing of PyTorch or of ours uses what only CPUs with AVX-512 have."""
+    program = """if True:
+        import torch
+        from fastplm import _measured
+        from fastplm.ops.linear import has_bf16x3
+        from fastplm.testing import hold_to_level
+
+        hold_to_level()
+        assert _measured.level() in ("avx2", "none", "baseline"), _measured.level()
+        assert not has_bf16x3()
+        for dtype in (torch.bfloat16, torch.float16):
+            assert not _measured.computes_in(dtype), dtype
+        oneDNN = torch.ops.mkldnn
+        assert not oneDNN._is_mkldnn_bf16_supported() and not oneDNN._is_mkldnn_fp16_supported()
+        # Which fails at AVX2 while oneDNN uses more ("pack_vnni2 is only supported when ...").
+        rows = torch.randn(1, 2, 64, 64).bfloat16()
+        torch.nn.functional.scaled_dot_product_attention(rows, rows, rows)
+    """
+    held = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    environment = {name: value for name, value in os.environ.items() if name not in held}
+    environment |= {"ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

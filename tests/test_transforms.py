@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fastplm
@@ -17,7 +18,16 @@ from fastplm.testing import FORWARD_FACTOR, check_error
 
 from .samples import DIFFERENTIABLE, SAMPLES, first
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+@pytest.fixture(autouse=True)
+def no_call_for_an_issue(capfd, recwarn):
+    """PyTorch prints one for each operator that it finds no batching rule for."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+    printed = [capfd.readouterr().err, *(str(warning.message) for warning in recwarn)]
+    assert not any("performance drop" in text for text in printed), printed
+
 
 ROWS, WIDTH = 6, 16
 GENERATOR = torch.Generator().manual_seed(0)
@@ -148,6 +158,26 @@ def test_gradients_of_samples(name):
     check_same(out, expected)
     check_same(torch.vmap(function, randomness="same")(samples)[0], function(x))
     check_same(torch.func.jvp(torch.func.grad(function), (x,), (x,))[1], product)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_of_every_op(name):
+    """Along another dimension than the first, and of vmaps in each other."""
+    sample = SAMPLES[name]
+    inputs = sample.make(ROWS, torch.float32)
+    key = sample.wrt[0] if sample.wrt else "input_ids"
+
+    def function(x: Tensor) -> list[Tensor]:
+        return tree_leaves(sample.function(**inputs | {key: x}))
+
+    samples = inputs[key], inputs[key].flip(0)
+    batch = torch.stack(samples, 1)
+    one, other, batched = function(samples[0]), function(samples[1]), torch.vmap(function, 1)(batch)
+    for ours, *expected in zip(batched, one, other, strict=True):
+        check_same(ours, torch.stack(expected))
+    nested = torch.vmap(torch.vmap(function, 1))(torch.stack((batch, batch.flip(1))))
+    for ours, expected in zip(nested, batched, strict=True):
+        check_same(ours, torch.stack((expected, expected.flip(0))))
 
 
 def test_samples_bring_labels_of_their_own():

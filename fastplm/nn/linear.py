@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -25,9 +26,14 @@ class Linear(torch.nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":  # torch.ao.quantization finds only modules of exactly nn.Linear
-            warnings.warn(
-                "torch.ao.quantization does not know fastplm's linear layers and leaves them as "
-                "they are. Quantize fastplm.restore(model), then call fastplm.accelerate again",
-                stacklevel=2,
-            )
+            _warn_of_quantization()
         super().__setattr__(name, value)
+
+
+@functools.cache  # of all layers of a model once, whatever the filters of warnings
+def _warn_of_quantization() -> None:
+    warnings.warn(
+        "torch.ao.quantization does not know fastplm's linear layers and leaves them as they are. "
+        "Quantize fastplm.restore(model), then call fastplm.accelerate again",
+        stacklevel=3,
+    )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastplm._extension import lacks
+from fastplm._measured import computes_in
 from fastplm.ops._linear_cross_entropy_call import Call, Saved
 from fastplm.ops.linear import dense, is_ours, multiply_into
 from fastplm.reference.linear_cross_entropy import uniform_level
@@ -137,7 +138,7 @@ class _Statistics:
 def _keep_logits(call: Call, rows: Tensor, statistics: _Statistics, grad_logits: Tensor) -> None:
     compact = call.input[rows]
     logits = grad_logits[: rows.shape[0]]
-    product(compact, call.linear_weight, call.linear_bias, logits)
+    product(compact, call.linear_weight, call.linear_bias, logits, call.input.dtype)
     target = call.target[rows, None]
     for here in row_blocks(*logits.shape):
         kept = logits[here]
@@ -233,7 +234,8 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
     vocab = call.linear_weight.shape[0]
     picked = statistics.picked
     maxima, sums, means, sampled_sums, likeliest = [], [], [], [], []
-    for start, _, logits, _ in logit_chunks(compact, call.linear_weight, call.linear_bias):
+    parameters = call.linear_weight, call.linear_bias
+    for start, _, logits, _ in logit_chunks(compact, *parameters, call.input.dtype):
         column, inside = locate(target, start, logits)
         picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
         if _ROWS_IN_CPP and logits.dtype is torch.float32:
@@ -293,7 +295,7 @@ def _sample_in_chunks(
             tile = slice(start, start + columns)
             bias = None if call.linear_bias is None else call.linear_bias[tile]
             logits = compact.new_empty(here.shape[0], columns)
-            product(compact[here], call.linear_weight[tile], bias, logits)
+            product(compact[here], call.linear_weight[tile], bias, logits, call.input.dtype)
             z = logits.to(wide_dtype(logits)) - statistics.m_i[here, None]
             # Its own maximum, or a tile far below the row's would underflow.
             z -= pivot(z.amax(1))[:, None]
@@ -316,7 +318,8 @@ def _backward_of_recomputed(
     scale = grad_loss / saved.row_sum[rows, None]
     grad_picked = grad_loss * _grad_target(saved.log_probability[rows, None], saved, vocab)
     grad_rows = compact.new_zeros(compact.shape, dtype=row_max.dtype)
-    chunks = logit_chunks(compact, saved.linear_weight, saved.linear_bias)
+    parameters = saved.linear_weight, saved.linear_bias
+    chunks = logit_chunks(compact, *parameters, saved.input.dtype)
     for start, weight, logits, scratch in chunks:
         column, inside = locate(target, start, logits)
         grad_logits = logits.sub_(row_max).exp_().mul_(scale)
@@ -337,9 +340,11 @@ def _backward_of_recomputed(
 
 
 def logit_chunks(
-    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
+    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """(first column, its rows of the weight, fp32 logits, scratch in the dtype of the products).
+
+    The rows are in the dtype of the products, weight and bias are rounded to ``dtype``.
 
     Logits and scratch are [rows, columns] and the caller's to overwrite: one piece of memory serves
     all chunks, as touching a fresh one costs more than the arithmetic on it.
@@ -353,9 +358,10 @@ def logit_chunks(
     start = 0
     for columns in sizes:
         tile = slice(start, start + columns)
-        weight = linear_weight[tile].to(rows.dtype)
+        weight = linear_weight[tile].to(dtype).to(rows.dtype)
         scratch = products[: count * columns].view(count, columns)
-        product(rows, weight, None if linear_bias is None else linear_bias[tile], scratch)
+        bias = None if linear_bias is None else linear_bias[tile].to(dtype)
+        product(rows, weight, bias, scratch, rows.dtype)
         chunk = scratch
         if logits is not products:
             chunk = logits[: scratch.numel()].view(count, columns).copy_(scratch)
@@ -414,10 +420,12 @@ def cpu_positions(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out = rows weight^T + bias``, in the dtype of ``rows``."""
-    weight = weight.to(rows.dtype)
-    bias = None if bias is None else bias.to(rows.dtype)
+def product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype
+) -> None:
+    """``out = rows weight^T + bias``, of numbers rounded to ``dtype``, in the dtype of ``rows``."""
+    weight = weight.to(dtype).to(rows.dtype)
+    bias = None if bias is None else bias.to(dtype).to(rows.dtype)
     if is_ours(rows, weight.t()):
         multiply_into(out, dense(rows), weight.t(), bias)
     elif bias is None:
@@ -436,14 +444,13 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_in(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor's products: fp32 where this CPU has no instructions for its own."""
-    if tensor.device.type != "cpu":
-        return tensor.dtype
-    supported = {
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    }.get(tensor.dtype)
-    return tensor.dtype if supported is None or supported() else torch.float32
+    """The dtype of a tensor's products: fp32 where this CPU has no instructions for its own.
+
+    The numbers are the same in both, so what is multiplied by ``tensor`` is rounded to its dtype
+    first.
+    """
+    known = tensor.device.type != "cpu" or computes_in(tensor.dtype)
+    return tensor.dtype if known else torch.float32
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

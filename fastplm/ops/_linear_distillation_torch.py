@@ -105,7 +105,7 @@ def torch_backward(
 def _keep_logits(call: Call, rows: Tensor, grad_logits: Tensor) -> tuple[_Rows, Tensor]:
     """(what is known of the rows, their divergence); their logits become D in ``grad_logits``."""
     logits = grad_logits[: rows.shape[0]]
-    product(call.input[rows], call.linear_weight, call.linear_bias, logits)
+    product(call.input[rows], call.linear_weight, call.linear_bias, logits, call.input.dtype)
     found = []
     for here, tile in _tiles_of_rows(call, rows, logits):
         some = rows[here]
@@ -180,7 +180,8 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
             group = slice(here.start, here.start + teacher.shape[0])
             compact = call.teacher_input[rows[group]].to(teacher.dtype)
             made = teacher[: compact.shape[0]]
-            product(compact, call.teacher_weight, call.teacher_bias, made)
+            dtype_of_input = call.teacher_input.dtype
+            product(compact, call.teacher_weight, call.teacher_bias, made, dtype_of_input)
         z, t = logits[here], None
         buffers = [piece[: z.numel()].view(z.shape) for piece in memory]
         if z.dtype is not dtype:
@@ -196,11 +197,12 @@ def _tiles_of_columns(call: Any, rows: Tensor) -> Iterator[tuple[_Tile, Tensor, 
     """Chunks of the vocabulary of these rows; with the student's rows and the chunk of its weight,
     and memory, all in the dtype of its products."""
     compact = call.input[rows].to(multiplies_in(call.input))
-    chunks = logit_chunks(compact, call.linear_weight, call.linear_bias)
+    chunks = logit_chunks(compact, call.linear_weight, call.linear_bias, call.input.dtype)
     teachers: Iterator[Any] | None = None
     if call.teacher_input is not None:
         taught = call.teacher_input[rows].to(multiplies_in(call.teacher_input))
-        teachers = logit_chunks(taught, call.teacher_weight, call.teacher_bias)
+        parameters = call.teacher_weight, call.teacher_bias
+        teachers = logit_chunks(taught, *parameters, call.teacher_input.dtype)
     memory = compact.new_empty(0)
     for start, weight, z, scratch in chunks:
         if memory.numel() == 0:  # the first chunk is the largest

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._backends import Backend, is_recorded, needs_plain_pytorch, requested
+from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down, requested
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
 )
 from fastplm._measured import CallClass, slower, training
-from fastplm._registry import Op, autocast, is_eager, needs_dispatch
+from fastplm._registry import Op, autocast, is_eager, is_transformed, needs_dispatch
 from fastplm.ops import _attention_torch
 from fastplm.ops._attention_call import (
     Call,
@@ -307,7 +307,8 @@ def _prepared(
     if backend == "eager":
         return call, backend, dispatches
     if backend == "torch" and call.is_plain and requested("attention") == "auto":
-        return call, _SDPA, dispatches
+        if not is_vmapped():  # PyTorch has no batching rule for its kernel, and says so at length
+            return call, _SDPA, dispatches
     if backend == "triton":
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
@@ -377,7 +378,8 @@ def _fast_path(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
         or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
         or torch._C._is_any_autocast_enabled()
-        or needs_plain_pytorch() is not None
+        or is_written_down()
+        or is_transformed()
     ):
         return None
     # Asked of a forced call, too, as `fastplm measure` times calls with their question.

@@ -106,14 +106,15 @@ def linear_cross_entropy(
         ``return_statistics`` the pair (loss, ``RowStatistics``).
 
     Numerics:
-        Products in the dtype of ``input``; softmax, sums and loss in fp32. The gradient of
-        ``input`` comes in its dtype; that of the vocabulary is accumulated in fp32 and rounded
-        once, to the dtype of ``linear_weight``: not at all if that is fp32 (on the CPU, whose
-        products of 16 bits come in 16 bits, those round it). Kept logits are rounded to the dtype
-        of ``input``; of fp32 a GPU makes them in TF32 where ``torch.backends`` allows it. Each
-        row's maximum and sum are kept apart, so a large common offset costs no digits. The mean
-        over no rows is 0 with zero gradients, where PyTorch's is NaN: the training
-        step must survive.
+        Products in the dtype of ``input``, to which ``linear_weight`` and ``linear_bias`` are
+        rounded (a CPU without instructions for 16 bits multiplies the same numbers in fp32);
+        softmax, sums and loss in fp32. The gradient of ``input`` comes in its dtype; that of the
+        vocabulary is accumulated in fp32 and rounded once, to the dtype of ``linear_weight``: not
+        at all if that is fp32 (on the CPU, whose products of 16 bits come in 16 bits, those round
+        it). Kept logits are rounded to the dtype of ``input``; of fp32 a GPU makes them in TF32
+        where ``torch.backends`` allows it. Each row's maximum and sum are kept apart, so a large
+        common offset costs no digits. The mean over no rows is 0 with zero gradients, where
+        PyTorch's is NaN: the training step must survive.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend (on the CPU for one number of

@@ -45,13 +45,6 @@ def begin(args: Any, run: dict[str, Any], announcement: str, device: torch.devic
         say(busy_cores())
 
 
-def hardware_has_bf16() -> bool:
-    """Whether the device of a run multiplies bf16 in hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 @contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
     """Set PyTorch's number of threads, and set it back."""

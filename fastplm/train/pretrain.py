@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _extension
+from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.train._run import begin, describe, hardware_has_bf16, started
+from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     RECORD,
     check_same,

@@ -25,8 +25,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback
 
 from fastplm._checks import DivergenceError
+from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import say
-from fastplm.train._run import hardware_has_bf16
 from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
 from fastplm.train.losses import (
     PAIR_LABELS,

@@ -13,6 +13,7 @@ from transformers import CompileConfig
 import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
+from fastplm.nn.linear import _warn_of_quantization
 from fastplm.testing import KeptDouble, check_in_fp64
 
 from .conftest import PADDINGS, config_of, gradients, inputs_of, pair
@@ -79,6 +80,25 @@ def test_tangents_are_those_of_the_parent(name):
     assert {decision.backend for decision in decisions} == {"eager"}
     with KeptDouble():
         check_in_fp64(tangent(model.double()), tangent(parent.double()), single)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_vmap_of_samples_calls_for_no_issue(name, capfd, recwarn):
+    """Of the embeddings, as for the gradients of samples; PyTorch would print that of our ops."""
+    model = getattr(models, name)(config_of(name)).eval()
+    embedded = torch.randn(3, 2, 7, model.config.hidden_size)
+
+    def logits(rows):
+        return model(inputs_embeds=rows).logits
+
+    torch.set_warn_always(True)
+    with torch.no_grad():
+        batched = torch.vmap(logits)(embedded)
+        expected = torch.stack([logits(rows) for rows in embedded])
+    torch.set_warn_always(False)
+    torch.testing.assert_close(batched, expected)
+    printed = [capfd.readouterr().err, *(str(warning.message) for warning in recwarn)]
+    assert not any("performance drop" in text for text in printed), printed
 
 
 def test_a_static_cache_takes_one_graph():
@@ -172,7 +192,10 @@ def test_quantization_warns_about_drop_in_linear_layers():
         changed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
         return sum("quantized" in type(module).__module__ for module in changed.modules())
 
-    with pytest.warns(UserWarning, match=r"fastplm\.restore\(model\)"):
+    _warn_of_quantization.cache_clear()
+    with pytest.warns(UserWarning, match=r"fastplm\.restore\(model\)") as caught:
         assert quantized(model) == 0
+    ours = [one for one in caught if "restore" in str(one.message)]
+    assert len(ours) == 1 and "torch/ao/quantization" in ours[0].filename.replace("\\", "/")
     expected = quantized(parent)
     assert quantized(fastplm.restore(model)) == expected > 0
