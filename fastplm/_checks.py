@@ -22,6 +22,7 @@ from fastplm.errors import (  # noqa: F401 (checks and errors are taken from her
     UnsupportedError,
     check,
     check_choice,
+    fail,
     message,
 )
 
@@ -135,10 +136,11 @@ def _check_alike(where: str, tensors: Mapping[str, torch.Tensor | None], *, dtyp
 
 def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
     """An int in ``[low, high)``."""
-    expected = f"an int from {low} to {high - 1}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value < high, where, argument, value, expected, fix)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not low <= value < high:
+        got, expected = value if is_int else repr(value), f"an int from {low} to {high - 1}"
+        error = ArgumentValueError if is_int else ArgumentTypeError
+        fail(where, argument, got, expected, fix, error)
 
 
 def check_number(
@@ -147,7 +149,8 @@ def check_number(
     """A number in ``[low, high]``; NaN is in none."""
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value <= high, where, argument, value, expected, fix)
+    if not low <= value <= high:
+        fail(where, argument, value, expected, fix)
 
 
 def check_probability(where: str, argument: str, value: object, fix: str) -> None:

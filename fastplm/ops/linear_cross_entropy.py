@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check, check_number, check_tensor, values_are_known
+from fastplm._checks import check_number, check_tensor, fail, values_are_known
 from fastplm._registry import Op, autocast, needs_dispatch
 from fastplm.ops._common import (
     check_reduction,
@@ -211,14 +211,14 @@ def linear_cross_entropy_with_sample(
     Reference: ``fastplm.reference.linear_cross_entropy.sample_ref``.
     """
     where = "linear_cross_entropy_with_sample"
-    check(
-        isinstance(temperature, float | int) and _FP32.tiny <= temperature <= _FP32.max,
-        where,
-        "temperature",
-        temperature,
-        "a number over 0, finite and normal in fp32",
-        "Use a small one for the likeliest token, or the statistics' argmax.",
-    )
+    if not isinstance(temperature, float | int) or not _FP32.tiny <= temperature <= _FP32.max:
+        fail(
+            where,
+            "temperature",
+            temperature,
+            "a number over 0, finite and normal in fp32",
+            "Use a small one for the likeliest token, or the statistics' argmax.",
+        )
     check_tensor(where, "input", input, ndim=2)
     for name, index in (("sample_index", sample_index), ("position", position)):
         if index is not None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
-    check,
     check_choice,
     check_dtype,
     check_number,
     check_same_device,
     check_shape,
     check_tensor,
+    fail,
     message,
     values_are_known,
 )
@@ -311,14 +311,14 @@ def _distilled(
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    check(
-        target is not None or cross_entropy_weight == 0,
-        where,
-        "target",
-        f"None with cross_entropy_weight={cross_entropy_weight}",
-        "targets for the cross-entropy",
-        "Pass them, or leave the weight at 0.",
-    )
+    if target is None and cross_entropy_weight != 0:
+        fail(
+            where,
+            "target",
+            f"None with cross_entropy_weight={cross_entropy_weight}",
+            "targets for the cross-entropy",
+            "Pass them, or leave the weight at 0.",
+        )
     if mask is not None:
         check_tensor(where, "mask", mask, ndim=1)
         check_dtype(
