@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fastplm.errors import (  # noqa: F401 (checks and errors are taken from here alike)
     ArgumentTypeError,
@@ -65,11 +66,28 @@ def check_tensor(where: str, argument: str, value: object, *, ndim: int | None =
         )
 
 
+def same_size(first: int, second: int) -> bool:
+    """Whether two sizes are equal. Of those that only the values of a tensor will tell while a
+    call is traced, such as that of ``rows[mask]``, the graph asserts it."""
+    if not guard_or_true(first == second):
+        return False
+    if torch.compiler.is_compiling():
+        torch._check(first == second)
+    return True
+
+
+def same_sizes(first: Sequence[int], second: Sequence[int]) -> bool:
+    """The same of all sizes of two shapes."""
+    if not torch.compiler.is_compiling():
+        return tuple(first) == tuple(second)
+    return len(first) == len(second) and all(map(same_size, first, second))
+
+
 def check_shape(
     where: str, argument: str, value: torch.Tensor, shape: Sequence[int], names: str, fix: str = ""
 ) -> None:
     """``value.shape == shape``; ``names`` spells the dimensions, e.g. ``"[batch, key length]"``."""
-    if tuple(value.shape) != tuple(shape):
+    if not same_sizes(value.shape, shape):
         raise ArgumentValueError(
             message(
                 where,

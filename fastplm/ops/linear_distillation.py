@@ -434,7 +434,7 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
     if on_cpu and values_are_known(call.target):
         rows = int((call.target != call.ignore_index).sum())
     elif expected is not None:
-        rows = min(rows, expected)
+        rows = torch.sym_min(rows, expected)
     elif not on_cpu and budget is None:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:
