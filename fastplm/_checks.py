@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fastplm.errors import (  # noqa: F401 (checks and errors are taken from here alike)
     ArgumentTypeError,
@@ -22,6 +23,7 @@ from fastplm.errors import (  # noqa: F401 (checks and errors are taken from her
     UnsupportedError,
     check,
     check_choice,
+    fail,
     message,
 )
 
@@ -64,11 +66,28 @@ def check_tensor(where: str, argument: str, value: object, *, ndim: int | None =
         )
 
 
+def same_size(first: int, second: int) -> bool:
+    """Whether two sizes are equal. Of those that only the values of a tensor will tell while a
+    call is traced, such as that of ``rows[mask]``, the graph asserts it."""
+    if not guard_or_true(first == second):
+        return False
+    if torch.compiler.is_compiling():
+        torch._check(first == second)
+    return True
+
+
+def same_sizes(first: Sequence[int], second: Sequence[int]) -> bool:
+    """The same of all sizes of two shapes."""
+    if not torch.compiler.is_compiling():
+        return tuple(first) == tuple(second)
+    return len(first) == len(second) and all(map(same_size, first, second))
+
+
 def check_shape(
     where: str, argument: str, value: torch.Tensor, shape: Sequence[int], names: str, fix: str = ""
 ) -> None:
     """``value.shape == shape``; ``names`` spells the dimensions, e.g. ``"[batch, key length]"``."""
-    if tuple(value.shape) != tuple(shape):
+    if not same_sizes(value.shape, shape):
         raise ArgumentValueError(
             message(
                 where,
@@ -135,10 +154,11 @@ def _check_alike(where: str, tensors: Mapping[str, torch.Tensor | None], *, dtyp
 
 def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
     """An int in ``[low, high)``."""
-    expected = f"an int from {low} to {high - 1}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value < high, where, argument, value, expected, fix)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not low <= value < high:
+        got, expected = value if is_int else repr(value), f"an int from {low} to {high - 1}"
+        error = ArgumentValueError if is_int else ArgumentTypeError
+        fail(where, argument, got, expected, fix, error)
 
 
 def check_number(
@@ -147,7 +167,8 @@ def check_number(
     """A number in ``[low, high]``; NaN is in none."""
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    check(low <= value <= high, where, argument, value, expected, fix)
+    if not low <= value <= high:
+        fail(where, argument, value, expected, fix)
 
 
 def check_probability(where: str, argument: str, value: object, fix: str) -> None:

@@ -17,8 +17,16 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fastplm._checks import FLOATING, check_dtype, check_same, check_same_device, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check_dtype,
+    check_same,
+    check_same_device,
+    check_tensor,
+    same_size,
+)
 from fastplm.errors import ArgumentValueError, message
 
 #: An int that torch.compile may trace as a symbol.
@@ -93,7 +101,10 @@ class Signature:
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
         #: What to check of the tensors, in calls of padded and of packed rows.
         self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
-        self._fits = [_compiled(len(hints), tensors) for tensors in self.tensors]
+        self._fits, self._fits_traced = (
+            [_compiled(len(hints), tensors, traced) for tensors in self.tensors]
+            for traced in (False, True)
+        )
 
     @property
     def schema(self) -> str:
@@ -119,7 +130,8 @@ class Signature:
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
-        if not self._fits[packed](call):
+        fits = self._fits_traced if torch.compiler.is_compiling() else self._fits
+        if not fits[packed](call):
             self._explain(where, call, packed)
 
     def _explain(self, where: str, call: Any, packed: bool) -> None:
@@ -139,11 +151,14 @@ class Signature:
             check_same_device(where, **{self.names[0]: call[0], name: tensor})
 
 
-def _compiled(count: int, tensors: Sequence[_TensorArgument]) -> Callable[[Any], bool]:
+def _compiled(
+    count: int, tensors: Sequence[_TensorArgument], traced: bool
+) -> Callable[[Any], bool]:
     """``fits(call)``: whether ``_explain`` would find no error in a call of so many fields.
 
     It is source code written for these arguments, as ``NamedTuple`` writes its own: a loop over
-    their declarations would cost several microseconds in each call.
+    their declarations would cost several microseconds in each call. In traced code a size may be
+    unknown: the graph asserts what cannot be compared.
     """
     lines = [f"{', '.join(f'a{at}' for at in range(count))}, = call"]
     sure: set[str] = set()  # letters whose size is known, and those of an optional tensor
@@ -167,11 +182,13 @@ def _compiled(count: int, tensors: Sequence[_TensorArgument]) -> Callable[[Any],
             for dimension, (letter, more) in enumerate(shape.sizes):
                 size = f"shape[{dimension - count}]"
                 if dimension in shape.positive:
-                    body.append(f"if {size} == 0: return False")
+                    none = f"guard_or_false({size} == 0)" if traced else f"{size} == 0"
+                    body.append(f"if {none}: return False")
                 size += f" - {more}" if more else ""
                 if letter not in sure:
                     body.append(f"if {letter} is None: {letter} = {size}")
-                body.append(f"if {letter} != {size}: return False")
+                differs = f"not same_size({letter}, {size})" if traced else f"{letter} != {size}"
+                body.append(f"if {differs}: return False")
                 if not optional:
                     sure.add(letter)
         if optional:
@@ -179,6 +196,7 @@ def _compiled(count: int, tensors: Sequence[_TensorArgument]) -> Callable[[Any],
         lines += body
     source = "\n    ".join(["def fits(call):", *lines, "return True"])
     names: dict[str, Any] = {"Tensor": Tensor, "dtypes": [frozenset(one.dtypes) for one in tensors]}
+    names |= {"same_size": same_size, "guard_or_false": guard_or_false}
     exec(source, names)  # of this file's own words and the letters of declarations
     return names["fits"]
 

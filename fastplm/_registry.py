@@ -86,6 +86,8 @@ class Op:
         self.call, self.arguments = call, Signature(call)
         eager = eager or (lambda call: reference(*call))
         self.backends = {"eager": Backend("eager", accepts_all, lambda: (eager, None))}
+        # Looked up here: torch.compile, which traces the reference, cannot enter the property.
+        assert self.backends["eager"].forward is eager
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
         self._formula: type[torch.autograd.Function] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 
 class FastplmError(Exception):
@@ -42,6 +43,22 @@ def message(where: str, argument: str, got: object, expected: str, fix: str) -> 
     return f"{where}: `{argument}` got {got}; expected {expected}. {fix}"
 
 
+def fail(
+    where: str,
+    argument: str,
+    got: object,
+    expected: str,
+    fix: str,
+    error: type[FastplmError] = ArgumentValueError,
+) -> NoReturn:
+    """Raise ``error`` with the house message.
+
+    Code that is traced (ops, nn, models, hf) writes ``if …: fail(…)``, so that no message is built
+    before it is needed: an f-string with a size would make the size a constant of the graph.
+    """
+    raise error(message(where, argument, got, expected, fix))
+
+
 def check(
     condition: bool,
     where: str,
@@ -51,9 +68,9 @@ def check(
     fix: str,
     error: type[FastplmError] = ArgumentValueError,
 ) -> None:
-    """Raise ``error`` with the house message unless ``condition`` holds."""
+    """``fail`` unless ``condition`` holds; for code that is never traced."""
     if not condition:
-        raise error(message(where, argument, got, expected, fix))
+        fail(where, argument, got, expected, fix, error)
 
 
 def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:

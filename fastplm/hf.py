@@ -51,8 +51,8 @@ from transformers.utils import logging
 from fastplm._checks import (
     FLOATING,
     UnsupportedError,
-    check,
     check_dtype,
+    fail,
     message,
     values_are_known,
 )
@@ -230,25 +230,25 @@ def fastplm_attention_forward(
     relative_bias = None
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
-    check(
-        fused or position_bias is None or isinstance(position_bias, Tensor),
-        _WHERE,
-        "position_bias",
-        "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
-        "a dense tensor with these",
-        "Look the table up: position_bias [1, H, Tq, Tk].",
-        UnsupportedError,
-    )
-    if lengths is not None:
-        check(
-            fused,
+    if not fused and position_bias is not None and not isinstance(position_bias, Tensor):
+        fail(
             _WHERE,
-            "cu_seq_lens_q",
-            "a value with grouped heads, output_attentions or an unknown position_bias",
-            "None with these",
-            "Pad the batch instead of packing it.",
+            "position_bias",
+            "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
+            "a dense tensor with these",
+            "Look the table up: position_bias [1, H, Tq, Tk].",
             UnsupportedError,
         )
+    if lengths is not None:
+        if not fused:
+            fail(
+                _WHERE,
+                "cu_seq_lens_q",
+                "a value with grouped heads, output_attentions or an unknown position_bias",
+                "None with these",
+                "Pad the batch instead of packing it.",
+                UnsupportedError,
+            )
         out = attention_varlen(
             # Not query[0]: its backward copies the gradient into a tensor of zeros.
             query.squeeze(0).transpose(0, 1),
@@ -406,22 +406,22 @@ def _lengths(
     if all(kwargs.get(name) is None for name in _PACKED):
         return None
     for name in _PACKED:
-        check(
-            kwargs.get(name) is not None,
+        if kwargs.get(name) is None:
+            fail(
+                _WHERE,
+                name,
+                "None",
+                f"a value, because others of {', '.join(_PACKED)} have one",
+                "Packed sequences need all four.",
+            )
+    if query.shape[0] != 1:
+        fail(
             _WHERE,
-            name,
-            "None",
-            f"a value, because others of {', '.join(_PACKED)} have one",
-            "Packed sequences need all four.",
+            "cu_seq_lens_q",
+            f"a value with a batch of {query.shape[0]}",
+            "a batch of one row that holds all sequences",
+            "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each.",
         )
-    check(
-        query.shape[0] == 1,
-        _WHERE,
-        "cu_seq_lens_q",
-        f"a value with a batch of {query.shape[0]}",
-        "a batch of one row that holds all sequences",
-        "Concatenate the sequences: input_ids [1, N], with position_ids that start at 0 in each.",
-    )
     offsets_q, offsets_k, longest_q, longest_k = (kwargs[name] for name in _PACKED)
     return offsets_q, offsets_k, longest_q, longest_k
 

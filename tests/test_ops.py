@@ -170,6 +170,64 @@ def test_numbers_that_count_up_compile_twice(device, sample, backend):
     assert count.frame_count == 2
 
 
+def of_chosen_rows(sample, inputs):
+    """The function of a sample on the rows of ``keep``: how many only its values tell."""
+    rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
+    names = [
+        name
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+    ]
+
+    def function(keep, **inputs):
+        return sample.function(**inputs | {name: inputs[name][keep] for name in names})
+
+    return sample._replace(function=function)
+
+
+#: The first dimension of these is that of rows, one beside the other.
+OF_ROWS = {name: one for name, one in SAMPLES.items() if "packed" not in name}
+
+
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+@each_sample(OF_ROWS)
+def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
+    """As with ``hidden[labels != -100]``; also without a row."""
+    torch._dynamo.reset()
+    inputs = to(device, sample.make(13, FP32))
+    sample = of_chosen_rows(sample, inputs)
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sample.function, fullgraph=True, dynamic=True, backend=count)
+    graphs = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for keep in (torch.arange(13) % 3 > 0, torch.arange(13) < 5, torch.zeros(13).bool()):
+            given = inputs | {"keep": keep.to(device)}
+            got = results_and_grads(sample._replace(function=compiled), backend, given)
+            assert_close(got, results_and_grads(sample, backend, given), equal_nan=True)
+            graphs.append(count.frame_count)
+    assert graphs[0] == graphs[-1]
+
+
+def test_an_exported_program_may_choose_its_rows():
+    """torch.export, with the sizes of the batch and of the rows as symbols."""
+
+    class Loss(torch.nn.Module):
+        def forward(self, hidden, weight, labels):
+            keep = labels != -100
+            return fastplm.ops.linear_cross_entropy(hidden[keep], weight, labels[keep])
+
+    def batch(size):
+        labels = torch.randint(0, 40, (size,)).masked_fill(torch.arange(size) % 3 == 0, -100)
+        return torch.randn(size, 32), torch.randn(40, 32), labels
+
+    rows = torch.export.Dim("rows", min=2)
+    shapes = ({0: rows}, None, {0: rows})
+    program = torch.export.export(Loss(), batch(9), dynamic_shapes=shapes)
+    for size in (9, 20):
+        given = batch(size)
+        assert_close(program.module()(*given), Loss()(*given))
+
+
 @pytest.mark.gpu
 @each_kernel()
 def test_forward_and_backward_fit_in_one_cuda_graph(sample, backend):

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import INTEGER, check, check_dtype, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_tensor, fail, values_are_known
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
@@ -266,7 +266,8 @@ def check_mask(where: str, name: str, mask: Any) -> None:
     check_tensor(where, name, mask)
     expected = "[batch, tokens], 1 = token and 0 = padding"
     fix = "Pass what the tokenizer returns, with return_tensors='pt'."
-    check(mask.dim() > 1, where, name, f"shape {tuple(mask.shape)}", expected, fix)
+    if mask.dim() < 2:
+        fail(where, name, f"shape {tuple(mask.shape)}", expected, fix)
 
 
 def check_positions(where: str, table: nn.Module | None, length: int, cache: Any = None) -> None:
@@ -284,12 +285,11 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
     padding = getattr(table, "padding_idx", None)
     most = rows - getattr(table, "offset", 0 if padding is None else padding + 1)
     before = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-    if not isinstance(before, int) or before + length <= most:
-        return  # without building the message, which would break a compiled graph
-    got = f"{length} tokens" + (f" after {before} in the cache" if before else "")
-    fix = f"Cut the text: tokenizer(..., truncation=True, max_length={most})."
-    expected = f"at most {most}, the positions of this model (max_position_embeddings)"
-    check(False, where, "input_ids", got, expected, fix)
+    if isinstance(before, int) and before + length > most:
+        got = f"{length} tokens" + (f" after {before} in the cache" if before else "")
+        fix = f"Cut the text: tokenizer(..., truncation=True, max_length={most})."
+        expected = f"at most {most}, the positions of this model (max_position_embeddings)"
+        fail(where, "input_ids", got, expected, fix)
 
 
 def most_positions(config: Any) -> int | None:
@@ -309,11 +309,11 @@ def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> No
     if input_ids.numel() == 0 or not values_are_known(input_ids):
         return
     low, high = (int(bound) for bound in input_ids.aminmax())
-    check(
-        0 <= low and high < vocab_size,
-        where,
-        "input_ids",
-        f"ids from {low} to {high}",
-        f"0 to {vocab_size - 1}, the vocabulary of this model",
-        "Use the tokenizer of the checkpoint, or resize_token_embeddings.",
-    )
+    if low < 0 or high >= vocab_size:
+        fail(
+            where,
+            "input_ids",
+            f"ids from {low} to {high}",
+            f"0 to {vocab_size - 1}, the vocabulary of this model",
+            "Use the tokenizer of the checkpoint, or resize_token_embeddings.",
+        )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
@@ -254,7 +255,11 @@ class EncoderModel(FastplmModel):
         total = needed.numel() if ragged is None else ragged.positions.shape[0]
         if values_are_known(needed):
             capacity = int(needed.sum())
-        if not 0 < capacity <= _WORTH_CUTTING * total:
+        elif statically_known_true(rows.shape[0] >= needed.numel()):
+            return None
+        # While a graph for all sizes is made, neither is known, and the rows are cut.
+        none = statically_known_true(capacity == 0)
+        if none or statically_known_true(capacity > _WORTH_CUTTING * total):
             return None
         return LastRows.of(index, needed, capacity, ragged, None if mask is None else mask.bool())
 

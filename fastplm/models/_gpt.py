@@ -15,10 +15,10 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import (
     INTEGER,
-    check,
     check_dtype,
     check_shape,
     check_tensor,
+    fail,
     values_are_known,
 )
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
@@ -236,14 +236,14 @@ def _choice_rows(
     check_shape(where, "mc_token_ids", ids, lead, "[batch, choices]")
     inside = ((ids >= 0) & (ids < seqlen)).all()
     if values_are_known(ids):
-        check(
-            bool(inside),
-            where,
-            "mc_token_ids",
-            "a position outside the sequence",
-            f"0 to {seqlen - 1}",
-            "It is the position of a token in its choice, which has T of them.",
-        )
+        if not inside:
+            fail(
+                where,
+                "mc_token_ids",
+                "a position outside the sequence",
+                f"0 to {seqlen - 1}",
+                "It is the position of a token in its choice, which has T of them.",
+            )
     else:
         torch._assert_async(inside, "mc_token_ids: a position outside the sequence")
     return starts + ids.flatten()
@@ -301,14 +301,14 @@ class LastTokenClassification(FastplmModel):
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         pad = self.config.pad_token_id  # type: ignore[attr-defined]
         batch, seqlen = given.shape[:2]
-        check(
-            pad is not None or batch == 1,
-            type(self).__name__,
-            "input_ids",
-            f"a batch of {batch}",
-            "one sequence, as config.pad_token_id is None",
-            "Set model.config.pad_token_id: the last token before padding is classified.",
-        )
+        if pad is None and batch != 1:
+            fail(
+                type(self).__name__,
+                "input_ids",
+                f"a batch of {batch}",
+                "one sequence, as config.pad_token_id is None",
+                "Set model.config.pad_token_id: the last token before padding is classified.",
+            )
         starts = torch.arange(batch, device=given.device) * seqlen
         if pad is None or input_ids is None:
             if pad is not None:

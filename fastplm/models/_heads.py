@@ -14,11 +14,11 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import (
     INTEGER,
-    check,
     check_choice,
     check_dtype,
     check_shape,
     check_tensor,
+    fail,
 )
 from fastplm.models._base import FastplmModel, TiedLookup
 from fastplm.nn._rows import (
@@ -65,14 +65,14 @@ def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
 
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
-    check(
-        hidden.shape[:2] == (positions.shape[0], 1),
-        type(model).__name__,
-        "base_model",
-        f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
-        f"{positions.shape[0]} rows, those that the head reads",
-        "Use the class of fastplm.models: the backbone of transformers returns all rows.",
-    )
+    if hidden.shape[:2] != (positions.shape[0], 1):
+        fail(
+            type(model).__name__,
+            "base_model",
+            f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
+            f"{positions.shape[0]} rows, those that the head reads",
+            "Use the class of fastplm.models: the backbone of transformers returns all rows.",
+        )
     return hidden[:, 0]
 
 
@@ -263,14 +263,14 @@ class SequencePairPreTraining(FastplmModel):
         transform, decoder = self._head()
         given = {name: inputs.pop(name, None) for name in PAIR_LABELS}
         given = {name: value for name, value in given.items() if value is not None}
-        check(
-            len(given) < 2,
-            type(self).__name__,
-            "sentence_order_label",
-            "a label beside next_sentence_label",
-            "one of the two, as there is one head for pairs",
-            "Leave one of them out.",
-        )
+        if len(given) == 2:
+            fail(
+                type(self).__name__,
+                "sentence_order_label",
+                "a label beside next_sentence_label",
+                "one of the two, as there is one head for pairs",
+                "Leave one of them out.",
+            )
         name, pair_label = next(iter(given.items()), (self._pair_label, None))
         loss = logits = labelled = None
         all_rows = output_logits or (labels is None and pair_label is None)
@@ -516,14 +516,14 @@ class QuestionAnswering(FastplmModel):
         if not exclude_padding or attention_mask is None:
             inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
             return super().forward(**inputs)  # type: ignore[misc]
-        check(
-            attention_mask.dim() == 2,
-            type(self).__name__,
-            "exclude_padding",
-            f"True with a mask of shape {tuple(attention_mask.shape)}",
-            "a mask [batch, tokens], which says what padding is",
-            "Leave it out: then the softmax includes every row.",
-        )
+        if attention_mask.dim() != 2:
+            fail(
+                type(self).__name__,
+                "exclude_padding",
+                f"True with a mask of shape {tuple(attention_mask.shape)}",
+                "a mask [batch, tokens], which says what padding is",
+                "Leave it out: then the softmax includes every row.",
+            )
         outputs = super().forward(**inputs)  # type: ignore[misc]
         padding = ~attention_mask.bool()
         changed: dict[str, Any] = {}

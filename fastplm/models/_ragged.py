@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
-from fastplm._checks import check, values_are_known, values_exist
+from fastplm._checks import fail, values_are_known, values_exist
 
 _WHERE = "unpad"
 #: What ``unpad`` of a model may be; see ``unpadded``.
@@ -71,7 +72,7 @@ class RaggedBatch(_Movable):
             mask: [B, T] of any dtype, 0 = padding.
             kept: bool [B, T], rows to compute although they are masked as keys.
             capacity: N, which fixes all shapes and needs no sync; None = count the rows, which
-                reads values (on CUDA a sync).
+                reads values (on CUDA a sync). Not more than B * T rows are packed.
 
         Returns:
             None if there is no padding to leave out.
@@ -91,21 +92,21 @@ class RaggedBatch(_Movable):
             if count in (0, total):
                 return None
             hides = hidden > 0
-        elif capacity >= total:
+        elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
             return None
         else:
-            count, fits = capacity, lengths.sum() <= capacity
+            count, fits = torch.sym_min(capacity, total), lengths.sum() <= capacity
             if not values_are_known(keep):
                 torch._assert_async(fits, "unpad: a batch has more tokens than the capacity")
             else:
-                check(
-                    bool(fits),
-                    _WHERE,
-                    "unpad",
-                    f"{capacity} for a batch of {int(lengths.sum())} tokens",
-                    "at least the number of tokens",
-                    "Raise it, or leave it out: then the tokens are counted.",
-                )
+                if not fits:
+                    fail(
+                        _WHERE,
+                        "unpad",
+                        f"{capacity} for a batch of {int(lengths.sum())} tokens",
+                        "at least the number of tokens",
+                        "Raise it, or leave it out: then the tokens are counted.",
+                    )
         positions = _compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
@@ -237,9 +238,10 @@ class LastRows(_Movable):
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
-        max_seqlen_q = min(seqlen, capacity)
         if values_are_known(needed):
             capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
+        else:
+            max_seqlen_q = torch.sym_min(seqlen, capacity)
         positions = _compact(needed, capacity)
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)

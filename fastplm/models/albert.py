@@ -42,7 +42,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
 
-from fastplm._checks import check, check_choice
+from fastplm._checks import check_choice, fail
 from fastplm.models._base import FastplmModel, drop_in
 from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (
@@ -72,14 +72,14 @@ def _check_sharing(where: str, config: Any) -> None:
     mode = _sharing(config)
     check_choice(where, "config.parameter_sharing", mode, _SHARED)
     layers, groups = config.num_hidden_layers, config.num_hidden_groups
-    check(
-        mode == "all" or groups == layers,
-        where,
-        "config.num_hidden_groups",
-        groups,
-        f"{layers}, the number of layers, with parameter_sharing={mode!r}",
-        f"Set num_hidden_groups={layers}: each group has parameters of its own.",
-    )
+    if mode != "all" and groups != layers:
+        fail(
+            where,
+            "config.num_hidden_groups",
+            groups,
+            f"{layers}, the number of layers, with parameter_sharing={mode!r}",
+            f"Set num_hidden_groups={layers}: each group has parameters of its own.",
+        )
 
 
 def _ties_of_layers(model: Any) -> dict[str, str]:
@@ -129,14 +129,14 @@ class _Sharing(FastplmModel):
         # Transformers does not tie weights with different values in the checkpoint.
         for name, source in self._tied_layers().items():
             parameter = self.get_parameter(name)  # type: ignore[attr-defined]
-            check(
-                parameter is self.get_parameter(source) or parameter.is_meta,  # type: ignore
-                type(self).__name__,
-                "config.parameter_sharing",
-                f"{_sharing(self.config)!r}, but other values of {name} than of {source}",
-                "a checkpoint whose layers are equal in what they share",
-                "Load it with parameter_sharing='none'.",
-            )
+            if parameter is not self.get_parameter(source) and not parameter.is_meta:
+                fail(
+                    type(self).__name__,
+                    "config.parameter_sharing",
+                    f"{_sharing(self.config)!r}, but other values of {name} than of {source}",
+                    "a checkpoint whose layers are equal in what they share",
+                    "Load it with parameter_sharing='none'.",
+                )
 
     def _tied_layers(self) -> dict[str, str]:
         """{shared parameter of a layer: the first layer's parameter}, by full names."""

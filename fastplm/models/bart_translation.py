@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import BartConfig
 
-from fastplm._checks import check
+from fastplm._checks import fail
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models.bart import BartEncoder, BartForConditionalGeneration
 
@@ -86,14 +86,14 @@ class BartForTranslation(BartForConditionalGeneration):
 
     def __init__(self, config: BartConfig) -> None:
         source = getattr(config, "source_encoder", None)
-        check(
-            isinstance(source, dict) and source.get("d_model") == config.d_model,
-            type(self).__name__,
-            "config",
-            f"source_encoder = {source}",
-            f"a dict with d_model = {config.d_model}",
-            "See BartForTranslation.from_bart.",
-        )
+        if not isinstance(source, dict) or source.get("d_model") != config.d_model:
+            fail(
+                type(self).__name__,
+                "config",
+                f"source_encoder = {source}",
+                f"a dict with d_model = {config.d_model}",
+                "See BartForTranslation.from_bart.",
+            )
         super().__init__(config)
         self.model.encoder = BartTranslationEncoder(config)
         self.post_init()

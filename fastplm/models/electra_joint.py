@@ -17,11 +17,11 @@ from fastplm import ops
 from fastplm._checks import (
     INTEGER,
     UnsupportedError,
-    check,
     check_choice,
     check_dtype,
     check_shape,
     check_tensor,
+    fail,
     values_are_known,
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
@@ -144,34 +144,36 @@ class ElectraJointConfig(PreTrainedConfig):
         if self.adversarial:
             for name, wanted in (("generator_type", ("model",)), ("stage", (None,)), _REWARDING):
                 value = getattr(self, name)
-                check(
-                    value in wanted,
-                    where,
-                    name,
-                    f"{value!r} with adversarial=True",
-                    " or ".join(map(repr, wanted)),
-                    "Leave one of the two out.",
-                )
-        check(self.stage in (None, 1, 2), where, "stage", self.stage, "None, 1 or 2", "Choose one.")
-        check(self.temperature > 0, where, "temperature", self.temperature, "over 0", "Raise it.")
+                if value not in wanted:
+                    fail(
+                        where,
+                        name,
+                        f"{value!r} with adversarial=True",
+                        " or ".join(map(repr, wanted)),
+                        "Leave one of the two out.",
+                    )
+        if self.stage not in (None, 1, 2):
+            fail(where, "stage", self.stage, "None, 1 or 2", "Choose one.")
+        if not self.temperature > 0:
+            fail(where, "temperature", self.temperature, "over 0", "Raise it.")
         if self.generator_type == "unigram":
-            check(
-                self.stage is None,
-                where,
-                "stage",
-                f"{self.stage} with a unigram generator",
-                "None, as there is no generator to train first",
-                "Leave it out, or use generator_type='model'.",
-            )
+            if self.stage is not None:
+                fail(
+                    where,
+                    "stage",
+                    f"{self.stage} with a unigram generator",
+                    "None, as there is no generator to train first",
+                    "Leave it out, or use generator_type='model'.",
+                )
             return
-        check(
-            self.stage is None or self.embedding_sharing == "none",
-            where,
-            "embedding_sharing",
-            f"{self.embedding_sharing!r} with stage={self.stage}",
-            "'none', as the second stage trains one model and leaves the other as it is",
-            "Set embedding_sharing='none' for two-stage training.",
-        )
+        if self.stage is not None and self.embedding_sharing != "none":
+            fail(
+                where,
+                "embedding_sharing",
+                f"{self.embedding_sharing!r} with stage={self.stage}",
+                "'none', as the second stage trains one model and leaves the other as it is",
+                "Set embedding_sharing='none' for two-stage training.",
+            )
         equal: tuple[str, ...] = ("vocab_size",)
         if self.embedding_sharing != "none":
             equal = _EMBEDDING_SIZES
@@ -180,15 +182,15 @@ class ElectraJointConfig(PreTrainedConfig):
             equal = _EMBEDDING_SIZES + _ENCODER_SIZES
         for name in equal:
             wanted = getattr(self.discriminator, name)
-            check(
-                getattr(self.generator, name) == wanted,
-                where,
-                f"generator.{name}",
-                getattr(self.generator, name),
-                f"{wanted}, that of the discriminator",
-                "Derive the generator with ElectraJointConfig.from_discriminator (with "
-                "generator_size=1 to share all weights, or to hand them over).",
-            )
+            if getattr(self.generator, name) != wanted:
+                fail(
+                    where,
+                    f"generator.{name}",
+                    getattr(self.generator, name),
+                    f"{wanted}, that of the discriminator",
+                    "Derive the generator with ElectraJointConfig.from_discriminator (with "
+                    "generator_size=1 to share all weights, or to hand them over).",
+                )
 
     @classmethod
     def from_discriminator(
@@ -206,14 +208,14 @@ class ElectraJointConfig(PreTrainedConfig):
         Raises:
             ArgumentValueError: ``generator_size`` outside (0, 1].
         """
-        check(
-            0 < generator_size <= 1,
-            "ElectraJointConfig",
-            "generator_size",
-            generator_size,
-            "a fraction in (0, 1]",
-            "The paper uses 0.25 (small, large) and 0.333 (base).",
-        )
+        if not 0 < generator_size <= 1:
+            fail(
+                "ElectraJointConfig",
+                "generator_size",
+                generator_size,
+                "a fraction in (0, 1]",
+                "The paper uses 0.25 (small, large) and 0.333 (base).",
+            )
         head_dim = discriminator.hidden_size // discriminator.num_attention_heads
         heads = max(1, round(discriminator.num_attention_heads * generator_size))
         ratio = discriminator.intermediate_size / discriminator.hidden_size
@@ -377,14 +379,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         Raises:
             ArgumentValueError: the generator is a unigram generator.
         """
-        check(
-            self.generator is not None,
-            _WHERE,
-            "save_generator",
-            "a unigram generator",
-            "generator_type='model'",
-            "Save only the discriminator.",
-        )
+        if self.generator is None:
+            fail(
+                _WHERE,
+                "save_generator",
+                "a unigram generator",
+                "generator_type='model'",
+                "Save only the discriminator.",
+            )
         self.generator.save_pretrained(save_directory, **kwargs)  # type: ignore[union-attr]
 
     def set_token_counts(self, counts: Tensor) -> None:
@@ -400,25 +402,25 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError, ArgumentTypeError: wrong counts, or no unigram generator.
         """
         where = "set_token_counts"
-        check(
-            self.generator is None,
-            where,
-            "generator_type",
-            "'model'",
-            "'unigram'",
-            "Only a unigram generator uses token counts.",
-        )
+        if self.generator is not None:
+            fail(
+                where,
+                "generator_type",
+                "'model'",
+                "'unigram'",
+                "Only a unigram generator uses token counts.",
+            )
         check_tensor(where, "counts", counts)
         check_dtype(where, "counts", counts, (torch.int64,))
         check_shape(where, "counts", counts, self.token_counts.shape, "[V]")
-        check(
-            bool((counts >= 0).all() and counts.sum() > 0),
-            where,
-            "counts",
-            "a negative count, or only zeros",
-            "counts of 0 or more, not all 0",
-            "Count the tokens of the corpus with torch.bincount.",
-        )
+        if (counts < 0).any() or not counts.any():
+            fail(
+                where,
+                "counts",
+                "a negative count, or only zeros",
+                "counts of 0 or more, not all 0",
+                "Count the tokens of the corpus with torch.bincount.",
+            )
         self.token_counts.copy_(counts)
 
     @torch.no_grad()
@@ -432,14 +434,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         Raises:
             ArgumentValueError: the model is not in the first stage.
         """
-        check(
-            self.config.stage == 1,
-            "start_second_stage",
-            "config.stage",
-            self.config.stage,
-            "1",
-            "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none').",
-        )
+        if self.config.stage != 1:
+            fail(
+                "start_second_stage",
+                "config.stage",
+                self.config.stage,
+                "1",
+                "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none').",
+            )
         assert self.generator is not None
         if self.config.second_stage_from == "generator":
             self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
@@ -571,15 +573,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     def _vocabulary(self, part: Any) -> Any:
         """The projection to the vocabulary. Only its weight and bias are used."""
         decoder = part.generator_lm_head
-        check(
-            is_plain(decoder, nn.Linear, Linear),
-            _WHERE,
-            "generator_lm_head",
-            f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own",
-            "a linear layer: the loss reads its weight and its bias, and never calls it",
-            "Remove the hook, or merge the adapter into the weight.",
-            UnsupportedError,
-        )
+        if not is_plain(decoder, nn.Linear, Linear):
+            fail(
+                _WHERE,
+                "generator_lm_head",
+                f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own",
+                "a linear layer: the loss reads its weight and its bias, and never calls it",
+                "Remove the hook, or merge the adapter into the weight.",
+                UnsupportedError,
+            )
         return decoder
 
     def _fill(
@@ -659,14 +661,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             self.config.sampling_seed, Stream.SAMPLE, sample_index=sample_index, position=position
         )
         if values_are_known(self.token_counts):
-            check(
-                bool(self.token_counts.any()),
-                _WHERE,
-                "token_counts",
-                "no counts",
-                "the frequencies of the tokens in the corpus",
-                "Call set_token_counts first.",
-            )
+            if not self.token_counts.any():
+                fail(
+                    _WHERE,
+                    "token_counts",
+                    "no counts",
+                    "the frequencies of the tokens in the corpus",
+                    "Call set_token_counts first.",
+                )
         reached = self.token_counts.cumsum(0)
         level = (uniform(word) * reached[-1]).long()
         return torch.searchsorted(reached, level, right=True).masked_fill(

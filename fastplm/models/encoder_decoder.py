@@ -19,7 +19,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import check
+from fastplm._checks import fail
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.models._base import FastplmModel, choosing, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
@@ -77,14 +77,14 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             config = EncoderDecoderConfig.from_encoder_decoder_configs(
                 encoder.config, decoder.config
             )
-        check(
-            isinstance(config, EncoderDecoderConfig),
-            type(self).__name__,
-            "config",
-            f"a {type(config).__name__}",
-            "an EncoderDecoderConfig, or both an encoder and a decoder",
-            "See EncoderDecoderConfig.from_encoder_decoder_configs.",
-        )
+        if not isinstance(config, EncoderDecoderConfig):
+            fail(
+                type(self).__name__,
+                "config",
+                f"a {type(config).__name__}",
+                "an EncoderDecoderConfig, or both an encoder and a decoder",
+                "See EncoderDecoderConfig.from_encoder_decoder_configs.",
+            )
         for name in _PARTS:
             if getattr(config, name).model_type in _FAMILIES:
                 importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
@@ -132,15 +132,15 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             if ".crossattention." in name:
                 continue
             full_name = f"decoder.{decoder.base_model_prefix}.{name}"
-            check(
-                kinds[0] == kinds[1] and shapes.get(name) == tuple(weight.shape),
-                type(self).__name__,
-                "tie_encoder_decoder",
-                f"True for a {kinds[0]} encoder and a {kinds[1]} decoder whose {name!r} are "
-                f"{shapes.get(name, 'missing')} and {tuple(weight.shape)}",
-                "two parts of one family and of equal sizes",
-                "Use the same checkpoint for both, or leave tie_encoder_decoder out.",
-            )
+            if kinds[0] != kinds[1] or shapes.get(name) != tuple(weight.shape):
+                fail(
+                    type(self).__name__,
+                    "tie_encoder_decoder",
+                    f"True for a {kinds[0]} encoder and a {kinds[1]} decoder whose {name!r} are "
+                    f"{shapes.get(name, 'missing')} and {tuple(weight.shape)}",
+                    "two parts of one family and of equal sizes",
+                    "Use the same checkpoint for both, or leave tie_encoder_decoder out.",
+                )
             names[full_name] = f"encoder.{name}"
         return names
 
@@ -217,14 +217,14 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
         if labels is None or not ours[1]:
-            check(
-                reduction == "mean",
-                type(self).__name__,
-                "reduction",
-                f"{reduction!r} without labels or with a {type(decoder).__name__}",
-                "labels and a decoder of fastplm.models",
-                "Leave it out.",
-            )
+            if reduction != "mean":
+                fail(
+                    type(self).__name__,
+                    "reduction",
+                    f"{reduction!r} without labels or with a {type(decoder).__name__}",
+                    "labels and a decoder of fastplm.models",
+                    "Leave it out.",
+                )
             if ours[0]:
                 inputs["unpad"] = unpad
             if ours[1]:

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForToken
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import check, check_choice
+from fastplm._checks import check_choice, fail
 from fastplm.models._features_options import FEATURES, HEADS, POOLINGS
 from fastplm.models._heads import ScaledLoss
 from fastplm.models.auto import AutoModel
@@ -95,14 +95,14 @@ class _Features(ScaledLoss, PreTrainedModel):
         if getattr(encoder, "pooler", None) is not None:
             self.encoder.pooler = None
         layers = encoder.config.num_hidden_layers
-        check(
-            config.features != "last-four" or layers >= _LAST,
-            "FeaturesConfig",
-            "features",
-            f"last-four with an encoder of {layers} layers",
-            f"{_LAST} layers or more",
-            "Choose mix or last.",
-        )
+        if config.features == "last-four" and layers < _LAST:
+            fail(
+                "FeaturesConfig",
+                "features",
+                f"last-four with an encoder of {layers} layers",
+                f"{_LAST} layers or more",
+                "Choose mix or last.",
+            )
         width = config.hidden_size
         self.mix = ScalarMix(layers + 1) if config.features == "mix" else None
         self.dropout = nn.Dropout(config.dropout)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastplm._checks import check, check_shape
+from fastplm._checks import check_shape, fail
 
 
 class LayerSimilarity(NamedTuple):
@@ -51,14 +51,14 @@ def layer_similarity(model: nn.Module, **batch: Any) -> LayerSimilarity:
     states = outputs.get("hidden_states")
     if states is None:
         states = outputs.get("encoder_hidden_states")
-    check(
-        states is not None,
-        "layer_similarity",
-        "model",
-        f"a {type(model).__name__} without hidden states",
-        "a model of Transformers that returns `hidden_states`",
-        "Pass the encoder itself.",
-    )
+    if states is None:
+        fail(
+            "layer_similarity",
+            "model",
+            f"a {type(model).__name__} without hidden states",
+            "a model of Transformers that returns `hidden_states`",
+            "Pass the encoder itself.",
+        )
     real = torch.ones(states[0].shape[:-1], dtype=torch.bool, device=states[0].device)
     mask = batch.get("attention_mask")
     if mask is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, fail, values_are_known
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
@@ -100,14 +100,14 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
     if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in positions.aminmax())
-    check(
-        -1 <= low and high < total,
-        where,
-        "masked_positions",
-        f"positions from {low} to {high}",
-        f"-1 to {total - 1}, flat positions in the batch",
-        "Position (b, t) is b * T + t; -1 marks an unused slot.",
-    )
+    if low < -1 or high >= total:
+        fail(
+            where,
+            "masked_positions",
+            f"positions from {low} to {high}",
+            f"-1 to {total - 1}, flat positions in the batch",
+            "Position (b, t) is b * T + t; -1 marks an unused slot.",
+        )
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:

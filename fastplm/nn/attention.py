@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import check, check_same, check_shape, check_tensor
+from fastplm._checks import check_same, check_shape, check_tensor, fail
 
 _WHERE = "FusedAttention"
 
@@ -55,38 +55,38 @@ class FusedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check(
-            num_heads > 0 and (head_dim is not None or embed_dim % num_heads == 0),
-            _WHERE,
-            "embed_dim",
-            f"{embed_dim} with {num_heads} heads",
-            "a multiple of `num_heads`",
-            "Change one of the two, or give `head_dim`.",
-        )
-        check(
-            head_dim is None or head_dim > 0,
-            _WHERE,
-            "head_dim",
-            head_dim,
-            "at least 1",
-            "Leave it out for embed_dim / num_heads.",
-        )
-        check(
-            context_dim is None or context_dim > 0,
-            _WHERE,
-            "context_dim",
-            context_dim,
-            "at least 1",
-            "Leave it out if the context is as wide as the input.",
-        )
-        check(
-            0.0 <= dropout <= 1.0,
-            _WHERE,
-            "dropout",
-            dropout,
-            "a probability in [0, 1]",
-            "Pass the share of attention probabilities to drop.",
-        )
+        if num_heads <= 0 or (head_dim is None and embed_dim % num_heads != 0):
+            fail(
+                _WHERE,
+                "embed_dim",
+                f"{embed_dim} with {num_heads} heads",
+                "a multiple of `num_heads`",
+                "Change one of the two, or give `head_dim`.",
+            )
+        if head_dim is not None and head_dim <= 0:
+            fail(
+                _WHERE,
+                "head_dim",
+                head_dim,
+                "at least 1",
+                "Leave it out for embed_dim / num_heads.",
+            )
+        if context_dim is not None and context_dim <= 0:
+            fail(
+                _WHERE,
+                "context_dim",
+                context_dim,
+                "at least 1",
+                "Leave it out if the context is as wide as the input.",
+            )
+        if not 0.0 <= dropout <= 1.0:
+            fail(
+                _WHERE,
+                "dropout",
+                dropout,
+                "a probability in [0, 1]",
+                "Pass the share of attention probabilities to drop.",
+            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.context_dim = context_dim
@@ -164,14 +164,14 @@ class FusedAttention(nn.Module):
         if context is not None:
             self._check(ragged, "context", context, self.context_dim or self.embed_dim)
         if self.context_dim is not None:
-            check(
-                context is not None,
-                _WHERE,
-                "context",
-                "None",
-                f"a tensor of width {self.context_dim}, as `context_dim` was given",
-                "Build the module without context_dim for self-attention.",
-            )
+            if context is None:
+                fail(
+                    _WHERE,
+                    "context",
+                    "None",
+                    f"a tensor of width {self.context_dim}, as `context_dim` was given",
+                    "Build the module without context_dim for self-attention.",
+                )
             (query,) = self._heads(self.q_proj(input))
             key, value = self._heads(self.kv_proj(context))
         elif context is None:
@@ -243,14 +243,14 @@ class FusedAttention(nn.Module):
         if argument == "context" and self.context_dim is not None:
             name = "context_dim"
         names = f"[N, {name}]" if ragged else f"[B, T, {name}]"
-        check(
-            value.dim() == (2 if ragged else 3) and value.shape[-1] == width,
-            _WHERE,
-            argument,
-            f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
-            f"{names} with {name} = {width}",
-            "A ragged batch needs `cu_seqlens`, a dense batch must not have it.",
-        )
+        if value.dim() != (2 if ragged else 3) or value.shape[-1] != width:
+            fail(
+                _WHERE,
+                argument,
+                f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
+                f"{names} with {name} = {width}",
+                "A ragged batch needs `cu_seqlens`, a dense batch must not have it.",
+            )
 
     def extra_repr(self) -> str:
         text = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
@@ -262,13 +262,13 @@ class FusedAttention(nn.Module):
 def _check_given(
     argument: str, value: object, wanted: bool, ragged: bool, context: Tensor | None
 ) -> None:
-    check(
-        (value is not None) is wanted,
-        _WHERE,
-        argument,
-        f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
-        f"with{'out' if context is None else ''} `context`",
-        "a value" if wanted else "None",
-        "A ragged batch needs the bounds of input and context, and supports no cache and no "
-        "attn_mask.",
-    )
+    if (value is not None) is not wanted:
+        fail(
+            _WHERE,
+            argument,
+            f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
+            f"with{'out' if context is None else ''} `context`",
+            "a value" if wanted else "None",
+            "A ragged batch needs the bounds of input and context, and supports no cache and no "
+            "attn_mask.",
+        )

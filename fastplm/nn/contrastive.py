@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from fastplm import ops
 from fastplm._checks import (
     FLOATING,
-    check,
     check_dtype,
     check_int,
     check_number,
     check_same,
     check_same_device,
     check_tensor,
+    fail,
 )
 from fastplm.errors import ArgumentValueError, message
 from fastplm.nn._rows import IGNORE_INDEX
@@ -178,16 +178,16 @@ class ContrastiveLoss(nn.Module):
         for name, rows in (("query", query), ("document", document)):
             check_tensor(where, name, rows, ndim=2)
             check_dtype(where, name, rows, FLOATING)
-            got, fix = f"shape {tuple(rows.shape)}", "Leave out an empty batch."
-            check(rows.numel() > 0, where, name, got, "at least one row", fix)
+            if rows.numel() == 0:
+                got, fix = f"shape {tuple(rows.shape)}", "Leave out an empty batch."
+                fail(where, name, got, "at least one row", fix)
         check_same(where, query=query, document=document)
-        fix = "Both come from encoders of one width."
-        sizes = f"{document.shape[1]} columns", f"{query.shape[1]}, as `query` has"
-        check(document.shape[1] == query.shape[1], where, "document", *sizes, fix)
-        if positive is None:
-            got, fix = f"{document.shape[0]} rows", "Pass the row of each query's document."
-            expected = f"at least {query.shape[0]}, one for each query"
-            check(document.shape[0] >= query.shape[0], where, "document", got, expected, fix)
+        if document.shape[1] != query.shape[1]:
+            got, expected = f"{document.shape[1]} columns", f"{query.shape[1]}, as `query` has"
+            fail(where, "document", got, expected, "Both come from encoders of one width.")
+        if positive is None and document.shape[0] < query.shape[0]:
+            got, expected = f"{document.shape[0]} rows", f"at least {query.shape[0]}, one a query"
+            fail(where, "document", got, expected, "Pass the row of each query's document.")
         for name, value, rows in (
             ("positive", positive, query),
             ("query_id", query_id, query),
@@ -200,11 +200,11 @@ class ContrastiveLoss(nn.Module):
             check_same_device(where, query=query, **{name: value})
             dims = (1, 2) if name == "positive" else (1,)
             right = value.dim() in dims and value.shape[0] == rows.shape[0]
-            got, expected = f"shape {tuple(value.shape)}", f"[{rows.shape[0]}]"
-            if name == "positive":
-                right = right and value.shape[-1] > 0
-                expected += f" or [{rows.shape[0]}, P]"
-            check(right, where, name, got, expected, "Pass one value a row.")
+            if not right or (name == "positive" and value.shape[-1] == 0):
+                got, expected = f"shape {tuple(value.shape)}", f"[{rows.shape[0]}]"
+                if name == "positive":
+                    expected += f" or [{rows.shape[0]}, P]"
+                fail(where, name, got, expected, "Pass one value a row.")
 
 
 def _unit(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check, check_number, check_tensor
+from fastplm._checks import FLOATING, check_number, check_tensor, fail
 from fastplm._declare import Arg, Size
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
@@ -97,9 +97,7 @@ class Call(NamedTuple):
         if self.seed is not None:
             heads, longest = self.query.shape[1], self.max_seqlen_k
             if longest > _MAX_DROPOUT_KEYS or heads >= _MAX_DROPOUT_HEADS:
-                # Only now, as torch.compile cannot format a length that varies.
-                check(
-                    False,
+                fail(
                     where,
                     "dropout_p",
                     f"{self.dropout_p} with {longest} keys and {heads} heads",
@@ -109,22 +107,22 @@ class Call(NamedTuple):
 
     def _check_bias(self, where: str, buckets: int) -> None:
         least = 4 if self.bias_bidirectional else 2
-        check(
-            buckets >= least and buckets % 2 == 0,
-            where,
-            "relative_bias.weight",
-            f"{buckets} buckets",
-            f"an even number, at least {least}",
-            "T5 has 32: half of those of a side are exact distances.",
-        )
-        check(
-            self.bias_max_distance > buckets // least,
-            where,
-            "relative_bias.max_distance",
-            self.bias_max_distance,
-            f"more than {buckets // least}, the distances with a bucket of their own",
-            "T5 has 128.",
-        )
+        if buckets < least or buckets % 2 != 0:
+            fail(
+                where,
+                "relative_bias.weight",
+                f"{buckets} buckets",
+                f"an even number, at least {least}",
+                "T5 has 32: half of those of a side are exact distances.",
+            )
+        if self.bias_max_distance <= buckets // least:
+            fail(
+                where,
+                "relative_bias.max_distance",
+                self.bias_max_distance,
+                f"more than {buckets // least}, the distances with a bucket of their own",
+                "T5 has 128.",
+            )
 
     def check_lengths(self) -> None:
         """The values of ``cu_seqlens``, on the CPU, where looking at them waits for nothing."""
@@ -167,22 +165,22 @@ def check_lengths_on_cpu(
     """Sequences lie one after the other in so many rows, and none is longer than the longest."""
     values = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(values[:-1], values[1:], strict=True)]
-    check(
-        values[0] == 0 and min(lengths, default=0) >= 0 and values[-1] <= rows,
-        where,
-        f"cu_seqlens_{name}",
-        f"{values[0]} … {values[-1]} with lengths from {min(lengths, default=0)}",
-        f"0 first, never decreasing, at most {rows} (the rows of the tensor) last",
-        "Build it as pad(lengths.cumsum(0), (1, 0)).",
-    )
-    check(
-        max(lengths, default=0) <= longest,
-        where,
-        f"max_seqlen_{name}",
-        longest,
-        f"at least {max(lengths, default=0)}, the longest sequence",
-        "Pass the longest length, or any upper bound.",
-    )
+    if values[0] != 0 or min(lengths, default=0) < 0 or values[-1] > rows:
+        fail(
+            where,
+            f"cu_seqlens_{name}",
+            f"{values[0]} … {values[-1]} with lengths from {min(lengths, default=0)}",
+            f"0 first, never decreasing, at most {rows} (the rows of the tensor) last",
+            "Build it as pad(lengths.cumsum(0), (1, 0)).",
+        )
+    if max(lengths, default=0) > longest:
+        fail(
+            where,
+            f"max_seqlen_{name}",
+            longest,
+            f"at least {max(lengths, default=0)}, the longest sequence",
+            "Pass the longest length, or any upper bound.",
+        )
 
 
 def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -193,7 +191,7 @@ def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         expected = f"[Tq, Tk] or [B or 1, H or 1, Tq, Tk] with [B, H, Tq, Tk] = {tuple(shape)}"
         got = "shape" if len(sizes) == 4 else f"{mask.dim()} dimensions"
         got = f"{got} {tuple(mask.shape)}"
-        check(False, where, "attn_mask", got, expected, _ATTN_MASK_FIX)
+        fail(where, "attn_mask", got, expected, _ATTN_MASK_FIX)
     return mask.expand(shape)
 
 

@@ -13,11 +13,11 @@ import torch
 from fastplm import _extension
 from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, warn_unless_forced
 from fastplm._checks import (
-    check,
     check_choice,
     check_same_device,
     check_seed_form,
     check_tensor,
+    fail,
 )
 
 
@@ -120,11 +120,11 @@ def check_reduction(
         return
     check_tensor(where, "normalizer", normalizer, ndim=0)
     check_same_device(where, input=input, normalizer=normalizer)
-    check(
-        reduction == "mean",
-        where,
-        "normalizer",
-        f"a tensor with reduction={reduction!r}",
-        "None, as only a mean has a denominator",
-        "Leave it out, or use reduction='mean'.",
-    )
+    if reduction != "mean":
+        fail(
+            where,
+            "normalizer",
+            f"a tensor with reduction={reduction!r}",
+            "None, as only a mean has a denominator",
+            "Leave it out, or use reduction='mean'.",
+        )

@@ -127,10 +127,9 @@ def empty_for_backward(call: Any, backend: str) -> tuple[Tensor, Tensor, Tensor]
     """
     (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
     on_triton, kept_rows = backend == "triton", call.kept_rows
-    logits = (kept_rows, logit_columns(vocab) if on_triton else vocab)
     return (
-        call.input.new_empty(logits if kept_rows else (0,)),
-        call.input.new_empty((kept_rows, width) if kept_rows and on_triton else (0,)),
+        call.input.new_empty((kept_rows, logit_columns(vocab) if on_triton else vocab)),
+        call.input.new_empty((kept_rows, width) if on_triton else (0,)),
         call.target.new_empty(ORDER_HEAD + rows if on_triton else 0),
     )
 

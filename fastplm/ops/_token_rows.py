@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._checks import INTEGER, check, check_int, values_are_known
+from fastplm._checks import INTEGER, check_int, fail, values_are_known
 from fastplm._declare import Arg
 
 # What they declare alike.
@@ -27,10 +27,12 @@ def check_rows(
     """Padded rows may have lengths; packed ones need the length of the longest row."""
     fix = "Pass it with `cu_seqlens` alone: it fixes the width of what comes out of packed rows."
     if cu_seqlens is None:
-        check(max_seqlen is None, where, "max_seqlen", max_seqlen, "None for padded rows", fix)
+        if max_seqlen is not None:
+            fail(where, "max_seqlen", max_seqlen, "None for padded rows", fix)
         return
     boundaries = "`cu_seqlens` says how long packed rows are."
-    check(lengths is None, where, "lengths", "a tensor", "None for packed rows", boundaries)
+    if lengths is not None:
+        fail(where, "lengths", "a tensor", "None for packed rows", boundaries)
     most: Any = max_seqlen
     check_int(where, "max_seqlen", most, 0, _MOST_TOKENS, fix)
 
@@ -44,11 +46,9 @@ def check_row_values(where: str, call: Any, longest: int) -> None:
     check_boundary_values(where, call.cu_seqlens, call.input_ids)
     if call.cu_seqlens.shape[0] > 1:
         found = int(call.cu_seqlens.diff().max())
-        expected, fix = (
-            f"at least {found}, the longest row of `cu_seqlens`",
-            "Raise it, or cut the row.",
-        )
-        check(found <= longest, where, "max_seqlen", longest, expected, fix)
+        if found > longest:
+            expected = f"at least {found}, the longest row of `cu_seqlens`"
+            fail(where, "max_seqlen", longest, expected, "Raise it, or cut the row.")
 
 
 def check_row_length(where: str, input_ids: Tensor) -> None:
@@ -56,7 +56,7 @@ def check_row_length(where: str, input_ids: Tensor) -> None:
     length = input_ids.shape[-1]
     if length >= _MOST_TOKENS:  # only then as text, which would make a symbolic size a constant
         expected = f"fewer than {_MOST_TOKENS}"
-        check(False, where, "input_ids", f"rows of {length} tokens", expected, "Cut them.")
+        fail(where, "input_ids", f"rows of {length} tokens", expected, "Cut them.")
 
 
 def check_token_ids(
@@ -70,27 +70,32 @@ def check_token_ids(
         return
     expected, fix = "each id once, ascending", "Pass torch.unique(ids)."
     rises = values == sorted(set(values))  # of so few numbers Python is the fastest
-    check(rises, where, argument, "ids that do not rise", expected, fix)
-    if vocab_size is None:
-        return
+    if not rises:
+        fail(where, argument, "ids that do not rise", expected, fix)
     low, high = values[0], values[-1]
-    expected = f"ids from 0 to {vocab_size - 1}"
-    fix = "Pass the length of the tokenizer as vocab_size."
-    check(low >= 0 and high < vocab_size, where, argument, low if low < 0 else high, expected, fix)
+    if vocab_size is not None and (low < 0 or high >= vocab_size):
+        expected = f"ids from 0 to {vocab_size - 1}"
+        fix = "Pass the length of the tokenizer as vocab_size."
+        fail(where, argument, low if low < 0 else high, expected, fix)
 
 
 def check_boundary_values(where: str, cu_seqlens: Tensor, input_ids: Tensor) -> None:
     """The values of ``cu_seqlens``, where looking at them is free."""
     if not values_are_known(cu_seqlens):
         return
-    fix = "Pass the first places of all rows and the end of the last, [0, …]."
     tokens = input_ids.shape[0]
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    expected = f"values that rise from 0 to at most the {tokens} tokens"
-    check(first == 0, where, "cu_seqlens", f"{first} at its beginning", expected, fix)
-    check(last <= tokens, where, "cu_seqlens", f"{last} at its end", expected, fix)
-    rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
-    check(rises, where, "cu_seqlens", "values that fall", expected, fix)
+    got = None
+    if first != 0:
+        got = f"{first} at its beginning"
+    elif last > tokens:
+        got = f"{last} at its end"
+    elif not (cu_seqlens[1:] >= cu_seqlens[:-1]).all():
+        got = "values that fall"
+    if got is not None:
+        expected = f"values that rise from 0 to at most the {tokens} tokens"
+        fix = "Pass the first places of all rows and the end of the last, [0, …]."
+        fail(where, "cu_seqlens", got, expected, fix)
 
 
 def check_length_values(where: str, lengths: Tensor, input_ids: Tensor) -> None:
@@ -99,9 +104,10 @@ def check_length_values(where: str, lengths: Tensor, input_ids: Tensor) -> None:
         return
     length = input_ids.shape[1]
     low, high = (int(bound) for bound in lengths.aminmax())
-    got, fix = low if low < 0 else high, "Pass the number of tokens of each row."
-    expected = f"values from 0 to the {length} columns of `input_ids`"
-    check(low >= 0 and high <= length, where, "lengths", got, expected, fix)
+    if low < 0 or high > length:
+        expected = f"values from 0 to the {length} columns of `input_ids`"
+        fix = "Pass the number of tokens of each row."
+        fail(where, "lengths", low if low < 0 else high, expected, fix)
 
 
 def check_step(where: str, step: int) -> None:

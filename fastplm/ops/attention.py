@@ -15,11 +15,11 @@ from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down,
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
-    check,
     check_number,
     check_probability,
     check_seed_form,
     check_tensor,
+    fail,
 )
 from fastplm._measured import CallClass, slower, training
 from fastplm._registry import Op, autocast, is_eager, is_transformed, needs_dispatch
@@ -336,21 +336,22 @@ def _eager(call: Call) -> tuple[Tensor, None]:
 def _bias(where: str, bias: T5RelativeBias | None) -> tuple[Tensor | None, bool, int]:
     if bias is None:
         return None, False, 0
-    check(
-        isinstance(bias, T5RelativeBias),
-        where,
-        "relative_bias",
-        f"a {type(bias).__name__}",
-        "ops.T5RelativeBias or None",
-        "Wrap the table: T5RelativeBias(weight, bidirectional=…, max_distance=…).",
-        ArgumentTypeError,
-    )
+    if not isinstance(bias, T5RelativeBias):
+        fail(
+            where,
+            "relative_bias",
+            f"a {type(bias).__name__}",
+            "ops.T5RelativeBias or None",
+            "Wrap the table: T5RelativeBias(weight, bidirectional=…, max_distance=…).",
+            ArgumentTypeError,
+        )
     check_tensor(where, "relative_bias.weight", bias.weight, ndim=2)
     return bias.weight, bool(bias.bidirectional), int(bias.max_distance)
 
 
 def _scale(where: str, scale: float | None, head_dim: int) -> float:
-    check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
+    if head_dim <= 0:
+        fail(where, "query", "head dim 0", "at least 1", "Check the reshape.")
     if scale is None:
         return head_dim**-0.5
     check_number(where, "scale", scale, -math.inf, math.inf, "a number", "None is D ** -0.5.")

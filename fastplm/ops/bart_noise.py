@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check, check_int, check_number, check_probability, check_tensor
+from fastplm._checks import check_int, check_number, check_probability, check_tensor, fail
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.ops._common import rejects_of_csrc, seed_tensor
@@ -71,14 +71,14 @@ class Call(NamedTuple):
         check_row_values(where, self, self.longest)
         ids, vocab_size = self.special_ids, self.vocab_size
         check_token_ids(where, "special_ids", ids, vocab_size)
-        check(
-            ids is None or ids.shape[0] < vocab_size,
-            where,
-            "special_ids",
-            f"all {vocab_size} ids",
-            "fewer than the vocabulary has, or there is no random id to draw",
-            "Pass only the ids of the special tokens.",
-        )
+        if ids is not None and ids.shape[0] >= vocab_size:
+            fail(
+                where,
+                "special_ids",
+                f"all {vocab_size} ids",
+                "fewer than the vocabulary has, or there is no random id to draw",
+                "Pass only the ids of the special tokens.",
+            )
         check_token_ids(where, "sentence_end_ids", self.sentence_end_ids)
 
 
@@ -242,14 +242,14 @@ def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
     check_number(_WHERE, "poisson_lambda", poisson_lambda, least, 20.0, expected, fix)
     mask, delete = probabilities["mask_probability"], probabilities["delete_probability"]
     # The slack is what fixed-point probabilities cannot tell apart.
-    check(
-        mask + delete <= 1 + 2**-32,
-        _WHERE,
-        "delete_probability",
-        delete,
-        f"at most 1 - mask_probability = {1 - mask}",
-        "A token is masked or deleted, not both: the two are shares of the same tokens.",
-    )
+    if mask + delete > 1 + 2**-32:
+        fail(
+            _WHERE,
+            "delete_probability",
+            delete,
+            f"at most 1 - mask_probability = {1 - mask}",
+            "A token is masked or deleted, not both: the two are shares of the same tokens.",
+        )
 
 
 # --- registration ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check, check_int, check_number, check_tensor, values_are_known
+from fastplm._checks import check_int, check_number, check_tensor, fail, values_are_known
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
@@ -57,7 +57,8 @@ class Call(NamedTuple):
         check_row_values(where, self, self.max_length)
         if values_are_known(self.sentinel_ids):
             low, fix = int(self.sentinel_ids.min()), "Pass their ids."
-            check(low >= 0, where, "sentinel_ids", f"id {low}", "ids from 0 on", fix)
+            if low < 0:
+                fail(where, "sentinel_ids", f"id {low}", "ids from 0 on", fix)
 
 
 def corrupt_spans(

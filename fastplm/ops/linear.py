@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastplm._backends import is_recorded, requested
-from fastplm._checks import FLOATING, check, check_same, check_shape, check_tensor
+from fastplm._checks import FLOATING, check_same, check_shape, check_tensor, fail
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, slower
 from fastplm._registry import Op, needs_dispatch
@@ -36,7 +36,8 @@ class Call(NamedTuple):
 
     def check(self, where: str) -> None:
         fix = "Pass a row."
-        check(self.input.dim() > 0, where, "input", "0 dimensions", "[..., K]", fix)
+        if self.input.dim() == 0:
+            fail(where, "input", "0 dimensions", "[..., K]", fix)
         shape = (*self.input.shape[:-1], self.weight.shape[1])
         check_shape(where, "input", self.input, shape, "[..., K], K of `weight` [M, K],")
         if not torch._C._is_any_autocast_enabled():

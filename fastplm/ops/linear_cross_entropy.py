@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fastplm._checks import check, check_number, check_tensor, values_are_known
+from fastplm._checks import check_number, check_tensor, fail, values_are_known
 from fastplm._registry import Op, autocast, needs_dispatch
 from fastplm.ops._common import (
     check_reduction,
@@ -212,14 +213,14 @@ def linear_cross_entropy_with_sample(
     Reference: ``fastplm.reference.linear_cross_entropy.sample_ref``.
     """
     where = "linear_cross_entropy_with_sample"
-    check(
-        isinstance(temperature, float | int) and _FP32.tiny <= temperature <= _FP32.max,
-        where,
-        "temperature",
-        temperature,
-        "a number over 0, finite and normal in fp32",
-        "Use a small one for the likeliest token, or the statistics' argmax.",
-    )
+    if not isinstance(temperature, float | int) or not _FP32.tiny <= temperature <= _FP32.max:
+        fail(
+            where,
+            "temperature",
+            temperature,
+            "a number over 0, finite and normal in fp32",
+            "Use a small one for the likeliest token, or the statistics' argmax.",
+        )
     check_tensor(where, "input", input, ndim=2)
     for name, index in (("sample_index", sample_index), ("position", position)):
         if index is not None:
@@ -299,7 +300,7 @@ def _vocabulary_pass(
     if backend == "eager":
         return _eager(call)
     kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
-    if backend == "torch" and kept_rows and multiplies_in(operands[0]) is not operands[0].dtype:
+    if backend == "torch" and multiplies_in(operands[0]) is not operands[0].dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
     divides = normalizer is not None and normalizer.requires_grad
@@ -377,7 +378,8 @@ def _kept_rows(
     input, linear_weight, _ = operands
     rows = input.shape[0]
     if backend == "triton":  # which multiplies kept rows whether they count or not
-        rows = min(rows, expected) if expected is not None else rows if budget is not None else 0
+        most = rows if budget is not None else 0
+        rows = most if expected is None else torch.sym_min(rows, expected)
     if budget is None:
         budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
     return rows_that_fit(rows, input, linear_weight, budget)
@@ -391,11 +393,12 @@ def usual_budget(width: int, *, on_cpu: bool) -> int:
 
 def rows_that_fit(rows: int, input: Tensor, linear_weight: Tensor, budget: int) -> int:
     """All rows whose logits fit in so many bytes, or so many that they are worth their launches."""
-    row_bytes = logit_columns(linear_weight.shape[0]) * input.dtype.itemsize
-    if rows * row_bytes <= budget:
+    most = budget // (logit_columns(linear_weight.shape[0]) * input.dtype.itemsize)
+    if statically_known_true(rows <= most):
         return rows
-    rows = budget // row_bytes // _ROW_ALIGNMENT * _ROW_ALIGNMENT
-    return rows if rows >= _LEAST_KEPT_ROWS else 0
+    # A graph for any number of rows keeps so many of them at most, too.
+    most = most // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    return torch.sym_min(rows, most) if most >= _LEAST_KEPT_ROWS else 0
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from torch import Tensor
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
-    check,
     check_choice,
     check_dtype,
     check_number,
     check_same_device,
     check_shape,
     check_tensor,
+    fail,
     message,
     values_are_known,
 )
@@ -311,14 +311,14 @@ def _distilled(
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    check(
-        target is not None or cross_entropy_weight == 0,
-        where,
-        "target",
-        f"None with cross_entropy_weight={cross_entropy_weight}",
-        "targets for the cross-entropy",
-        "Pass them, or leave the weight at 0.",
-    )
+    if target is None and cross_entropy_weight != 0:
+        fail(
+            where,
+            "target",
+            f"None with cross_entropy_weight={cross_entropy_weight}",
+            "targets for the cross-entropy",
+            "Pass them, or leave the weight at 0.",
+        )
     if mask is not None:
         check_tensor(where, "mask", mask, ndim=1)
         check_dtype(
@@ -434,7 +434,7 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
     if on_cpu and values_are_known(call.target):
         rows = int((call.target != call.ignore_index).sum())
     elif expected is not None:
-        rows = min(rows, expected)
+        rows = torch.sym_min(rows, expected)
     elif not on_cpu and budget is None:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:

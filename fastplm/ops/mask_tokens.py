@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fastplm._checks import (
-    check,
     check_choice,
     check_int,
     check_number,
     check_probability,
     check_tensor,
+    fail,
 )
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
@@ -253,14 +253,14 @@ def mask_settings(
 
 def _check_unit(unit: str, has_words: bool, max_ngram: int) -> None:
     check_choice(_WHERE, "unit", unit, _UNITS)
-    check(
-        has_words == (unit != "token"),
-        _WHERE,
-        "word_ids",
-        "a tensor" if has_words else "none",
-        f"{'none' if unit == 'token' else 'a tensor'} with unit={unit!r}",
-        "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
-    )
+    if has_words != (unit != "token"):
+        fail(
+            _WHERE,
+            "word_ids",
+            "a tensor" if has_words else "none",
+            f"{'none' if unit == 'token' else 'a tensor'} with unit={unit!r}",
+            "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
+        )
     if unit == "ngram":
         check_int(_WHERE, "max_ngram", max_ngram, 2, MAX_NGRAM + 1, "ALBERT uses 3.")
 
@@ -280,14 +280,14 @@ def _check_numbers(
         vocab_size,
         "Pass tokenizer.mask_token_id and its length.",
     )
-    check(
-        special_count < vocab_size,
-        _WHERE,
-        "special_ids",
-        f"{special_count} of {vocab_size} ids",
-        "fewer than the vocabulary has, or there is no random id to draw",
-        "Pass only the ids of the special tokens.",
-    )
+    if special_count >= vocab_size:
+        fail(
+            _WHERE,
+            "special_ids",
+            f"{special_count} of {vocab_size} ids",
+            "fewer than the vocabulary has, or there is no random id to draw",
+            "Pass only the ids of the special tokens.",
+        )
     if max_predictions is not None:
         check_int(
             _WHERE, "max_predictions", max_predictions, 1, 2**31, "Leave it out for the default."
@@ -308,14 +308,14 @@ def _check_probabilities(
     ):
         check_probability(_WHERE, argument, value, "BERT uses 0.8 and 0.1.")
     # The slack is what fixed-point probabilities cannot tell apart.
-    check(
-        mask_replace_prob + random_replace_prob <= 1 + 2**-32,
-        _WHERE,
-        "random_replace_prob",
-        random_replace_prob,
-        f"at most 1 - mask_replace_prob = {1 - mask_replace_prob}",
-        "The two are shares of the chosen tokens; the rest stays as it is.",
-    )
+    if mask_replace_prob + random_replace_prob > 1 + 2**-32:
+        fail(
+            _WHERE,
+            "random_replace_prob",
+            random_replace_prob,
+            f"at most 1 - mask_replace_prob = {1 - mask_replace_prob}",
+            "The two are shares of the chosen tokens; the rest stays as it is.",
+        )
 
 
 # --- backends: the reference, and one operator of csrc/, dispatched by device ---------------------

@@ -16,10 +16,10 @@ from torch import Tensor
 from fastplm._checks import (
     INTEGER,
     ArgumentTypeError,
-    check,
     check_dtype,
     check_shape,
     check_tensor,
+    fail,
 )
 from fastplm._declare import Arg
 from fastplm._registry import Op, autocast, needs_dispatch
@@ -57,11 +57,9 @@ class Call(NamedTuple):
         check_dtype(where, name, self.replaced, dtypes, fix)
         shape, names = self.input.shape[:1], "[N] of `input` [N, E]"
         check_shape(where, name, self.replaced, shape, names, "Use .flatten().")
-        if original is not None:
-            dtype, fix = self.replaced.dtype, "Convert one of the two."
-            expected = f"{dtype}, the dtype of `replaced[0]`"
-            same = original.dtype is dtype
-            check(same, where, "replaced[1]", original.dtype, expected, fix, ArgumentTypeError)
+        if original is not None and original.dtype is not self.replaced.dtype:
+            got, expected = original.dtype, f"{self.replaced.dtype}, the dtype of `replaced[0]`"
+            fail(where, "replaced[1]", got, expected, "Convert one of the two.", ArgumentTypeError)
 
 
 class Saved(NamedTuple):
@@ -134,8 +132,9 @@ def replaced_token_loss(
     flags, original = _labels(replaced)
     if bias is not None:
         check_tensor(where, "bias", bias)
-        fix, got = "Pass the bias of the one output.", f"shape {tuple(bias.shape)}"
-        check(bias.numel() == 1, where, "bias", got, "one element, [] or [1]", fix)
+        if bias.numel() != 1:
+            fix, got = "Pass the bias of the one output.", f"shape {tuple(bias.shape)}"
+            fail(where, "bias", got, "one element, [] or [1]", fix)
         bias = bias.reshape(())
     check_tensor(where, "input", input, ndim=2)
     check_reduction(where, input, reduction, normalizer)
@@ -184,14 +183,14 @@ def _labels(replaced: Replaced) -> tuple[Tensor, Tensor | None]:
     if not isinstance(replaced, (tuple, list)):
         check_tensor(where, "replaced", replaced, ndim=1)
         return replaced, None
-    check(
-        len(replaced) == 2,
-        where,
-        "replaced",
-        f"a {type(replaced).__name__} of {len(replaced)}",
-        "bool [N], or the pair (ids, original ids)",
-        "Pass one tensor or two.",
-    )
+    if len(replaced) != 2:
+        fail(
+            where,
+            "replaced",
+            f"a {type(replaced).__name__} of {len(replaced)}",
+            "bool [N], or the pair (ids, original ids)",
+            "Pass one tensor or two.",
+        )
     for i, ids in enumerate(replaced):
         check_tensor(where, f"replaced[{i}]", ids, ndim=1)
     return replaced[0], replaced[1]
