@@ -73,7 +73,6 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        *,
         unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
@@ -135,7 +134,8 @@ class EncoderModel(FastplmModel):
         last = None
         if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
             assert rows is not None
-            last = self._last_rows(needed, rows, ragged, attention_mask)
+            one_each = isinstance(output_rows, str)
+            last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
@@ -244,19 +244,30 @@ class EncoderModel(FastplmModel):
         )
 
     def _last_rows(
-        self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
+        self,
+        needed: Tensor,
+        rows: Tensor,
+        ragged: RaggedBatch | None,
+        mask: Tensor | None,
+        one_each: bool,
     ) -> LastRows | None:
-        """The rows of the last layer; None = all of them."""
+        """The rows of the last layer; None = all of them.
+
+        ``one_each``: one row of each sequence is needed, which a trace does not see.
+        """
         index = self._last_layer()
         if index is None or is_written_down():  # ONNX has no stable sort
             return None
-        capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
+        batch, seqlen = needed.shape
+        capacity = batch if one_each else rows.shape[0] + (batch if self._pools() else 0)
+        longest = 1 if one_each else min(seqlen, capacity)
         total = needed.numel() if ragged is None else ragged.positions.shape[0]
         if values_are_known(needed):
             capacity = int(needed.sum())
         if not 0 < capacity <= _WORTH_CUTTING * total:
             return None
-        return LastRows.of(index, needed, capacity, ragged, None if mask is None else mask.bool())
+        mask = None if mask is None else mask.bool()
+        return LastRows.of(index, needed, capacity, longest, ragged, mask)
 
 
 def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:

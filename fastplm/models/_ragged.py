@@ -223,6 +223,7 @@ class LastRows(_Movable):
         layer: int,
         needed: Tensor,
         capacity: int,
+        longest: int,
         ragged: RaggedBatch | None,
         mask: Tensor | None,
     ) -> LastRows:
@@ -231,15 +232,15 @@ class LastRows(_Movable):
         Args:
             layer: the ``layer_idx`` of the layer.
             needed: bool [B, T].
-            capacity: an upper bound of their number, used if counting them needs a sync.
+            capacity, longest: upper bounds of their number, and of that of one sequence, used if
+                counting them needs a sync.
             ragged: the packed batch, which contains every needed row; None = padded.
             mask: bool [B, T], the tokens of a padded batch; None = all.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
-        max_seqlen_q = min(seqlen, capacity)
         if values_are_known(needed):
-            capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
+            capacity, longest = int(lengths.sum()), max(1, int(lengths.max()))
         positions = _compact(needed, capacity)
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
@@ -250,7 +251,7 @@ class LastRows(_Movable):
         else:
             source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
-        return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
+        return cls(layer, source, cu_seqlens_q, longest, *keys, rank)
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
