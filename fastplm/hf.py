@@ -107,8 +107,10 @@ def fastplm_mask(
         and q_offset + q_length == kv_offset + kv_length
     )
     two_dimensional = attention_mask is None or attention_mask.dim() == 2
+    # A trace would also serve more queries than the one that it saw.
+    single = q_length == 1 and not torch.jit.is_tracing()
     if two_dimensional and (
-        mask_function is bidirectional_mask_function or causal and (bottom_right or q_length == 1)
+        mask_function is bidirectional_mask_function or causal and (bottom_right or single)
     ):
         key_mask = _key_window(attention_mask, kv_length, kv_offset)
         if causal and not bottom_right:
@@ -411,9 +413,12 @@ def _complete_mask(
     """
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = None if key_mask is None else key_mask[:, None, None, :]
-    if causal and seqlen_q > 1 and (always or mask is not None or seqlen_q != seqlen_k):
-        ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
-        past = ones.tril(seqlen_k - seqlen_q)[None, None]
+    always = always or mask is not None or seqlen_q != seqlen_k
+    # A trace also serves more queries than it saw.
+    if causal and (torch.jit.is_tracing() or always and seqlen_q > 1):
+        keys = torch.arange(seqlen_k, device=query.device)
+        queries = torch.arange(seqlen_q, device=query.device)[:, None] + (seqlen_k - seqlen_q)
+        past = (keys <= queries)[None, None]
         mask = past if mask is None else mask & past
     if mask is None:
         return None, None

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -199,6 +200,12 @@ def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> b
     """Whether an argument or the configuration requests an output ("output_hidden_states", …)."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
+
+
+def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
+    """``use_cache``, whose default is False in ``torch.jit.trace``: it only returns tensors."""
+    default = use_cache is None and past_key_values is None
+    return False if default and torch.jit.is_tracing() else use_cache
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

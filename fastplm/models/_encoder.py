@@ -21,6 +21,7 @@ from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
+    caches,
     check_input_ids,
     check_mask,
     check_positions,
@@ -114,6 +115,8 @@ class EncoderModel(FastplmModel):
             attention_mask = _mask_of(where, attention_mask, batch, seqlen)
             if position_ids is None:
                 position_ids = self._positions(input_ids, given)
+        if self._is_causal():
+            use_cache = caches(use_cache, past_key_values)
         masks = (attention_mask, encoder_attention_mask)
         fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm._checks import check, values_are_known, values_exist
+from fastplm._backends import is_written_down
+from fastplm._checks import UnsupportedError, check, values_are_known, values_exist
 
 _WHERE = "unpad"
 #: What ``unpad`` of a model may be; see ``unpadded``.
@@ -91,6 +92,11 @@ class RaggedBatch(_Movable):
             if count in (0, total):
                 return None
             hides = hidden > 0
+        elif is_written_down():
+            raise UnsupportedError(
+                f"{_WHERE}: `unpad` got {capacity}; expected None or False inside of torch.jit.trace "
+                "and ONNX's exporters, which would drop the check that a batch fits. Leave it out."
+            )
         elif capacity >= total:
             return None
         else:

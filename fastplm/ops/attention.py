@@ -352,8 +352,6 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
     check(head_dim > 0, where, "query", "head dim 0", "at least 1", "Check the reshape.")
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, Tensor) and torch.jit.is_tracing():
-        scale = float(scale)  # of a size, which is a tensor there
     check_number(where, "scale", scale, -math.inf, math.inf, "a number", "None is D ** -0.5.")
     return float(scale)
 
