@@ -164,7 +164,12 @@ def check_int(where: str, argument: str, value: int, low: int, high: int, fix: s
 def check_number(
     where: str, argument: str, value: object, low: float, high: float, expected: str, fix: str
 ) -> None:
-    """A number in ``[low, high]``; NaN is in none."""
+    """A number in ``[low, high]``; NaN is in none.
+
+    Inside of ``torch.jit.trace`` sizes are tensors, and what is computed from them.
+    """
+    if torch.jit.is_tracing() and isinstance(value, torch.Tensor):
+        value = value.item()
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
     if not low <= value <= high:

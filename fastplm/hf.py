@@ -79,8 +79,8 @@ _T5_ATTENTION = (
 )
 #: A ``position_bias`` of zeros. (With None, T5 would create a tensor.)
 NO_BIAS: Any = object()
-#: Whether a drop-in model is being made whose attention implementation is chosen: that of its parts,
-#: which have classes of Transformers until it is done, is the same.
+#: Whether a drop-in model is being made whose attention implementation is chosen: it is that of its
+#: parts, too, which have classes of Transformers until it is done.
 IS_CHOSEN = ContextVar("IS_CHOSEN", default=False)
 _NOTE = "_fastplm_relative_bias"
 
@@ -123,7 +123,8 @@ def fastplm_mask(
         and q_offset + q_length == kv_offset + kv_length
     )
     two_dimensional = attention_mask is None or attention_mask.dim() == 2
-    one_query = q_length == 1
+    # A trace would also serve more queries than the one that it saw.
+    one_query = q_length == 1 and not torch.jit.is_tracing()
     if causal:
         short = one_query or bottom_right and kwargs.get("allow_is_causal_skip", True)
     else:
@@ -479,9 +480,12 @@ def _complete_mask(
     """
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = None if key_mask is None else key_mask[:, None, None, :]
-    if causal and seqlen_q > 1 and (always or mask is not None or seqlen_q != seqlen_k):
-        ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
-        past = ones.tril(seqlen_k - seqlen_q)[None, None]
+    always = always or mask is not None or seqlen_q != seqlen_k
+    # A trace also serves more queries than it saw.
+    if causal and (torch.jit.is_tracing() or always and seqlen_q > 1):
+        keys = torch.arange(seqlen_k, device=query.device)
+        queries = torch.arange(seqlen_q, device=query.device)[:, None] + (seqlen_k - seqlen_q)
+        past = (keys <= queries)[None, None]
         mask = past if mask is None else mask & past
     if mask is None:
         return None, None

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.utils import logging
@@ -40,7 +41,8 @@ def drop_in(ours: _Class) -> _Class:
 
     Both have the same parameters, buffers and attributes; only their methods differ. So assigning
     ``__class__`` is enough to replace one by the other. ``forward`` may be called with positional
-    arguments in the order of the parent's, whichever its own are.
+    arguments in the order of the parent's, whichever its own are; those that it adds come after.
+    (ONNX's exporter of ``dynamo=False`` passes the defaults of all of them in this order.)
     """
     parent: Any = next(
         base
@@ -51,7 +53,8 @@ def drop_in(ours: _Class) -> _Class:
     forward: Any = ours.forward  # type: ignore[attr-defined]
     own = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
-    if not passes_on and _positional(forward) != _positional(parent.forward):
+    theirs = _positional(parent.forward)
+    if not passes_on and _positional(forward)[: len(theirs)] != theirs:
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
@@ -74,9 +77,9 @@ def _by_position(forward: Callable, parent: Callable) -> Callable:
     names = [parameter.name for parameter in theirs[1:]]
     _, *own = inspect.signature(forward).parameters.values()
     others = [p for p in own if p.kind is p.VAR_KEYWORD]
-    options = [
-        p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in names and p not in others
-    ]
+    options = [p for p in own if p.name not in names and p not in others]
+    options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options]
+    names += [parameter.name for parameter in options]
 
     @functools.wraps(forward)
     def by_position(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +260,12 @@ def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> b
     """Whether an argument or the configuration requests an output ("output_hidden_states", …)."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
+
+
+def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
+    """``use_cache``, whose default is False in ``torch.jit.trace``: it only returns tensors."""
+    default = use_cache is None and past_key_values is None
+    return False if default and torch.jit.is_tracing() else use_cache
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

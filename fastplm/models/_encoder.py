@@ -22,6 +22,7 @@ from fastplm._checks import check_shape, values_are_known
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
+    caches,
     check_input_ids,
     check_mask,
     check_positions,
@@ -74,7 +75,6 @@ class EncoderModel(FastplmModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-        *,
         unpad: Unpad = None,
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
@@ -116,6 +116,8 @@ class EncoderModel(FastplmModel):
             attention_mask = _mask_of(where, attention_mask, batch, seqlen)
             if position_ids is None:
                 position_ids = self._positions(input_ids, given)
+        if self._is_causal():
+            use_cache = caches(use_cache, past_key_values)
         masks = (attention_mask, encoder_attention_mask)
         fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
 
@@ -136,7 +138,8 @@ class EncoderModel(FastplmModel):
         last = None
         if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
             assert rows is not None
-            last = self._last_rows(needed, rows, ragged, attention_mask)
+            one_each = isinstance(output_rows, str)
+            last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
@@ -245,13 +248,23 @@ class EncoderModel(FastplmModel):
         )
 
     def _last_rows(
-        self, needed: Tensor, rows: Tensor, ragged: RaggedBatch | None, mask: Tensor | None
+        self,
+        needed: Tensor,
+        rows: Tensor,
+        ragged: RaggedBatch | None,
+        mask: Tensor | None,
+        one_each: bool,
     ) -> LastRows | None:
-        """The rows of the last layer; None = all of them."""
+        """The rows of the last layer; None = all of them.
+
+        ``one_each``: one row of each sequence is needed, which a trace does not see.
+        """
         index = self._last_layer()
         if index is None or is_written_down():  # ONNX has no stable sort
             return None
-        capacity = rows.shape[0] + (0 if not self._pools() else needed.shape[0])
+        batch, seqlen = needed.shape
+        capacity = batch if one_each else rows.shape[0] + (batch if self._pools() else 0)
+        longest = 1 if one_each else torch.sym_min(seqlen, capacity)
         total = needed.numel() if ragged is None else ragged.positions.shape[0]
         if values_are_known(needed):
             capacity = int(needed.sum())
@@ -261,7 +274,8 @@ class EncoderModel(FastplmModel):
         none = statically_known_true(capacity == 0)
         if none or statically_known_true(capacity > _WORTH_CUTTING * total):
             return None
-        return LastRows.of(index, needed, capacity, ragged, None if mask is None else mask.bool())
+        mask = None if mask is None else mask.bool()
+        return LastRows.of(index, needed, capacity, longest, ragged, mask)
 
 
 def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
-from fastplm._checks import fail, values_are_known, values_exist
+from fastplm._backends import is_written_down
+from fastplm._checks import UnsupportedError, fail, values_are_known, values_exist
 
 _WHERE = "unpad"
 #: What ``unpad`` of a model may be; see ``unpadded``.
@@ -92,6 +93,11 @@ class RaggedBatch(_Movable):
             if count in (0, total):
                 return None
             hides = hidden > 0
+        elif is_written_down():
+            raise UnsupportedError(
+                f"{_WHERE}: `unpad` got {capacity}; expected None or False inside of torch.jit.trace "
+                "and ONNX's exporters, which would drop the check that a batch fits. Leave it out."
+            )
         elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
             return None
         else:
@@ -224,6 +230,7 @@ class LastRows(_Movable):
         layer: int,
         needed: Tensor,
         capacity: int,
+        longest: int,
         ragged: RaggedBatch | None,
         mask: Tensor | None,
     ) -> LastRows:
@@ -232,16 +239,15 @@ class LastRows(_Movable):
         Args:
             layer: the ``layer_idx`` of the layer.
             needed: bool [B, T].
-            capacity: an upper bound of their number, used if counting them needs a sync.
+            capacity, longest: upper bounds of their number, and of that of one sequence, used if
+                counting them needs a sync.
             ragged: the packed batch, which contains every needed row; None = padded.
             mask: bool [B, T], the tokens of a padded batch; None = all.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
         if values_are_known(needed):
-            capacity, max_seqlen_q = int(lengths.sum()), max(1, int(lengths.max()))
-        else:
-            max_seqlen_q = torch.sym_min(seqlen, capacity)
+            capacity, longest = int(lengths.sum()), max(1, int(lengths.max()))
         positions = _compact(needed, capacity)
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
@@ -252,7 +258,7 @@ class LastRows(_Movable):
         else:
             source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
-        return cls(layer, source, cu_seqlens_q, max_seqlen_q, *keys, rank)
+        return cls(layer, source, cu_seqlens_q, longest, *keys, rank)
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k

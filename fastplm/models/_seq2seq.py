@@ -21,6 +21,7 @@ from fastplm._checks import check_choice, check_shape, check_tensor
 from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
+    caches,
     check_input_ids,
     check_mask,
     check_positions,
@@ -204,6 +205,9 @@ class Stack(FastplmModel):
         check_input_ids(where, input_ids, self.config.vocab_size)
         batch, seqlen = given.shape[:2]
         caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
+        if self._takes_cache:
+            past = caching.get("past_key_values")
+            caching["use_cache"] = caches(caching.get("use_cache"), past)
         check_mask(where, "attention_mask", attention_mask)
         check_mask(where, "encoder_attention_mask", encoder_attention_mask)
         table = getattr(self, "embed_positions", None)

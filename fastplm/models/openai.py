@@ -41,7 +41,7 @@ class Attention(modeling_openai.Attention):
         if not isinstance(attention_mask, _Keys):
             return super().forward(x, attention_mask, output_attentions)
         # [B, T, 3, H, D] -> three of [B, H, T, D]
-        heads = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))
+        heads = self.c_attn(x).view(*x.shape[:-1], 3, self.n_head, -1)
         query, key, value = heads.transpose(1, 3).unbind(2)
         out, _ = fastplm_attention_forward(
             self,
@@ -50,7 +50,7 @@ class Attention(modeling_openai.Attention):
             value,
             attention_mask.mask,
             dropout=self.attn_dropout.p if self.training else 0.0,
-            scaling=query.shape[-1] ** -0.5 if self.scale else 1.0,
+            scaling=None if self.scale else 1.0,
             is_causal=True,
             rows=attention_mask.rows,
         )

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastplm._backends import is_written_down
 from fastplm._registry import is_transformed
 from fastplm.nn.linear import Linear
 
@@ -68,6 +69,7 @@ def shares_table(
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
         and (torch.compiler.is_compiling() or not is_transformed())
+        and not is_written_down()  # a trace cannot store an autograd function
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse

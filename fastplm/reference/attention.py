@@ -271,7 +271,8 @@ def _attend(
         # A bucket for every sample even where all are alike: autograd then adds up the table's
         # gradient in one order, and a padded and a ragged batch get the same bits.
         bucket = bucket.expand(batch, 1, seqlen_q, seqlen_k).squeeze(1)
-        scores = scores + weight[bucket].movedim(-1, 1).to(scores.dtype)
+        # Not movedim, which the TorchScript exporter of ONNX writes with an axis of -1.
+        scores = scores + weight[bucket].permute(0, 3, 1, 2).to(scores.dtype)
     # Dead rows get finite scores first: softmax over -inf alone is NaN, and so is its gradient.
     scores = scores.masked_fill(~(allowed | ~alive), float("-inf"))
     probs = scores.softmax(-1).masked_fill(~alive, 0.0)

@@ -298,7 +298,7 @@ def test_what_the_layers_are_told_moves_to_another_device():
     """As Accelerate moves the arguments of a layer that lies on another device."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     own = RaggedBatch.of(mask)
-    last = LastRows.of(1, mask.bool(), 3, own, None)
+    last = LastRows.of(1, mask.bool(), 3, 3, own, None)
     moved = send_to_device({"rows": Rows(own, None, last)}, torch.device("meta"))["rows"]
     tensors = [value for part in (moved.own, moved.last) for value in vars(part).values()]
     tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
