@@ -175,9 +175,6 @@ class _Choice:
         self.default = default
         self.per_op = per_op
 
-    def of(self, op: str) -> str:
-        return self.per_op.get(op, self.default)
-
 
 # The choices of the ``use_backend`` blocks that a thread is in, the newest last. Not a ContextVar,
 # which torch.compile cannot trace. Dynamo guards what it reads here, for each thread, so a compiled
@@ -196,7 +193,9 @@ def _choices() -> list[_Choice]:
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    return _choices()[-1].of(op)
+    # Asked by every layer: a call of ``_choices`` would cost as much again.
+    choice = (getattr(_thread, "choices", None) or _OF_MAIN_THREAD)[-1]
+    return choice.per_op.get(op, choice.default)
 
 
 def is_recorded() -> bool:

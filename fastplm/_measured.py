@@ -3,13 +3,14 @@
 ``fastplm measure`` (``fastplm/_measure.py``) times every op against the best that stock PyTorch has
 for the same, over a grid of sizes, and writes the table of this kind of CPU: ``fastplm/measured/``
 has those that were made so far, and the user's own, of exactly this CPU, comes before them. A call
-takes the speedup of the nearest sizes; below 1, and where nothing was measured, it is PyTorch's.
+takes the speedup of the sizes around its own; below 1, and where nothing was measured, it is
+PyTorch's.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-import itertools
 import json
 import math
 import os
@@ -44,23 +45,31 @@ class Series(NamedTuple):
     stock: list[float]
 
     def speedup(self, sizes: Sequence[int]) -> float | None:
-        """That of the nearest sizes, None where all that were measured are far away.
+        """That of these sizes, None where all that were measured are far away.
 
-        Of several that are as near the geometric mean.
+        Between sizes that were measured it is interpolated, all on a logarithmic scale; beyond them
+        it is that of the nearest.
         """
-        nearest = []
+        cells = [(0, 1.0)]  # places in the grid, and their weights
         for size, axis in zip(sizes, self.axes, strict=True):
-            away = [abs(math.log2(max(size, 1) / point)) for point in axis]
-            if min(away) > _FAR:
+            size = max(size, 1)
+            if min(abs(math.log2(size / point)) for point in axis) > _FAR:
                 return None
-            nearest.append([at for at, distance in enumerate(away) if distance == min(away)])
-        ratios = []
-        for cell in itertools.product(*nearest):
-            place = 0
-            for at, axis in zip(cell, self.axes, strict=True):
-                place = place * len(axis) + at
-            ratios.append(self.stock[place] / self.ours[place])
-        return math.prod(ratios) ** (1 / len(ratios))
+            above = bisect.bisect_left(axis, size)
+            if 0 < above < len(axis):
+                step = math.log(axis[above] / axis[above - 1])
+                share = math.log(size / axis[above - 1]) / step
+                around = [(above - 1, 1 - share), (above, share)]
+            else:
+                around = [(min(above, len(axis) - 1), 1.0)]
+            cells = [
+                (place * len(axis) + at, weight * part)
+                for place, weight in cells
+                for at, part in around
+            ]
+        return math.prod(
+            (self.stock[place] / self.ours[place]) ** weight for place, weight in cells
+        )
 
 
 def level() -> str:
@@ -71,9 +80,11 @@ def level() -> str:
 
 
 def cpu_kind() -> str:
-    """The name of a table: the level or architecture, and for AVX-512 the maker of the CPU."""
+    """The name of a table: the level or architecture, and the maker of the CPU, as MKL differs."""
     if platform.machine() not in X86:
         return platform.machine().lower()
+    if level() == "avx2" and "Intel" in cpu_model():
+        return "avx2-intel"
     if level() != "avx512":
         return level()
     return "avx512-amd" if torch.ops.fastplm_C.mkl_leaves_avx512_unused() else "avx512-intel"
@@ -166,11 +177,14 @@ def table() -> Table:
 def slower(op: str, call: CallClass) -> str | None:
     """Why a call is PyTorch's; None if ours was seen to be as fast."""
     speedup = table().speedup(op, *call)
+    return None if speedup is not None and speedup >= 1.0 else _why(speedup)
+
+
+@functools.lru_cache(maxsize=4096)  # a sentence takes longer than a small call
+def _why(speedup: float | None) -> str:
     if speedup is None:
         return f"it was not measured on a CPU of the kind {cpu_kind()} (fastplm measure)"
-    if speedup < 1.0:
-        return f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
-    return None
+    return f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
 
 
 def training(*tensors: torch.Tensor | None) -> str:

@@ -58,7 +58,7 @@ from fastplm._checks import (
 )
 from fastplm._registry import is_eager
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
-from fastplm.ops.attention import is_faster
+from fastplm.ops.attention import plain_attention
 
 logger = logging.get_logger(__name__)
 NAME = "fastplm"
@@ -71,6 +71,10 @@ ROWS = "rows"
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
 # In the order of the arguments of ``ops.attention_varlen``.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The arguments of which one must be looked at; most calls have none of them.
+_SPECIAL = frozenset(
+    (*_UNSUPPORTED, *_PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
+)
 # The layers with a known ``position_bias``. Similar classes (UDOP) compute it in another way.
 _T5_ATTENTION = (
     ("transformers.models.t5.modeling_t5", "T5Attention"),
@@ -217,6 +221,15 @@ def fastplm_attention_forward(
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # one query, the last, sees all keys in any case
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
+    if (
+        attention_mask is None
+        and not dropout
+        and not (causal and query.shape[2] > 1)
+        and _SPECIAL.isdisjoint(kwargs)
+    ):
+        plain = plain_attention(query, key, value, scaling)
+        if plain is not None:
+            return plain.transpose(1, 2), None
     complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
     lengths = None if complete else _lengths(query, causal, kwargs)
@@ -263,18 +276,6 @@ def fastplm_attention_forward(
             relative_bias=relative_bias,
         )
         return out[None], None
-    if (
-        fused
-        and attention_mask is None
-        and relative_bias is None
-        and dropout == 0.0
-        and not (causal and query.shape[2] > 1)
-        and not is_faster(query, key)
-    ):
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, None, scaling=scaling, is_causal=False
-        )
-        return out, None
     if fused:
         out = attention(
             query,
@@ -583,7 +584,7 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
                 )
             if attention == "none":
                 logger.warning_once(
-                    f"attn_implementation='{NAME}' changes nothing in {name}, which has no attention."
+                    f"attn_implementation={NAME!r} changes nothing in {name}: it has no attention"
                 )
         return transformers_own(self, requested_attention, is_init_check)
 

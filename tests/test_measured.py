@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -31,13 +32,15 @@ def on_disk(monkeypatch, tmp_path):
     _TABLE.cache_clear()
 
 
-def test_the_nearest_sizes_count():
+def test_the_sizes_around_count():
     series = Series([[1, 10], [100, 1000, 10000]], [1.0] * 6, [0.1, 0.2, 0.3, 1.1, 1.2, 1.3])
     assert series.speedup((1, 100)) == 0.1
-    assert series.speedup((2, 500)) == 0.2
-    assert series.speedup((4, 200)) == 1.1
+    assert series.speedup((10, 1000)) == pytest.approx(1.2)
     assert series.speedup((0, 50000)) == 0.3
-    assert series.speedup((600, 3000)) == 1.2
+    assert series.speedup((600, 50000)) == 1.3
+    assert series.speedup((1, 200)) == pytest.approx(0.1 * 2 ** math.log10(2))
+    corners = math.prod((0.1, 0.2, 1.1, 1.2)) ** 0.25
+    assert series.speedup((10**0.5, 100 * 10**0.5)) == pytest.approx(corners)
     assert series.speedup((700, 3000)) is None and series.speedup((1, 10**6)) is None
     between = Series([[128, 512], [1]], [1.0, 1.0], [0.9, 1.6]).speedup((256, 1))
     assert between == pytest.approx(1.2)

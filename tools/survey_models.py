@@ -51,7 +51,15 @@ _NOT_TEXT = ("audio", "vision", "encoder_config", "patcher", "semantic", "esmfol
 
 
 #: Models that take more than the ids of a text, and are listed as if they did not.
-_OTHER_INPUTS = ("fuyu", "kimi_linear", "layoutlmv2", "layoutlmv3", "lxmert", "musicgen", "musicgen_melody")
+_OTHER_INPUTS = (
+    "fuyu",
+    "kimi_linear",
+    "layoutlmv2",
+    "layoutlmv3",
+    "lxmert",
+    "musicgen",
+    "musicgen_melody",
+)
 
 
 def _all(names: str, value: Any) -> dict[str, Any]:

@@ -178,9 +178,9 @@ class FastplmModel:
         own = "sdpa" if self._supports_sdpa else "eager"  # type: ignore[attr-defined]
         if name not in (None, NAME, own):
             _logger.warning_once(
-                f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as it "
-                f"does after a model was made with it; this one is made with {NAME!r}. To choose "
-                "another, pass it to from_pretrained or set_attn_implementation."
+                f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as "
+                f"after a model was made with it; this one is made with {NAME!r}. To choose another, "
+                "pass it to from_pretrained or set_attn_implementation."
             )
 
     @classmethod

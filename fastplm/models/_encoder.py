@@ -114,39 +114,44 @@ class EncoderModel(FastplmModel):
             check_positions(where, self._position_table(), longest, past_key_values)
         if past_key_values is None:
             attention_mask = _mask_of(where, attention_mask, batch, seqlen)
-            if position_ids is None:
-                position_ids = self._positions(input_ids, given)
         if self._is_causal():
             use_cache = caches(use_cache, past_key_values)
-        masks = (attention_mask, encoder_attention_mask)
-        fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
+        full = False
+        if past_key_values is None and (unpad is None or isinstance(unpad, bool)):
+            full = attention_mask is None or _all_known(attention_mask)
+            if full and not self._is_causal():
+                attention_mask = None  # which the layers need not look at
 
         # --- which rows are computed ---
-        first = torch.arange(batch, device=given.device) * seqlen
-        rows = first if isinstance(output_rows, str) else output_rows
-        needed = None
-        if rows is not None:
-            needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
-            extra_rows = needed if extra_rows is None else extra_rows | needed
-        if self._pools():
-            pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
-            needed = None if needed is None else needed | pooled_rows
-            extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
-        ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
-        if ragged is None and fused and encoder_rows is not None:
-            ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
-        last = None
-        if needed is not None and fused and not wants_output(self, "output_hidden_states", kwargs):
-            assert rows is not None
-            one_each = isinstance(output_rows, str)
-            last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
+        rows = first = ragged = last = None
+        # A batch without padding costs what it costs the parent.
+        if not full or output_rows is not None or encoder_rows is not None:
+            masks = (attention_mask, encoder_attention_mask)
+            fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
+            first = torch.arange(batch, device=given.device) * seqlen
+            rows = first if isinstance(output_rows, str) else output_rows
+            needed = None
+            if rows is not None:
+                needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
+                extra_rows = needed if extra_rows is None else extra_rows | needed
+            if self._pools() and (rows is not None or not _begins_with_tokens(attention_mask)):
+                pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
+                needed = None if needed is None else needed | pooled_rows
+                extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
+            ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
+            if ragged is None and fused and encoder_rows is not None:
+                ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
+            all_states = wants_output(self, "output_hidden_states", kwargs)
+            if rows is not None and needed is not None and fused and not all_states:
+                one_each = isinstance(output_rows, str)
+                last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
+            places = self._positions(input_ids, given) if position_ids is None else position_ids
             input_ids = None if input_ids is None else ragged.pack(input_ids)
             inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
-            assert position_ids is not None, "there is no cache"
-            position_ids = ragged.pack(position_ids.expand(batch, seqlen))
+            position_ids = ragged.pack(places.expand(batch, seqlen))
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
             attention_mask = ragged.key_mask_row(always=self._is_causal())
@@ -163,6 +168,8 @@ class EncoderModel(FastplmModel):
         if use_cache is not None:
             kwargs["use_cache"] = use_cache
         if lookup is not None and inputs_embeds is None:
+            if position_ids is None and past_key_values is None:
+                position_ids = self._positions(input_ids, given)  # RoBERTa's follow from the ids
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         outputs = super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -178,9 +185,10 @@ class EncoderModel(FastplmModel):
         changed, slots = for_caller(outputs, ragged, last, rows, unpad)
         if slots is not None and self._pools():
             # The parent pooled the first packed row. That output is replaced.
+            assert first is not None
             first_rows = rows_at(outputs.last_hidden_state, first, slots)
             changed["pooler_output"] = self._pooled(first_rows)
-        return type(outputs)(**{**outputs, **changed})
+        return type(outputs)(**{**outputs, **changed}) if changed else outputs
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -286,6 +294,16 @@ def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor
         mask = mask.expand(batch, -1)
     check_shape(where, "attention_mask", mask, (batch, seqlen), "[batch, tokens]")
     return mask
+
+
+def _all_known(mask: Tensor) -> bool:
+    """Whether a padding mask is known, without a sync, to hide nothing."""
+    return mask.dim() == 2 and values_are_known(mask) and bool(mask.all())
+
+
+def _begins_with_tokens(mask: Tensor | None) -> bool:
+    """Whether no sequence is known, without a sync, to begin with padding."""
+    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask[:, 0].all()))
 
 
 def cross_inputs(

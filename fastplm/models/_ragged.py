@@ -141,9 +141,10 @@ class RaggedBatch(_Movable):
         """[B, T, E] -> [1, N, E], zeros in unused slots."""
         return ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
 
-    def pad(self, rows: Tensor) -> Tensor:
-        """[1, N, E] -> [B, T, E], zeros where a row was left out."""
-        return ops.gather_rows(rows.squeeze(0), self.slots()).view(self.batch, self.seqlen, -1)
+    def pad(self, rows: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[1, N, E] -> [B, T, E], zeros where a row was left out; ``slots`` if they are known."""
+        slots = self.slots() if slots is None else slots
+        return ops.gather_rows(rows.squeeze(0), slots).view(self.batch, self.seqlen, -1)
 
     def slots(self) -> Tensor:
         """int64 [B * T], the packed row of each position, -1 where it was left out."""
@@ -283,6 +284,8 @@ def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
 
     The only sync of a forward on CUDA; with a capacity there is none.
     """
+    if keep is mask:
+        return int(keep.sum()), 0
     kept, hidden = torch.stack((keep.sum(), (keep & ~mask).sum())).tolist()
     return kept, hidden
 
@@ -290,6 +293,10 @@ def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
 def _compact(mask: Tensor, size: int) -> Tensor:
     """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
     mask = mask.flatten()
+    if values_are_known(mask):
+        positions = mask.nonzero().squeeze(1)
+        spare = size - positions.shape[0]
+        return torch.nn.functional.pad(positions, (0, spare), value=-1) if spare else positions
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
 
@@ -384,7 +391,7 @@ def for_caller(
     elif isinstance(unpad, RaggedBatch):
         changed["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
     elif own is not None:
-        changed["last_hidden_state"] = own.pad(hidden)
+        changed["last_hidden_state"] = own.pad(hidden, slots)
     if own is not None and outputs.get("hidden_states") is not None:
         changed["hidden_states"] = tuple(
             None if state is None else own.pad(state) for state in outputs.hidden_states

@@ -17,6 +17,8 @@ class Dropout(torch.nn.Dropout):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[...] -> [...]."""
-        if self.training and not self.inplace and is_faster(input, self.p):
+        if not self.training:
+            return input
+        if not self.inplace and is_faster(input, self.p):
             return ops.dropout(input, self.p)
         return super().forward(input)

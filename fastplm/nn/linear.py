@@ -21,8 +21,9 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., M]."""
-        out = linear_if_faster(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias) if out is None else out
+        weight, bias = self.weight, self.bias
+        out = linear_if_faster(input, weight, bias)
+        return F.linear(input, weight, bias) if out is None else out
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":  # torch.ao.quantization finds only modules of exactly nn.Linear

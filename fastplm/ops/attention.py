@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastplm import _measured
 from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down, requested
 from fastplm._checks import (
     FLOATING,
@@ -21,8 +22,8 @@ from fastplm._checks import (
     check_tensor,
     fail,
 )
-from fastplm._measured import CallClass, slower, training
-from fastplm._registry import Op, autocast, is_eager, is_transformed, needs_dispatch
+from fastplm._measured import CallClass, training
+from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
 from fastplm.ops import _attention_torch
 from fastplm.ops._attention_call import (
     Call,
@@ -135,9 +136,8 @@ def attention(
         key_mask is attn_mask is relative_bias is seed is sample_index is None
         and dropout_p == 0.0
         and not (is_causal and query.shape[2] > 1)
-        and (scale is None or isinstance(scale, (float, int)) and scale == scale)
     ):
-        out = _fast_path(query, key, value, scale)
+        out = plain_attention(query, key, value, scale)
         if out is not None:
             return out
     call, backend, dispatches = _prepared(
@@ -156,16 +156,6 @@ def attention(
     if backend == _SDPA:
         return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
     return OP(call, backend, dispatches)[0]
-
-
-def is_faster(query: Tensor, key: Tensor) -> bool:
-    """Whether ``attention`` is faster than PyTorch's for a call without mask, bias and dropout.
-
-    For layers, which can call ``scaled_dot_product_attention`` instead.
-    """
-    if query.device.type != "cpu" or requested("attention") != "auto" or not is_eager(query, key):
-        return True
-    return slower("attention", _class_of(query, key)) is None
 
 
 def attention_varlen(
@@ -236,6 +226,16 @@ def attention_varlen(
         check_tensor(where, name, tensor, ndim=3)
     check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
     check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
+    if relative_bias is seed is sample_index is None and dropout_p == 0.0:
+        out = _short_varlen(
+            (query, key, value),
+            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            key_mask,
+            is_causal,
+            scale,
+        )
+        if out is not None:
+            return out
     prepared = _prepared(
         where,
         (query, key, value),
@@ -363,11 +363,13 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 _CSRC_REJECTS = csrc_rejects("attention")
 
 
-def _fast_path(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
-    """The result of a correct call without mask, bias and dropout, or None.
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> Tensor | None:
+    """The result of a correct call of 4-D tensors without mask, bias and dropout, or None.
 
     It does the same as ``_prepared`` and ``OP`` with less Python code, which is most of the cost of
-    a small call.
+    a small call: between the layers of a model that code is not in the CPU's caches.
     """
     batch, heads, seqlen_q, dim = query.shape
     seqlen_k, dtype, wanted = key.shape[2], query.dtype, requested("attention")
@@ -378,13 +380,16 @@ def _fast_path(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
         or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
+        or not (scale is None or isinstance(scale, (float, int)) and scale == scale)
         or torch._C._is_any_autocast_enabled()
         or is_written_down()
         or is_transformed()
     ):
         return None
-    # Asked of a forced call, too, as `fastplm measure` times calls with their question.
-    if slower("attention", _class_of(query, key)) is not None and wanted == "auto":
+    # As ``slower`` asks. A forced call asks, too, as `fastplm measure` times calls with it.
+    sizes = (seqlen_q, seqlen_k, batch * heads)
+    speedup = _measured.table().speedup("attention", training(query, key), dtype, sizes)
+    if wanted == "auto" and (speedup is None or speedup < 1.0):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
     if (
         training(query, key, value) == "training"
@@ -397,6 +402,56 @@ def _fast_path(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
         *(None, None, None, None, seqlen_q, seqlen_k, None, None, None, None, 0, False),
         dim**-0.5 if scale is None else float(scale),
     )
+    return out
+
+
+def _short_varlen(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[Tensor, Tensor, int, int],
+    key_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """What ``plain_attention`` is to ``attention``, with a mask, too: of a ragged batch, by csrc/.
+
+    None is also the answer to a call with an error, which ``_prepared`` explains.
+    """
+    query, key, value = tensors
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    given = (*tensors, cu_seqlens_q, cu_seqlens_k, key_mask)
+    if (
+        needs_dispatch(given)
+        or requested("attention") not in ("auto", "cpp")
+        or is_recorded()
+        or _CSRC_REJECTS(tensors, forced=False) is not None
+        or torch._C._is_any_autocast_enabled()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+    ):
+        return None
+    rows, heads, dim = key.shape
+    if (
+        not (query.dtype is key.dtype is value.dtype and query.dtype in FLOATING)
+        or not (key.shape == value.shape and query.shape[1:] == (heads, dim) and dim > 0)
+        or not (cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32)
+        or not (cu_seqlens_q.shape == cu_seqlens_k.shape != (0,))
+        or not all(tensor is None or tensor.is_cpu for tensor in given)
+        or not (key_mask is None or key_mask.dtype is torch.bool and key_mask.shape == (rows,))
+        or not (isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int))
+        or not (scale is None or isinstance(scale, (float, int)) and scale == scale)
+    ):
+        return None
+    try:
+        out, _ = torch.ops.fastplm_C.attention.default(
+            *map(last_dim_contiguous, tensors),
+            None if key_mask is None else key_mask.contiguous(),
+            None,
+            cu_seqlens_q.contiguous(),
+            cu_seqlens_k.contiguous(),
+            *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, bool(is_causal)),
+            dim**-0.5 if scale is None else float(scale),
+        )
+    except RuntimeError:  # lengths that do not fit
+        return None
     return out
 
 

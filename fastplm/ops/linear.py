@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm import _measured as _tables
 from fastplm._backends import is_recorded, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor, fail
 from fastplm._declare import Arg
@@ -124,10 +125,20 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     For layers, which then call ``torch.nn.functional.linear``. A decoder runs about fifty of them
     for each token, most of them PyTorch's, so this is checked first.
     """
-    wanted = requested("linear")
-    if not _BUILT or wanted not in ("auto", "cpp") or _is_traced():
+    if not _BUILT or _is_traced():
         return None
-    if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
+    wanted = requested("linear")
+    if wanted == "auto":
+        # What ``slower("linear", _measured(input, weight))`` asks, by half the Python code.
+        (of_n, of_k), dtype = weight.stride(), weight.dtype
+        rows = input.numel() // (weight.shape[1] or 1)
+        form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
+        if rows >= _LEAST_SPLIT and _is_split(rows, dtype):
+            form += " bf16x3"
+        speedup = _tables.table().speedup("linear", form, dtype, (rows, weight.numel()))
+        if speedup is None or speedup < 1.0:
+            return None
+    elif wanted != "cpp":
         return None
     if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
         return _layer(input, weight, bias)
@@ -194,7 +205,7 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
 
 def _measured(input: Tensor, weight: Tensor) -> CallClass:
     of_n, of_k = weight.stride()
-    return _class_of(math.prod(input.shape[:-1]), weight, of_k, of_n)
+    return _class_of(input.numel() // (weight.shape[1] or 1), weight, of_k, of_n)
 
 
 def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
@@ -210,8 +221,8 @@ def _is_split(rows: int, dtype: torch.dtype) -> bool:
     """Whether the numbers of a product are taken as two bf16."""
     if dtype is not torch.float32 or rows < _LEAST_SPLIT or not has_bf16x3():
         return False
-    allowed: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return allowed == "tf32"  # as "high" sets it
+    # torch.backends.mkldnn.matmul.fp32_precision, in a third of the time: layers ask.
+    return torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "tf32"  # as "high" sets it
 
 
 @functools.cache
@@ -250,7 +261,7 @@ def _fast_path(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | N
 
 
 def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
