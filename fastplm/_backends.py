@@ -203,6 +203,13 @@ def is_recorded() -> bool:
     return getattr(_thread, "record", None) is not None
 
 
+def note(text: Callable[[], str]) -> None:
+    """Leave a line for ``fastplm.explain``, which is only made if it listens."""
+    notes = getattr(_thread, "notes", None)
+    if notes is not None:
+        notes.append(text())
+
+
 @contextlib.contextmanager
 def use_backend(backend: str, *ops: str) -> Iterator[None]:
     """Force a backend for all ops, or for the ops named, inside a ``with`` block.
@@ -235,6 +242,17 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
         yield
     finally:
         choices.remove(choice)  # which blocks of coroutines may leave in any order
+
+
+@contextlib.contextmanager
+def record_notes() -> Iterator[list[str]]:
+    """Collect the lines that models leave in this thread inside the block (``note``)."""
+    notes: list[str] = []
+    previous, _thread.notes = getattr(_thread, "notes", None), notes
+    try:
+        yield notes
+    finally:
+        _thread.notes = previous
 
 
 @contextlib.contextmanager

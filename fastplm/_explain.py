@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,18 +32,21 @@ def explain(model_or_op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         args, kwargs: what it is called with; it really runs, without gradient.
 
     Returns:
-        One block a distinct call: ``op(arguments) -> backend``, then a line for each backend that
+        Of a drop-in model first what it computes of this batch: how many rows, whether padding is
+        among them and why, the rows of its head, and whose attention. Then one block a distinct
+        call: ``op(arguments) -> backend``, then a line for each backend that
         was passed over, with its reason. A repeated call is counted, not repeated.
     """
-    with torch.no_grad(), _backends.record_decisions() as decisions:
+    with (
+        torch.no_grad(),
+        _backends.record_decisions() as decisions,
+        _backends.record_notes() as notes,
+    ):
         model_or_op(*args, **kwargs)
-    counts: dict[str, int] = {}
-    for decision in decisions:
-        counts[str(decision)] = counts.get(str(decision), 0) + 1
-    blocks = [
-        text if count == 1 else text.replace("\n", f"  ({count} calls)\n", 1)
-        for text, count in counts.items()
-    ]
+    blocks = []
+    for text, count in Counter([*notes, *map(str, decisions)]).items():
+        first, *others = text.splitlines()
+        blocks += [first if count == 1 else f"{first}  ({count} calls)", *others]
     return "\n".join(blocks) or "no fastplm op was called"
 
 

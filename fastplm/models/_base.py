@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -179,8 +179,8 @@ class FastplmModel:
         if name not in (None, NAME, own):
             _logger.warning_once(
                 f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as "
-                f"after a model was made with it; this one is made with {NAME!r}. To choose another, "
-                "pass it to from_pretrained or set_attn_implementation."
+                f"after a model was made with it; this one is made with {NAME!r}. To choose another "
+                "one, pass it to from_pretrained or set_attn_implementation."
             )
 
     @classmethod
@@ -193,6 +193,9 @@ class FastplmModel:
     def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
         with choosing(kwargs.get("attn_implementation"), cls):
             return super()._from_config(copy.deepcopy(config), **kwargs)  # type: ignore[misc]
+
+    def _has_our_attention(self) -> bool:
+        return self.config._attn_implementation == NAME  # type: ignore[attr-defined]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Like the parent."""
@@ -222,8 +225,8 @@ def say_what_is_lost(name: Any, kind: type) -> None:
     """Once for each name and class, where the user asks for another attention than fastplm's."""
     if name != NAME:
         _logger.warning_once(
-            f"{kind.__name__}: with attn_implementation={name!r} padding is computed, and attention "
-            f"is not fastplm's. Leave it out, or pass {NAME!r}, to leave padding out."
+            f"{kind.__name__}: with attn_implementation={name!r} padding is computed, and the "
+            f"attention is not fastplm's. Leave it out, or pass {NAME!r}, to leave padding out."
         )
 
 
@@ -266,6 +269,17 @@ def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
     """``use_cache``, whose default is False in ``torch.jit.trace``: it only returns tensors."""
     default = use_cache is None and past_key_values is None
     return False if default and torch.jit.is_tracing() else use_cache
+
+
+def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
+    """Which of ``_ragged.KEPT`` keeps the padding in a call of a backbone; None = nothing does."""
+    if not model._has_our_attention():
+        return "attention"
+    if any(mask is not None and mask.dim() != 2 for mask in masks):
+        return "mask"
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return "packed"
+    return "weights" if wants_output(model, "output_attentions", kwargs) else None
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

@@ -17,15 +17,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._backends import is_written_down
+from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
-from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
     caches,
     check_input_ids,
     check_mask,
     check_positions,
+    keeps_padding,
     wants_output,
 )
 from fastplm.models._ragged import (
@@ -36,6 +36,7 @@ from fastplm.models._ragged import (
     for_caller,
     mask_at,
     rows_at,
+    rows_computed,
     unpadded,
     values_can_be_read,
 )
@@ -123,11 +124,13 @@ class EncoderModel(FastplmModel):
                 attention_mask = None  # which the layers need not look at
 
         # --- which rows are computed ---
-        rows = first = ragged = last = None
+        rows = first = ragged = last = kept = None
+        mask = attention_mask
         # A batch without padding costs what it costs the parent.
         if not full or output_rows is not None or encoder_rows is not None:
             masks = (attention_mask, encoder_attention_mask)
-            fused = self._is_fused(masks, past_key_values, use_cache, kwargs)
+            kept = self._keeps_padding(masks, past_key_values, use_cache, kwargs)
+            fused = kept is None
             first = torch.arange(batch, device=given.device) * seqlen
             rows = first if isinstance(output_rows, str) else output_rows
             needed = None
@@ -145,6 +148,8 @@ class EncoderModel(FastplmModel):
             if rows is not None and needed is not None and fused and not all_states:
                 one_each = isinstance(output_rows, str)
                 last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
+
+        note(lambda: rows_computed(self, (batch, seqlen), mask, ragged, last, kept))
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
@@ -230,30 +235,24 @@ class EncoderModel(FastplmModel):
         alone = indices and indices.count(indices[-1]) == 1
         return indices[-1] if alone else None
 
-    def _has_our_attention(self) -> bool:
-        return self.config._attn_implementation == NAME
-
-    def _is_fused(
+    def _keeps_padding(
         self,
         masks: Iterable[Tensor | None],
         cache: Any,
         use_cache: bool | None,
         kwargs: dict[str, Any],
-    ) -> bool:
-        """Whether rows can be left out. If not, the parent computes the padded batch."""
+    ) -> str | None:
+        """Which of ``KEPT`` makes the parent compute the padded batch; None = nothing does."""
         if use_cache is None:
             use_cache = getattr(self.config, "use_cache", False)
-        return (
-            self._has_our_attention()
-            and all(mask is None or mask.dim() == 2 for mask in masks)
-            and cache is None
-            and not (self._is_causal() and use_cache)
-            and kwargs.get("cu_seq_lens_q") is None
-            and not wants_output(self, "output_attentions", kwargs)
-            # The number of rows must be a multiple of the chunk size.
-            and not self.config.chunk_size_feed_forward
-            and self._layers_are_ours()
-        )
+        kept = keeps_padding(self, masks, kwargs)
+        if kept is not None:
+            return kept
+        if cache is not None or (self._is_causal() and use_cache):
+            return "cache"
+        if self.config.chunk_size_feed_forward:  # the number of rows must be a multiple of it
+            return "chunks"
+        return None if self._layers_are_ours() else "layers"
 
     def _last_rows(
         self,

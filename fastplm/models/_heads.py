@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Mas
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
+from fastplm._backends import note
 from fastplm._checks import (
     INTEGER,
     check_choice,
@@ -53,6 +54,7 @@ Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
 def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, rows: Tensor) -> Any:
+    note(lambda: f"{type(decoder).__name__}: logits of {rows.shape[:-1].numel()} rows")
     return decoder(rows if transform is None else transform(rows))
 
 
@@ -132,6 +134,8 @@ class LabelledRows:
             rows = ops.gather_rows(hidden.flatten(0, 1), self.positions)
         else:
             rows = requested_rows(self.model, hidden, self.positions)
+        name = type(self.model).__name__
+        note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows, without logits")
         return vocabulary_loss(
             rows if transform is None else transform(rows),
             self.decoder,

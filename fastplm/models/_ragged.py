@@ -19,6 +19,19 @@ from fastplm._backends import is_written_down
 from fastplm._checks import UnsupportedError, fail, values_are_known, values_exist
 
 _WHERE = "unpad"
+#: Why a backbone computes padding, too: what docs/faq.md lists.
+KEPT = {
+    "attention": "attn_implementation is not 'fastplm'",
+    "mask": "a mask with more than two dimensions",
+    "packed": "cu_seq_lens_q: the batch is packed already",
+    "cache": "a cache (past_key_values or use_cache)",
+    "weights": "output_attentions",
+    "chunks": "chunk_size_feed_forward",
+    "layers": "a layer or attention of your own, which may use several rows",
+    "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
+    "sets a number of rows",
+    "asked": "unpad=False, or a head that reads padding",
+}
 #: What ``unpad`` of a model may be; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
@@ -95,8 +108,8 @@ class RaggedBatch(_Movable):
             hides = hidden > 0
         elif is_written_down():
             raise UnsupportedError(
-                f"{_WHERE}: `unpad` got {capacity}; expected None or False inside of torch.jit.trace "
-                "and ONNX's exporters, which would drop the check that a batch fits. Leave it out."
+                f"{_WHERE}: `unpad` got {capacity}; expected None or False inside of "
+                "torch.jit.trace and ONNX's exporters, which would drop the check that a batch fits. Leave it out."
             )
         elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
             return None
@@ -352,6 +365,29 @@ def unpadded(
         kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
         extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
     return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
+
+
+def rows_computed(
+    model: Any,
+    shape: tuple[int, int],
+    mask: Tensor | None,
+    ragged: RaggedBatch | None,
+    last: LastRows | None,
+    kept: str | None,
+) -> str:
+    """What a backbone computes of a batch [B, T], for ``fastplm.explain``."""
+    total = shape[0] * shape[1]
+    if ragged is not None:
+        rows = f"{ragged.positions.shape[0]} of {total} rows, padding left out"
+    elif mask is None or (mask.dim() == 2 and values_can_be_read(mask) and bool(mask.all())):
+        rows = f"{total} rows, no padding"
+    else:
+        kept = kept or ("asked" if values_can_be_read(mask) else "traced")
+        rows = f"{total} rows with their padding: {KEPT[kept]}"
+    if last is not None:
+        rows += f"; {last.source.shape[0]} of them in the last layer"
+    name = model.config._attn_implementation
+    return f"{type(model).__name__}: {rows}; attention by {name!r}"
 
 
 def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from fastplm._backends import note
 from fastplm._checks import check_choice, check_shape, check_tensor
-from fastplm.hf import NAME
 from fastplm.models._base import (
     FastplmModel,
     caches,
     check_input_ids,
     check_mask,
     check_positions,
+    keeps_padding,
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
@@ -36,6 +37,7 @@ from fastplm.models._ragged import (
     for_caller,
     mask_at,
     rows_at,
+    rows_computed,
     unpadded,
     until_last,
     values_can_be_read,
@@ -44,15 +46,6 @@ from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 
 _CACHING = ("past_key_values", "use_cache")
-
-
-def is_fused(model: Any, masks: Sequence[Tensor | None], kwargs: dict[str, Any]) -> bool:
-    """Whether fused attention supports these masks and outputs."""
-    return (
-        model.config._attn_implementation == NAME
-        and all(mask is None or mask.dim() == 2 for mask in masks)
-        and not wants_output(model, "output_attentions", kwargs)
-    )
 
 
 def decoder_rows(
@@ -143,24 +136,21 @@ class Stack(FastplmModel):
     #: Whether attention depends on distances, so that rows between tokens must be computed.
     contiguous = False
 
-    def _packs(
+    def _keeps_padding(
         self,
         masks: Sequence[Tensor | None],
         kwargs: dict[str, Any],
         past_key_values: Any = None,
         use_cache: bool | None = None,
-    ) -> bool:
-        """Whether rows can be left out. If not, the parent computes the padded batch."""
+    ) -> str | None:
+        """Which of ``KEPT`` makes the parent compute the padded batch; None = nothing does."""
         if use_cache is None:
             use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
-        return (
-            past_key_values is None
-            and not use_cache
-            and kwargs.get("cu_seq_lens_q") is None
-            and is_fused(self, masks, kwargs)
-        )
+        if past_key_values is not None or use_cache:
+            return "cache"
+        return keeps_padding(self, masks, kwargs)
 
     def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
@@ -225,13 +215,16 @@ class Stack(FastplmModel):
         if output_rows is not None:
             read_rows = mask_at(output_rows, batch * seqlen).view(batch, seqlen)
         rows = None
-        if self._packs((attention_mask, encoder_attention_mask), kwargs, **caching):
+        kept = self._keeps_padding((attention_mask, encoder_attention_mask), kwargs, **caching)
+        if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
                 read_rows = None
             rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
             if rows is None and encoder_rows is not None:
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
+
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, rows, None, kept))
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
@@ -316,7 +309,7 @@ class EncoderDecoder(FastplmModel):
         rows = None
         # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
-        if not generates and self.encoder._packs((attention_mask,), kwargs):
+        if not generates and self.encoder._keeps_padding((attention_mask,), kwargs) is None:
             contiguous = self.encoder.contiguous and encoder_outputs is None
             rows = source_rows(attention_mask, unpad, contiguous)
         encoder_outputs, states = encoded(

@@ -70,9 +70,9 @@ class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
 
     _output = BaseModelOutputWithPastAndCrossAttentions
 
-    def _packs(self, *args: Any, **kwargs: Any) -> bool:
+    def _keeps_padding(self, *args: Any, **kwargs: Any) -> str | None:
         ours = all(type(layer.encoder_attn) is modeling_bart.BartAttention for layer in self.layers)
-        return ours and super()._packs(*args, **kwargs)
+        return super()._keeps_padding(*args, **kwargs) if ours else "layers"
 
 
 @drop_in

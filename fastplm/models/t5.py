@@ -21,8 +21,8 @@ from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
-from fastplm.hf import NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, drop_in
+from fastplm.hf import NAME, NO_BIAS, says_only_keys
+from fastplm.models._base import FastplmModel, drop_in, wants_output
 from fastplm.models._heads import TokenClassification
 from fastplm.models._ragged import Unpad
 from fastplm.models._seq2seq import (
@@ -31,7 +31,6 @@ from fastplm.models._seq2seq import (
     EncoderDecoder,
     LastEosClassification,
     Stack,
-    is_fused,
 )
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
@@ -69,7 +68,8 @@ class T5Attention(modeling_t5.T5Attention):
             not dense
             and past_key_values is None
             and says_only_keys(mask)
-            and is_fused(self, (), kwargs)
+            and self.config._attn_implementation == NAME
+            and not wants_output(self, "output_attentions", kwargs)
         )
         if fused:
             table, bias = position_bias, NO_BIAS

@@ -23,6 +23,7 @@ from fastplm.testing import check_in_fp64
 
 from .conftest import (
     CLASSES,
+    FAMILIES,
     PADDINGS,
     config_of,
     in_own_memory,
@@ -405,3 +406,23 @@ def test_a_real_checkpoint_gives_equal_embeddings(hold, checkpoint):
     other = transformers.AutoModel.from_pretrained(path, attn_implementation="eager")
     hold(model, other, lambda model: {"embeddings": embed(model)})
     assert torch.equal(embed(fastplm.restore(model)), expected)
+
+
+@pytest.mark.parametrize("side", PADDINGS)
+def test_dpr_pools_the_first_token(side):
+    """The parent pools row 0: with padding at the left, the one that no text begins with."""
+    config = transformers.DPRConfig(**FAMILIES["bert"][1], projection_dim=8)
+    theirs = transformers.DPRContextEncoder(config).eval()
+    ours = fastplm.accelerate(copy.deepcopy(theirs))
+    mask = PADDINGS[side]
+    ids = torch.randint(3, 30, mask.shape)
+    encoder = ours.ctx_encoder
+    with torch.no_grad():
+        pooled = ours(ids, mask).pooler_output
+        states = encoder.bert_model(ids, mask).last_hidden_state
+        expected = theirs(ids, mask).pooler_output
+    first = mask.argmax(1)
+    assert torch.equal(pooled, encoder.encode_proj(states[torch.arange(len(mask)), first]))
+    begins = first == 0
+    torch.testing.assert_close(pooled[begins], expected[begins])
+    assert len(encoder(ids, mask, return_dict=False)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from transformers.utils import logging as transformers_logging
 
 import fastplm
 from fastplm import models
+from fastplm._backends import record_notes
+from fastplm.errors import ArgumentValueError
+from fastplm.models._ragged import KEPT
 
-from .conftest import small_config
+from .conftest import changed, small_config
 
 LENGTHS = torch.tensor([[9], [4], [2]])
 MASK = (torch.arange(9) < LENGTHS).long()
@@ -117,6 +121,68 @@ def test_a_configuration_that_says_another_name_is_left_aside_with_a_word(said):
     assert rows(KIND(used_before("eager"))) == TOKENS
     (line,) = said()
     assert "the configuration says attn_implementation='eager'" in line
+
+
+MODEL = KIND(config())
+IDS = torch.randint(3, 37, MASK.shape)
+REASONS = {
+    "attention": (lambda: KIND._from_config(config(), attn_implementation="sdpa"), {}),
+    "mask": (lambda: MODEL, {"attention_mask": MASK[:, None, None].expand(-1, 1, 9, -1).bool()}),
+    "packed": (lambda: MODEL, {"cu_seq_lens_q": MASK.sum(1)}),
+    "weights": (lambda: MODEL, {"output_attentions": True}),
+    "asked": (lambda: MODEL, {"unpad": False}),
+    "chunks": (lambda: KIND(changed(config(), chunk_size_feed_forward=3)), {}),
+    "layers": (lambda: own_layer(KIND(config())), {}),
+    "cache": (lambda: models.BertLMHeadModel(changed(config(), is_decoder=True)), {}),
+    "traced": (lambda: torch.compile(MODEL, backend="eager"), {}),
+}
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def own_layer(model):
+    layer = model.bert.encoder.layer[0]
+    layer.attention = Wrapped(layer.attention)
+    return model
+
+
+def test_explain_says_what_is_computed():
+    labels = torch.where(torch.arange(9) == 1, IDS, -100)
+    lines = fastplm.explain(MODEL.eval(), IDS, attention_mask=MASK, labels=labels).splitlines()
+    assert lines[0] == (
+        f"BertModel: {TOKENS} of {ALL} rows, padding left out; 3 of them in the last layer; "
+        "attention by 'fastplm'"
+    )
+    assert lines[1] == "BertForMaskedLM: head and loss of 3 labelled rows, without logits"
+    said = fastplm.explain(MODEL, IDS[:1], attention_mask=MASK[:1])
+    assert said.startswith("BertModel: 9 rows, no padding; attention by 'fastplm'")
+
+
+@pytest.mark.parametrize("reason", KEPT)
+def test_explain_says_why_padding_is_kept(reason):
+    make, inputs = REASONS[reason]
+    arguments = {"input_ids": IDS, "attention_mask": MASK} | inputs
+    if reason == "packed":  # which is refused later: its lengths do not fit
+        with record_notes() as notes, pytest.raises(ArgumentValueError):
+            make()(**arguments)
+        said = notes[0]
+    else:
+        said = fastplm.explain(make().eval(), **arguments)
+    assert said.splitlines()[0].split("; ")[0].endswith(KEPT[reason].split("; ")[0])
+
+
+def test_the_questions_list_every_reason():
+    page = (Path(__file__).parents[2] / "docs/faq.md").read_text()
+    section = " ".join(page.split("## When is padding not removed?")[1].split("\n## ")[0].split())
+    for reason in KEPT.values():
+        assert reason.split(":")[0].split(",")[0].split(" (")[0] in section.replace("`", "")
 
 
 def test_parts_of_a_pair_that_were_made_before():
