@@ -61,7 +61,7 @@ def made(name):
         return test_electra_joint.Step(test_electra_joint.build()), None, test_electra_joint.ENCODER
     if name == TRANSLATION:
         bart = transformers.BartForConditionalGeneration(test_bart_translation.CONFIG)
-        model = models.BartForTranslation.from_bart(bart, 37, layers=1)
+        model = models.BartForTranslation.from_bart(bart, 41, layers=1)
         return model, None, test_bart_translation.CONFIG
     config = test_encoder_decoder.config() if name == "EncoderDecoderModel" else config_of(name)
     if "SequenceClassification" in name:
@@ -121,7 +121,7 @@ def batches_of(name, config, case, ours):
             choices = name.endswith(("DoubleHeadsModel", "MultipleChoice"))
             inputs["unpad"] = 3 * unpad if choices else unpad
             if generates:
-                inputs["decoder_unpad"] = unpad // 2
+                inputs["decoder_unpad"] = 3 * unpad // 4
         yield inputs
 
 
