@@ -191,3 +191,84 @@ def test_the_cuda_library_registers_each_op_that_runs_there():
     text = (ROOT / "csrc" / "cuda.cu").read_text()
     there = [name for name, op in OPS.items() if "cuda" in op.backends]
     assert sorted(there) == sorted(re.findall(r'library\.impl\("(\w+)", Operator', text))
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+#: What torch.compile traces. A message that is built there before it is needed, say in an argument
+#: of a check, makes the size that it names a constant of the graph: a graph for every size.
+TRACED = [ROOT / "fastplm" / name for name in ("_checks.py", "hf.py")]
+TRACED += python_files("fastplm/ops", "fastplm/nn", "fastplm/models")
+#: Names that stand for words, not for numbers.
+WORDS = {"name", "prefix", "op", "family", "table", "layer", "first", "rows", "unit", "__name__"}
+WORDS |= {"config", "decoder", "g", "i"}
+
+
+def fails(suite: list[ast.stmt]) -> bool:
+    """Whether these lines come to an error, a warning or the reason of a refusal."""
+    last = suite[-1]
+    if isinstance(last, ast.Raise) or (isinstance(last, ast.Return) and last.value is not None):
+        return True
+    calls = [node for line in suite for node in ast.walk(line) if isinstance(node, ast.Call)]
+    called = {getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls}
+    return bool(called & {"fail", "warning_once", "warn"})
+
+
+def names(node: ast.AST) -> set[str]:
+    """{x} of an expression x or x.y.z, else nothing."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def early_messages(tree: ast.AST) -> list[str]:
+    """The texts of numbers that traced code builds although nothing failed."""
+    found = []
+
+    def look(node: ast.AST) -> None:
+        if isinstance(node, ast.Raise):
+            return
+        if isinstance(node, ast.FunctionDef) and node.name in (
+            "__init__",
+            "extra_repr",
+            "_compiled",
+        ):
+            return
+        called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if called == "check" or (
+            called in ("str", "repr") and not isinstance(node.args[0], ast.Name)
+        ):
+            found.append(f"{node.lineno}: {ast.unparse(node)[:60]}")
+        if isinstance(node, ast.FormattedValue):
+            if not names(node.value) & WORDS:
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        for field, value in ast.iter_fields(node):
+            many = value if isinstance(value, list) else [value]
+            if isinstance(node, ast.If) and field in ("body", "orelse") and many and fails(many):
+                continue
+            for one in many:
+                if isinstance(one, ast.AST):
+                    look(one)
+
+    look(tree)
+    return found
+
+
+@pytest.mark.parametrize("path", TRACED, ids=lambda path: str(path.relative_to(ROOT / "fastplm")))
+def test_no_message_is_built_before_it_is_needed(path):
+    assert early_messages(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "check(n > 0, where, 'input', n, 'more', fix)",
+        "got = f'{x.shape[0]} rows'\nif x.shape[0] > 3:\n    fail(where, 'rows', got, '', '')",
+        "fits(x, f'{len(x)} of them')",
+        "got = f'{length} tokens'",
+        "got = str(x.shape)",
+        "if x is None:\n    got = f'{tuple(x.shape)}'\n    x = got",
+    ],
+)
+def test_a_message_that_is_built_early_is_found(planted):
+    assert len(early_messages(ast.parse(planted))) == 1

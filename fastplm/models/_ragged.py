@@ -266,9 +266,10 @@ class LastRows(_Movable):
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
-            ends = torch.full_like(lengths, seqlen)
+            # Not a sum of equal lengths, which Inductor cannot rewrite where they are symbols.
+            ends = torch.arange(batch + 1, dtype=torch.int32, device=needed.device) * seqlen
             key_mask = None if mask is None else mask.flatten()
-            source, keys = positions, (_offsets(ends), seqlen, key_mask)
+            source, keys = positions, (ends, seqlen, key_mask)
         else:
             source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)

@@ -85,14 +85,10 @@ def check_boundary_values(where: str, cu_seqlens: Tensor, input_ids: Tensor) -> 
         return
     tokens = input_ids.shape[0]
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    got = None
-    if first != 0:
-        got = f"{first} at its beginning"
-    elif last > tokens:
-        got = f"{last} at its end"
-    elif not (cu_seqlens[1:] >= cu_seqlens[:-1]).all():
-        got = "values that fall"
-    if got is not None:
+    rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
+    if first != 0 or last > tokens or not rises:
+        got = "values that fall" if last <= tokens else f"{last} at its end"
+        got = got if first == 0 else f"{first} at its beginning"
         expected = f"values that rise from 0 to at most the {tokens} tokens"
         fix = "Pass the first places of all rows and the end of the last, [0, …]."
         fail(where, "cu_seqlens", got, expected, fix)

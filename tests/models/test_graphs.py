@@ -61,13 +61,13 @@ def made(name):
         return test_electra_joint.Step(test_electra_joint.build()), None, test_electra_joint.ENCODER
     if name == TRANSLATION:
         bart = transformers.BartForConditionalGeneration(test_bart_translation.CONFIG)
-        model = models.BartForTranslation.from_bart(bart, 37, layers=1)
+        model = models.BartForTranslation.from_bart(bart, 41, layers=1)
         return model, None, test_bart_translation.CONFIG
     config = test_encoder_decoder.config() if name == "EncoderDecoderModel" else config_of(name)
     if "SequenceClassification" in name:
         config.problem_type = "single_label_classification"  # else forward changes it
     ours = getattr(models, name)
-    stock = parent_of(ours)._from_config(copy.deepcopy(config), attn_implementation="sdpa")
+    stock = parent_of(ours)._from_config(copy.deepcopy(config))
     stock.loss_type = stock.loss_type or "ForCausalLM"  # which it takes with a warning
     return ours(copy.deepcopy(config)), stock, config
 
@@ -121,7 +121,7 @@ def batches_of(name, config, case, ours):
             choices = name.endswith(("DoubleHeadsModel", "MultipleChoice"))
             inputs["unpad"] = 3 * unpad if choices else unpad
             if generates:
-                inputs["decoder_unpad"] = unpad // 2
+                inputs["decoder_unpad"] = 3 * unpad // 4
         yield inputs
 
 
@@ -136,8 +136,10 @@ def graphs(model, batches, trains, backend):
             calls = counter.frame_count
             with torch.set_grad_enabled(trains):
                 out = compiled(**inputs)
+            loss = out.get("loss")
+            if loss is not None:
+                torch.testing.assert_close(loss, model(**inputs).loss)
             if trains:
-                loss = out.get("loss")
                 (out[0].sum() if loss is None else loss).backward()
             # A graph may take two calls: PyTorch tries at first to keep numbers as symbols.
             made += counter.frame_count > calls
@@ -168,6 +170,14 @@ ALL = [*CLASSES, "EncoderDecoderModel", TRANSLATION, JOINT]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["training", "inference, unpad"])
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_inductor_makes_one_of_any_shape(name, case):
+    """Its own rewriting of a graph may not know what to do with symbols."""
+    check(name, case, "inductor")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ALL)
 def test_one_graph_in_every_class(name, case):
@@ -179,6 +189,10 @@ def test_one_graph_in_every_class(name, case):
 @pytest.mark.parametrize("name", [*CLASSES, "EncoderDecoderModel"])
 def test_the_parent_needs_one_too(name, case):
     """What is counted is not easier for ours."""
+    if (name, case) == ("EncoderDecoderModel", "training"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="warn"):  # which it does
+            count(name, case, ours=False)
+        return
     found = count(name, case, ours=False)
     print(f"\ngraphs: {name} of Transformers, {case}: {found}")
     assert found == 1
