@@ -592,7 +592,7 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
 
 
 # Transformers asks it when a model is built or its attention is set; there is no hook for others.
-PreTrainedModel.get_correct_attn_implementation = _checked(  # type: ignore[method-assign]
+PreTrainedModel.get_correct_attn_implementation = _checked(
     PreTrainedModel.get_correct_attn_implementation
 )
 AttentionInterface.register(NAME, fastplm_attention_forward)

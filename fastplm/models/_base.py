@@ -179,8 +179,8 @@ class FastplmModel:
         if name not in (None, NAME, own):
             _logger.warning_once(
                 f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as "
-                f"after a model was made with it; this one is made with {NAME!r}. To choose another "
-                "one, pass it to from_pretrained or set_attn_implementation."
+                f"after a model was made with it; this one is made with {NAME!r}. To choose "
+                "another, pass it to from_pretrained or set_attn_implementation."
             )
 
     @classmethod

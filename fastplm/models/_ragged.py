@@ -94,6 +94,7 @@ class RaggedBatch(_Movable):
         Raises:
             ArgumentValueError: more rows than the capacity, if the values are known. (Otherwise
                 an assertion on the device fails.)
+            UnsupportedError: a capacity inside of ``torch.jit.trace`` or an ONNX exporter.
         """
         mask = mask.bool()
         keep = mask if kept is None else mask | kept
@@ -108,8 +109,8 @@ class RaggedBatch(_Movable):
             hides = hidden > 0
         elif is_written_down():
             raise UnsupportedError(
-                f"{_WHERE}: `unpad` got {capacity}; expected None or False inside of "
-                "torch.jit.trace and ONNX's exporters, which would drop the check that a batch fits. Leave it out."
+                f"{_WHERE}: `unpad` got {capacity}; expected None or False in torch.jit.trace and "
+                "ONNX's exporters, which would drop the check that a batch fits. Leave it out."
             )
         elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
             return None

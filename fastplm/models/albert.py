@@ -128,8 +128,9 @@ class _Sharing(FastplmModel):
         super().tie_weights(*args, **kwargs)  # type: ignore[misc]
         # Transformers does not tie weights with different values in the checkpoint.
         for name, source in self._tied_layers().items():
-            parameter = self.get_parameter(name)  # type: ignore[attr-defined]
-            if parameter is not self.get_parameter(source) and not parameter.is_meta:
+            get: Any = self.get_parameter  # type: ignore[attr-defined]
+            parameter = get(name)
+            if parameter is not get(source) and not parameter.is_meta:
                 fail(
                     type(self).__name__,
                     "config.parameter_sharing",

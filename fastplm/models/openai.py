@@ -41,7 +41,9 @@ class Attention(modeling_openai.Attention):
         if not isinstance(attention_mask, _Keys):
             return super().forward(x, attention_mask, output_attentions)
         # [B, T, 3, H, D] -> three of [B, H, T, D]
-        heads = self.c_attn(x).view(*x.shape[:-1], 3, self.n_head, -1)
+        # (Not unflatten, after which the TorchScript exporter of ONNX takes lengths for constants.)
+        head_dim = self.split_size // self.n_head
+        heads = self.c_attn(x).view(*x.shape[:-1], 3, self.n_head, head_dim)
         query, key, value = heads.transpose(1, 3).unbind(2)
         out, _ = fastplm_attention_forward(
             self,

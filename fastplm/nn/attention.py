@@ -218,7 +218,10 @@ class FusedAttention(nn.Module):
 
         The fused kernels read these views without a copy.
         """
-        parts = projected.unflatten(-1, (-1, self.num_heads, self.head_dim)).unbind(-3)
+        count = projected.shape[-1] // (self.num_heads * self.head_dim)
+        # Not unflatten, after which the TorchScript exporter of ONNX takes lengths for constants.
+        shape = (*projected.shape[:-1], count, self.num_heads, self.head_dim)
+        parts = projected.view(shape).unbind(-3)
         return parts if projected.dim() == 2 else tuple(part.transpose(1, 2) for part in parts)
 
     def _after(

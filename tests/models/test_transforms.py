@@ -1,9 +1,8 @@
-"""Whole models under PyTorch's transforms: torch.func, forward-mode AD, traces, exports."""
+"""Whole models under PyTorch's transforms: torch.func, forward-mode AD, exports."""
 
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -126,7 +125,7 @@ def test_a_static_cache_takes_one_graph():
 
 
 class Plain(torch.nn.Module):
-    """A model as a function of two tensors, which is what is traced and exported."""
+    """A model as a function of two tensors, which is what is exported."""
 
     def __init__(self, name):
         super().__init__()
@@ -138,31 +137,6 @@ class Plain(torch.nn.Module):
     def forward(self, ids, mask):
         out = self.model(ids, attention_mask=mask, return_dict=False)[0]
         return out * mask[..., None] if out.shape[:2] == mask.shape else out
-
-
-exported = pytest.mark.parametrize(
-    "name", ["BertForMaskedLM", "BertForSequenceClassification", "GPT2Model", "T5EncoderModel"]
-)
-
-
-@exported
-def test_a_trace_holds_operators_of_pytorch(name):
-    model = Plain(name)
-    traced = torch.jit.trace(model, model.inputs)
-    nodes = traced.inlined_graph.findAllNodes("prim::PythonOp")
-    kinds = {node.kind().split("::")[0] for node in traced.inlined_graph.nodes()}
-    assert not nodes and kinds <= {"aten", "prim"}
-    torch.testing.assert_close(traced(*model.inputs), model(*model.inputs))
-
-
-@exported
-def test_onnx_takes_a_drop_in_model(name):
-    """Up to the file, for which the package onnx is needed."""
-    model = Plain(name)
-    try:
-        torch.onnx.export(model, model.inputs, io.BytesIO(), dynamo=False, opset_version=17)
-    except torch.onnx.errors.OnnxExporterError as error:
-        assert "onnx is not installed" in str(error)
 
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "T5EncoderModel"])
