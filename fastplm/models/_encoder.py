@@ -128,6 +128,8 @@ class EncoderModel(FastplmModel):
         mask = attention_mask
         # A batch without padding costs what it costs the parent.
         if not full or output_rows is not None or encoder_rows is not None:
+            if position_ids is None and past_key_values is None:
+                position_ids = self._positions(input_ids, given)
             masks = (attention_mask, encoder_attention_mask)
             kept = self._keeps_padding(masks, past_key_values, use_cache, kwargs)
             fused = kept is None
@@ -153,10 +155,10 @@ class EncoderModel(FastplmModel):
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
-            places = self._positions(input_ids, given) if position_ids is None else position_ids
             input_ids = None if input_ids is None else ragged.pack(input_ids)
             inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
-            position_ids = ragged.pack(places.expand(batch, seqlen))
+            assert position_ids is not None, "there is no cache"
+            position_ids = ragged.pack(position_ids.expand(batch, seqlen))
             if token_type_ids is not None:
                 token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
             attention_mask = ragged.key_mask_row(always=self._is_causal())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 import transformers
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 from transformers.models.bert import modeling_bert
 
@@ -304,3 +306,63 @@ def test_what_the_layers_are_told_moves_to_another_device():
     tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
     assert len(tensors) == 6 and all(value.is_meta for value in tensors)
     assert moved.own.max_seqlen == own.max_seqlen and moved.last.layer == 1
+
+
+# --- host time ------------------------------------------------------------------------------------
+
+
+class _Dispatched(TorchDispatchMode):
+    """Counts the operators that a forward dispatches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _python_calls(run):
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+#: What a batch without padding may cost beside its parent: of a forward, and of a layer. The
+#: checks of the inputs are of the first kind; in a layer there are its six products, each of which
+#: asks whether csrc/ is faster, and two mixins. It spends less than the parent on dropout and SDPA.
+_MORE_OPERATORS, _MORE_CALLS, _MORE_CALLS_A_LAYER = 4, 60, 80
+
+
+@pytest.mark.parametrize("given", ["mask", "no mask"])
+def test_a_batch_without_padding_costs_the_host_what_it_costs_the_parent(given):
+    ids, _ = batch()
+    inputs = {"input_ids": ids}
+    if given == "mask":
+        inputs["attention_mask"] = torch.ones_like(ids)
+    operators, calls = [], []
+    for layers in (2, 6):
+        config = changed(CONFIG, num_hidden_layers=layers)
+        parent = transformers.BertModel._from_config(config, attn_implementation="sdpa")
+        for model in (models.BertModel(changed(CONFIG, num_hidden_layers=layers)), parent):
+            model.eval()
+            with torch.inference_mode():
+                model(**inputs)  # what is found out once
+                with _Dispatched() as dispatched:
+                    model(**inputs)
+                operators.append(dispatched.count)
+                calls.append(_python_calls(lambda model=model: model(**inputs)))
+    for ours, theirs in (operators[:2], operators[2:]):
+        assert ours <= theirs + _MORE_OPERATORS
+    ours, theirs = calls[0] - calls[1], calls[2] - calls[3]
+    print(operators, calls)
+    assert (theirs - ours) / 4 <= _MORE_CALLS_A_LAYER
+    assert ours - 2 * (theirs - ours) / 4 <= _MORE_CALLS
