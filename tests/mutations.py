@@ -244,6 +244,12 @@ MUTATIONS = (
     ),
     Mutation(
         CROSS,
+        "linear_weight[tile].to(dtype).to(rows.dtype)",
+        "linear_weight[tile].to(rows.dtype)",
+        "tests/test_ops.py -k 'autocast_without'",
+    ),
+    Mutation(
+        CROSS,
         "likeliest.append(index + start)",
         "likeliest.append(index)",
         f"{LOSS} 'argmax and torch'",

@@ -13,6 +13,7 @@ import fastplm
 from fastplm._backends import BACKENDS, record_decisions
 from fastplm._checks import ArgumentTypeError, BackendError, UnsupportedError
 from fastplm._registry import OPS
+from fastplm.ops import _linear_cross_entropy_torch
 from fastplm.testing import LAYOUTS, BudgetExceeded, assert_within_budget
 
 from .samples import (
@@ -37,6 +38,7 @@ from .samples import (
 
 FP32 = torch.float32
 SEEDED = OF_TOKENS | {"dropout": SAMPLES["dropout"]}
+VOCABULARY_LOSSES = ("linear_cross_entropy", "linear_distillation")
 ONCE = {name: sample for name, sample in DISTINCT.items() if sample.wrt}
 
 
@@ -115,6 +117,19 @@ def test_float64_runs_on_a_cpu(sample):
 
 @each_sample(DIFFERENTIABLE)
 def test_autocast(device, sample):
+    check_autocast(device, sample)
+
+
+@each_sample({name: one for name, one in DIFFERENTIABLE.items() if one.op in VOCABULARY_LOSSES})
+def test_autocast_without_instructions_for_16_bits(sample, monkeypatch):
+    monkeypatch.setattr(
+        _linear_cross_entropy_torch, "computes_in", lambda dtype: dtype.itemsize > 2
+    )
+    check_autocast(torch.device("cpu"), sample)
+
+
+def check_autocast(device, sample):
+    """The result is that of inputs of 16 bits, where the op multiplies in them."""
     wide = to(device, sample.make(9, FP32))
     floating = [name for name in sample.wrt if name != "bias_weight"]  # a table keeps its dtype
     floating += [

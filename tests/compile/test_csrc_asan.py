@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fastplm import _measured
+
 pytestmark = pytest.mark.compile
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +31,13 @@ WIDTHS = {
 @pytest.mark.parametrize(
     ("op", "width"),
     [
-        *itertools.product(
-            ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"),
-            ("default", "avx2", "avx512"),
+        # At its own level this process tests csrc/ itself (tests/ops), so here that is slow.
+        *(
+            pytest.param(op, width, marks=pytest.mark.slow if width == _measured.level() else ())
+            for op, width in itertools.product(
+                ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"),
+                ("default", "avx2", "avx512"),
+            )
         ),
         ("linear_bf16x3", "amx"),
         ("index", "default"),  # which reads files that others may have spoilt
