@@ -226,12 +226,13 @@ def early_messages(tree: ast.AST) -> list[str]:
     found = []
 
     def look(node: ast.AST) -> None:
-        if isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise | ast.Lambda):  # what a note says, if it is listened to
             return
         if isinstance(node, ast.FunctionDef) and node.name in (
             "__init__",
             "extra_repr",
             "_compiled",
+            "rows_computed",
         ):
             return
         called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""

@@ -309,11 +309,15 @@ def _compact(mask: Tensor, size: int) -> Tensor:
     """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
     mask = mask.flatten()
     if values_are_known(mask):
-        positions = mask.nonzero().squeeze(1)
+        positions = _places_on_cpu(mask)
         spare = size - positions.shape[0]
         return torch.nn.functional.pad(positions, (0, spare), value=-1) if spare else positions
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
+
+
+def _places_on_cpu(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
 
 
 def values_at(values: Tensor, positions: Tensor) -> Tensor:

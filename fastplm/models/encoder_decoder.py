@@ -105,8 +105,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         """Like the parent, with fused attention. ``attn_implementation`` applies to both parts,
         ``encoder_attn_implementation`` and ``decoder_attn_implementation`` to one."""
         chosen = kwargs.pop("attn_implementation", NAME)
-        names = [kwargs.setdefault(f"{part}_attn_implementation", chosen) for part in _PARTS]
-        with choosing(next((name for name in names if name != NAME), None), cls):
+        asked = [kwargs.setdefault(f"{name}_attn_implementation", chosen) for name in _PARTS]
+        with choosing(next((other for other in asked if other != NAME), None), cls):
             return super().from_encoder_decoder_pretrained(
                 encoder_pretrained_model_name_or_path,
                 decoder_pretrained_model_name_or_path,
