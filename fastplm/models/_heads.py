@@ -395,6 +395,9 @@ class CausalLM(FastplmModel):
             )
         if targets is None or output_logits or own_loss:
             hidden = outputs.last_hidden_state
+            if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
+                # A number, which ONNX's exporter of dynamo=False makes a tensor of.
+                logits_to_keep = int(logits_to_keep)
             if isinstance(logits_to_keep, int):
                 hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
             else:
