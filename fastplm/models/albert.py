@@ -129,7 +129,7 @@ class _Sharing(FastplmModel):
         # Transformers does not tie weights with different values in the checkpoint.
         for name, source in self._tied_layers().items():
             parameter = self.get_parameter(name)  # type: ignore[attr-defined]
-            if parameter is not self.get_parameter(source) and not parameter.is_meta:
+            if parameter is not self.get_parameter(source) and not parameter.is_meta:  # type: ignore
                 fail(
                     type(self).__name__,
                     "config.parameter_sharing",

@@ -387,7 +387,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 "generator_type='model'",
                 "Save only the discriminator.",
             )
-        self.generator.save_pretrained(save_directory, **kwargs)  # type: ignore[union-attr]
+        self.generator.save_pretrained(save_directory, **kwargs)
 
     def set_token_counts(self, counts: Tensor) -> None:
         """Set the token counts of a unigram generator. Checkpoints contain them.
