@@ -1,7 +1,7 @@
 """Every text model of Transformers under fastplm's attention: right, refused, or wrong.
 
-Each model is built tiny, with random weights, and compared with its own eager attention in fp64 (and
-in fp32, in which the kernels run): without padding, with padding at the right, at the left and
+Each model is built tiny, with random weights, and compared with its own eager attention in fp64,
+and in fp32, in which the kernels run: without padding, with padding at the right, at the left and
 scattered, with other later tokens, with other values in the padding, its gradients, and what it
 generates from left padding. ``python tools/survey_models.py --markdown docs/families.md`` writes the
 table that ``tests/models/test_survey.py`` holds to what the models do.
@@ -85,20 +85,25 @@ SIZES: dict[str, Any] = {
     **_all("max_position_embeddings n_positions n_ctx max_seq_len", 64),
     **_all("sliding_window local_attention attention_chunk_size window_size", 4),
     **_all("attention_window", 4),
+    **_all("chunk_size mamba_chunk_size", 4),
+    **_all("state_size ssm_state_size mamba_d_state", 8),
+    **_all("mamba_head_dim mamba_headdim mamba_d_head linear_head_dim", 8),
+    **_all("linear_key_head_dim linear_value_head_dim", 8),
+    **_all("mamba_num_heads mamba_n_heads n_mamba_heads", 8),
+    **_all("n_groups mamba_n_groups mamba_ngroups", 1),
+    **_all("linear_num_key_heads linear_num_value_heads linear_num_heads", 4),
     "vocab_size": VOCAB,
     "type_vocab_size": 2,
 }
 _TOKENS = {**_all("pad_token_id bos_token_id decoder_start_token_id", 1), "eos_token_id": 2}
 _MLA = {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-_MAMBA["mamba_chunk_size"] = 4
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 _LAST_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 #: Fields of single configurations that go together with the small sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": {**_MLA, "head_dim": None},
     "axk2": _MLA,
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1]},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], **_MLA},
     "canine": {"num_hash_buckets": 64, "local_transformer_stride": 4, "downsampling_rate": 2},
     "codegen": {"rotary_dim": 4},
@@ -109,7 +114,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "mask_token_id": 3, "num_key_value_heads": None},
     "esmc": {"num_key_value_heads": 4},
     "falcon": {"head_dim": None},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "num_decoder_layers": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, **_PER_LAYER},
     "gemma4_text": {**_PER_LAYER, "per_layer_config": {}},
@@ -118,7 +123,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _MLA,
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -130,7 +135,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [4, 4]},
     "minicpm3": _MLA,
     "ministral": {"head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 4},
+    "mamba2": {"num_heads": 8},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 32},
     "mistral4": {**_MLA, "rope_parameters": None, "qk_rope_head_dim": 8, "head_dim": 16},
     "mpt": {},
