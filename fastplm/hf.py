@@ -318,7 +318,10 @@ def says_only_keys(mask: Tensor | None) -> bool:
 
 
 def _hides_keys(mask: Tensor) -> bool:
-    return mask.dtype is torch.bool and mask.shape[1] == mask.shape[2] == 1
+    if mask.dtype is not torch.bool or not mask.shape[1] == mask.shape[2] == 1:
+        return False
+    # A trace would also serve more queries than the one that it saw.
+    return mask.shape[3] == 0 or not torch.jit.is_tracing()
 
 
 def _meaning(

@@ -62,6 +62,10 @@ _OTHER_INPUTS = (
 )
 
 
+#: Models that write the lowest number of fp64 into fp32, or mix both.
+_ONLY_FP32 = ("fsmt", "mra", "xglm")
+
+
 def _all(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
@@ -143,7 +147,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 1},
     "prophetnet": {"num_hidden_layers": None},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LAST_FULL),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _LAST_FULL),
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "is_decoder": False},
     "roc_bert": {"pronunciation_vocab_size": 32, "shape_vocab_size": 32},
@@ -240,7 +245,9 @@ def build(case: Case, implementation: str) -> PreTrainedModel:
         count = sum(p.numel() for p in case.kind(copy.deepcopy(config)).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count} parameters")
-    model = case.kind._from_config(config, attn_implementation=implementation).double().eval()  # type: ignore[attr-defined]
+    model = case.kind._from_config(config, attn_implementation=implementation).eval()  # type: ignore[attr-defined]
+    if case.name not in _ONLY_FP32:
+        model = model.double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -317,8 +324,13 @@ def _real(out: Tensor, mask: Tensor | None) -> Tensor:
 def _differ(ours: Tensor, theirs: Tensor, least: float) -> bool:
     if ours.shape != theirs.shape:
         return True
-    scale = theirs.abs().max().clamp(min=1e-6)
-    return not bool(((ours - theirs).abs().max() / scale) <= least)
+    finite = theirs.isfinite()
+    if not torch.equal(finite, ours.isfinite()):
+        return True
+    ours, theirs = ours[finite], theirs[finite]  # eager gives NaN where it adds two lowest numbers
+    if ours.numel() == 0:
+        return False
+    return bool((ours - theirs).abs().max() > least * theirs.abs().max().clamp(min=1e-6))
 
 
 def failures(ours: PreTrainedModel, theirs: PreTrainedModel) -> Iterator[str]:
@@ -440,10 +452,6 @@ def survey(case: Case, route: str) -> Row:
                 ours.load_state_dict(theirs.state_dict())
             else:
                 ours = fastplm.accelerate(copy.deepcopy(theirs))
-            try:
-                scores(theirs, batch(theirs, None))
-            except RuntimeError:  # of fp64
-                ours, theirs = ours.float(), theirs.float()
             failed += failures(ours, theirs)
         except UnsupportedError as error:
             return Row("refused", _first_line(error))
