@@ -3,8 +3,8 @@
 Each model is built tiny, with random weights, and compared with its own eager attention in fp64,
 and in fp32, in which the kernels run: without padding, with padding at the right, at the left and
 scattered, with other later tokens, with other values in the padding, its gradients, and what it
-generates from left padding. ``python tools/survey_models.py --markdown docs/families.md`` writes the
-table that ``tests/models/test_survey.py`` holds to what the models do.
+generates from left padding. ``python tools/survey_models.py --markdown docs/families.md`` writes
+the table that ``tests/models/test_survey.py`` holds to what the models do.
 """
 
 from __future__ import annotations
@@ -521,12 +521,12 @@ def markdown(table: dict[str, dict[str, Row]]) -> str:
 
 _HEAD = """# Other model families
 
-Made by `python tools/survey_models.py --markdown docs/families.md` with Transformers {version}: what
-becomes of the {count} text models that its Auto classes list, made small with random weights. *By
-name* is `attn_implementation="fastplm"`; *by accelerate* is `fastplm.accelerate(model)`. Each is
-compared in fp64 with its own eager attention: without padding, with padding at the right, at the left
-and scattered, with other later tokens, with other values in the padding, its gradients, what it
-generates from left padding, and in fp32.
+Made by `python tools/survey_models.py --markdown docs/families.md` with Transformers {version}:
+what becomes of the {count} text models that its Auto classes list, made small with random weights.
+*By name* is `attn_implementation="fastplm"`; *by accelerate* is `fastplm.accelerate(model)`.
+Each is compared in fp64 with its own eager attention: without padding, with padding at the right,
+at the left and scattered, with other later tokens, with other values in the padding, its gradients,
+what it generates from left padding, and in fp32.
 """
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import survey_models
 import torch
 import transformers
-from survey_models import Case, Row
 
 import fastplm
+import survey_models
 from fastplm import hf
 from fastplm.errors import UnsupportedError
+from survey_models import Case, Row
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 SAMPLE = {
