@@ -36,6 +36,7 @@ CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 TORCH = "fastplm/ops/_attention_torch.py"
+HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
 RTD = "fastplm/ops/replaced_token_loss.py"
@@ -727,6 +728,37 @@ MUTATIONS = (
         "return bool(self.config.is_decoder)",
         "return not self.config.is_decoder",
         f"{CONTRACT} 'equals and RobertaForCausalLM'",
+    ),
+    Mutation(HF, "causal = mask.dim() == 5", "causal = False", "tests/models/test_hf.py -k module"),
+    Mutation(
+        HF,
+        'if attention == "own":',
+        "if False:",
+        "tests/models/test_survey.py -k 'mpnet or bloom or deberta'",
+    ),
+    Mutation(
+        HF,
+        "        and value.is_floating_point()",
+        "        and False",
+        "tests/models/test_hf.py -k unsupported",
+    ),
+    Mutation(
+        HF,
+        "return mask.shape[3] == 0 or not torch.jit.is_tracing()",
+        "return True",
+        "tests/models/test_export.py -k several",
+    ),
+    Mutation(
+        "fastplm/models/_base.py",
+        "        if not IS_CHOSEN.get():\n            config =",
+        "        if config._attn_implementation is None:\n            config =",
+        "tests/models/test_padding.py",
+    ),
+    Mutation(
+        "fastplm/models/dpr.py",
+        "attention_mask.bool().to(torch.uint8).argmax(1)",
+        "attention_mask.new_zeros(attention_mask.shape[0])",
+        "tests/models/test_accelerate.py -k dpr",
     ),
     # --- inference
     Mutation(SCORE, "return places == scored", "return places >= scored", f"{SCORES} pseudo"),
