@@ -529,12 +529,13 @@ def attention_of(kind: type) -> str:
         "interface": by Transformers' attention interface; "own": the class computes its own, and
         would ignore a name or misread the mask that goes with it; "none": it has no attention.
     """
-    for base in kind.__mro__:
-        if base.__module__.startswith("fastplm."):
-            return "interface"
-        if base is PreTrainedModel or not issubclass(base, PreTrainedModel):
-            continue
-        found = _attention_in(base.__module__)
+    modules = [base.__module__ for base in kind.__mro__ if issubclass(base, PreTrainedModel)]
+    modules.remove(PreTrainedModel.__module__)
+    if any(module.startswith("fastplm.") for module in modules):
+        return "interface"
+    # A module of the user may hold other attention than that of the model that it extends.
+    modules.sort(key=lambda module: not module.startswith("transformers."))
+    for found in (*map(_attention_in, modules), *map(_attention_of_parts, modules)):
         if found != "none":
             return found
     return "none"
@@ -549,17 +550,18 @@ def _attention_in(module: str) -> str:
         return "none"
     if ".get_interface(" in source:
         return "interface"
-    if re.search(r"^class \w*Attention\w*\([^)]*\bModule\b", source, re.MULTILINE):
-        return "own"
-    used = vars(sys.modules[module])
-    # A model of several parts builds them by their configurations, and takes the name to them.
+    own = re.search(r"^class \w*Attention\w*\([^)]*\bModule\b", source, re.MULTILINE)
+    return "own" if own else "none"
+
+
+def _attention_of_parts(module: str) -> str:
+    """The same of the models that a module imports, of which it may build larger ones."""
+    used = vars(sys.modules[module]) if module in sys.modules else {}
+    # Such a part is built by its configuration, which takes the name to it.
     if any(name.startswith("AutoModel") for name in used):
         return "interface"
-    parts = {
-        part.__module__
-        for part in used.values()
-        if isinstance(part, type) and issubclass(part, PreTrainedModel)
-    }
+    kinds = [one for one in used.values() if isinstance(one, type)]
+    parts = {one.__module__ for one in kinds if issubclass(one, PreTrainedModel)}
     found = {_attention_in(part) for part in parts - {module, PreTrainedModel.__module__}}
     return next((one for one in ("own", "interface") if one in found), "none")
 

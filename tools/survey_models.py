@@ -432,6 +432,7 @@ def _counted() -> Iterator[Counter]:
 def _warnings() -> Iterator[list[str]]:
     """What Transformers' logger says inside."""
     said: list[str] = []
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("transformers", "fastplm")]
