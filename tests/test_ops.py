@@ -205,10 +205,17 @@ NOT_ROW_BY_ROW = ("attention, varlen", "gather_rows", "maxsim", "replaced_token_
 NOT_ROW_BY_ROW += tuple(name for name in SAMPLES if name.endswith("packed"))
 
 
+#: References whose backward, or whose logsumexp, PyTorch cannot trace for a number of rows that it
+#: does not know (``logsigmoid``'s and ``logsumexp``'s decompositions ask whether it is 0).
+NOT_IN_EAGER = ("linear_cross_entropy, sampled", "replaced_token_loss", "replaced_token_loss, none")
+
+
 @pytest.mark.parametrize("backend", ("auto", "eager"))
 @each_sample({name: one for name, one in SAMPLES.items() if name not in NOT_ROW_BY_ROW})
 def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
     """As with ``hidden[labels != -100]``; also without a row."""
+    if backend == "eager" and any(sample is SAMPLES[name] for name in NOT_IN_EAGER):
+        pytest.skip("PyTorch cannot trace the reference for an unknown number of rows")
     torch._dynamo.reset()
     inputs = to(device, sample.make(13, FP32))
     sample, rows = of_chosen_rows(sample, inputs)
