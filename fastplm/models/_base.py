@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -56,6 +57,10 @@ def drop_in(ours: _Class) -> _Class:
     theirs = _positional(parent.forward)
     if not passes_on and _positional(forward)[: len(theirs)] != theirs:
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
+        # Transformers checkpoints a layer only if its outermost forward is the one that it wrapped.
+        wrap = vars(GradientCheckpointingLayer).get("__init_subclass__")
+        if wrap is not None and issubclass(ours, GradientCheckpointingLayer):
+            wrap.__func__(ours)
     recorded = getattr(ours, "_can_record_outputs", None)
     if recorded:
         # Transformers looks up by class what output_hidden_states records, and registers a class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import prod
 from typing import Any
 
@@ -220,8 +221,14 @@ class DoubleHeads(FastplmModel):
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
         if output_logits or not trains:
             logits = self.lm_head(hidden)
-        given = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
+        given = _shared_outputs(outputs, self._output)
         return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)
+
+
+def _shared_outputs(outputs: Any, kind: Any) -> dict[str, Any]:
+    """What a backbone returns beside its rows, and the output of a head has a field for."""
+    names = {field.name for field in fields(kind)} - {"last_hidden_state"}
+    return {name: value for name, value in outputs.items() if name in names}
 
 
 def _choice_rows(
@@ -293,7 +300,7 @@ class LastTokenClassification(FastplmModel):
             if config.problem_type != "single_label_classification":
                 # The other losses ignore num_items_in_batch and are means.
                 loss = loss * batch_share(labels, items)
-        given = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
+        given = _shared_outputs(outputs, self._output)
         return self._output(loss=loss, logits=logits, **given)
 
     def _last_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

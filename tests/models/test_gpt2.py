@@ -185,3 +185,11 @@ def test_the_same_seed_drops_the_same():
         runs.append(model(ids, attention_mask=RIGHT, unpad=unpad)[0])
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
     assert not torch.equal(runs[0], runs[3])
+
+
+@pytest.mark.parametrize("kind", ("GPT2ForSequenceClassification", "GPT2DoubleHeadsModel"))
+def test_a_head_returns_the_attentions_alone(kind):
+    """Not those of a cross-attention that it does not have, for which its output has no field."""
+    model = getattr(models, kind)(config(pad_token_id=0)).eval()
+    ids = torch.randint(3, 9, (1, 1, 5) if "Double" in kind else (1, 5))
+    assert len(model(ids, output_attentions=True).attentions) == model.config.n_layer

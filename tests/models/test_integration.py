@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.testing
 import transformers
 from transformers import Trainer, TrainingArguments, pipeline
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastplm
 from fastplm import _extension, models
@@ -543,3 +544,22 @@ def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, opti
     truth = torch.tensor(numbers(gold), dtype=torch.float64)
     bases = [torch.tensor(numbers(answers(each))) for each in rerounded(parent(torch.float32))]
     check_error(task, torch.tensor(numbers(given)), truth, bases, GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+def test_checkpointing_runs_every_layer_twice(family):
+    """A forward that hides the parent's wrapper would keep all activations, without a word."""
+    model = ours_of(family).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("Transformers has no checkpoints in this family")
+    layer = next(part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))
+    inner = next(part for part in layer.modules() if part is not layer and hasattr(part, "weight"))
+    calls = []
+    inner.register_forward_pre_hook(lambda *_: calls.append(1))
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        model(input_ids=torch.randint(3, 9, (2, 5)), labels=torch.ones(2, 5).long()).loss.backward()
+        counts.append(len(calls))
+        model.gradient_checkpointing_enable()
+    assert counts[1] == 2 * counts[0] > 0
