@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from math import prod
 from typing import Any
 
@@ -30,6 +29,8 @@ from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_l
 from fastplm.ops.linear import linear_if_faster
 
 _logger = logging.get_logger(__name__)
+#: What a head returns of its backbone; there is no cross-attention.
+_BESIDE = ("past_key_values", "hidden_states", "attentions")
 
 
 @drop_in
@@ -221,14 +222,8 @@ class DoubleHeads(FastplmModel):
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
         if output_logits or not trains:
             logits = self.lm_head(hidden)
-        given = _shared_outputs(outputs, self._output)
+        given = {name: outputs[name] for name in _BESIDE if name in outputs}
         return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)
-
-
-def _shared_outputs(outputs: Any, kind: Any) -> dict[str, Any]:
-    """What a backbone returns beside its rows, and the output of a head has a field for."""
-    names = {field.name for field in fields(kind)} - {"last_hidden_state"}
-    return {name: value for name, value in outputs.items() if name in names}
 
 
 def _choice_rows(
@@ -300,7 +295,7 @@ class LastTokenClassification(FastplmModel):
             if config.problem_type != "single_label_classification":
                 # The other losses ignore num_items_in_batch and are means.
                 loss = loss * batch_share(labels, items)
-        given = _shared_outputs(outputs, self._output)
+        given = {name: outputs[name] for name in _BESIDE if name in outputs}
         return self._output(loss=loss, logits=logits, **given)
 
     def _last_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
