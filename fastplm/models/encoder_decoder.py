@@ -20,7 +20,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import fail
-from fastplm.hf import IS_CHOSEN, NAME
+from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import FastplmModel, choosing, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of
@@ -90,7 +90,10 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
         super().__init__(config, encoder, decoder)
         for part in (self.encoder, self.decoder):
-            if not IS_CHOSEN.get():  # a part that was made before keeps the choice of then
+            if attention_of(type(part)) == "own":
+                part.config._attn_implementation = "eager"
+            elif not (IS_CHOSEN.get() or part.config.output_attentions):
+                # A part that was made before has the choice of then.
                 part.config._attn_implementation = NAME
             share_config(part, part.config)
 
@@ -104,9 +107,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     ) -> PreTrainedModel:
         """Like the parent, with fused attention. ``attn_implementation`` applies to both parts,
         ``encoder_attn_implementation`` and ``decoder_attn_implementation`` to one."""
-        chosen = kwargs.pop("attn_implementation", NAME)
-        asked = [kwargs.setdefault(f"{name}_attn_implementation", chosen) for name in _PARTS]
-        with choosing(next((other for other in asked if other != NAME), None), cls):
+        chosen = kwargs.pop("attn_implementation", None)
+        asked = [kwargs.get(f"{name}_attn_implementation", chosen) for name in _PARTS]
+        if asked != [None, None]:
+            for name, wish in zip(_PARTS, asked, strict=True):
+                kwargs[f"{name}_attn_implementation"] = wish or NAME
+        with choosing(next((wish for wish in asked if wish not in (None, NAME)), None), cls):
             return super().from_encoder_decoder_pretrained(
                 encoder_pretrained_model_name_or_path,
                 decoder_pretrained_model_name_or_path,

@@ -192,3 +192,12 @@ def test_parts_of_a_pair_that_were_made_before():
     model = models.EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
     for part in (model.encoder, model.decoder):
         assert part.config._attn_implementation == "fastplm"
+
+
+def test_a_part_with_attention_of_its_own_keeps_it():
+    sizes = dict(hidden_size=16, num_decoder_layers=1, num_decoder_attention_heads=2)
+    decoder = transformers.ProphetNetConfig(vocab_size=37, decoder_ffn_dim=16, **sizes)
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config(), decoder)
+    model = models.EncoderDecoderModel(both)
+    assert model.encoder.config._attn_implementation == "fastplm"
+    assert model.decoder.config._attn_implementation == "eager"
