@@ -2,13 +2,16 @@
 
 Both sides of a comparison are called as a layer would call them, overhead and all. They take turns,
 so that other load on the machine slows both, and the median of the rounds counts. The caches are as
-in a model: the attention of a decoder's token is measured with cold caches, since the weights of
-the other layers have replaced its keys, values and Python code.
+in a model: products take the weights of many layers in turn, and the attention of a decoder's token
+is measured with cold caches, since the weights of the other layers have replaced its keys, values
+and Python code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -38,6 +41,8 @@ _ROUNDS = 7
 _SLICE, _MOST = 2e-3, 0.5
 #: Of a token that a decoder adds, or a few, whose attention is cold.
 _FEW_QUERIES = 4
+#: Weights of a model, of 12 layers, which a product finds in no near cache; and the most bytes.
+_WEIGHTS, _OF_WEIGHTS = 72, 1 << 28
 #: fp32 elements that are read before a cold call, which is timed alone, in more rounds.
 _BETWEEN, _COLD_ROUNDS = 1 << 25, 21
 
@@ -45,7 +50,8 @@ _BETWEEN, _COLD_ROUNDS = 1 << 25, 21
 class Plan(NamedTuple):
     """A series to measure: ``make(*sizes)`` gives (ours, stock PyTorch's).
 
-    With a first size of at most ``cold`` nothing of a call is in the caches.
+    With a first size of at most ``cold`` nothing of a call is in the caches. The ``weights`` of a
+    product take turns.
     """
 
     op: str
@@ -54,6 +60,7 @@ class Plan(NamedTuple):
     axes: list[list[int]]
     make: Callable[..., tuple[Call, Call]]
     cold: int = 0
+    weights: int = 1
 
 
 def plans() -> Iterator[Plan]:
@@ -98,14 +105,14 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         if only and plan.op not in only:
             continue
         name = f"{plan.form} {_measured.dtype_key(plan.dtype)}"
-        with use_backend("cpp", plan.op):  # whatever the table says
+        with use_backend("cpp", plan.op), _threads(plan.form):  # whatever the table says
             cells = [
                 _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
                 for sizes in itertools.product(*plan.axes)
             ]
         ours, stock = ([float(f"{cell[side]:.4g}") for cell in cells] for side in (0, 1))
         contents["ops"].setdefault(plan.op, {})[name] = _measured.Series(
-            plan.axes, ours, stock
+            plan.axes, ours, stock, plan.weights
         )._asdict()
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -113,6 +120,18 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         _write(path, dump(contents))
     _measured.table.cache_clear()
     return path
+
+
+@contextlib.contextmanager
+def _threads(form: str) -> Iterator[None]:
+    """One thread for a form of one."""
+    before = torch.get_num_threads()
+    if form.endswith(_measured.ALONE):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write(path: Path, text: str) -> None:
@@ -200,18 +219,28 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
         forms += ["linear bf16x3", "conv1d bf16x3"]
     for form in forms:
 
+        @functools.cache
+        def weights_of(size: int, form: str = form) -> Iterator[torch.Tensor]:
+            """[M, K] of each layer, again and again."""
+            width = math.isqrt(size)
+            count = min(_WEIGHTS, max(2, _OF_WEIGHTS // (size * dtype.itemsize)))
+            if form.startswith("linear"):
+                return itertools.cycle(torch.randn(count, size // width, width).to(dtype))
+            return itertools.cycle(torch.randn(count, width, size // width).mT.to(dtype))
+
         def make(rows: int, size: int, form: str = form) -> tuple[Call, Call]:
             width = math.isqrt(size)
             input = torch.randn(rows, width).to(dtype)
-            matrix = torch.randn(width, size // width).to(dtype)
-            by_columns = form.startswith("linear")
-            matrix = matrix.t().contiguous().t() if by_columns else matrix  # [K, N]
-            weight = matrix.t()
+            bias, weights = torch.randn(size // width).to(dtype), weights_of(size)
             operators = torch.ops.fastplm_C
             product = operators.linear_bf16x3 if "bf16x3" in form else operators.linear
-            return lambda: product.default(input, weight, None), lambda: F.linear(input, weight)
+            return (
+                lambda: product.default(input, next(weights), bias),
+                lambda: F.linear(input, next(weights), bias),
+            )
 
-        yield Plan("linear", form, dtype, [rows, weight], make)
+        for threads in ("", _measured.ALONE):
+            yield Plan("linear", form + threads, dtype, [rows, weight], make, weights=_WEIGHTS)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Plan]:

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from transformers.activations import GELUActivation
 from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
+from fastplm._registry import needs_dispatch
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -40,6 +42,8 @@ from fastplm.models._ragged import (
     unpadded,
     values_can_be_read,
 )
+from fastplm.nn import Linear
+from fastplm.nn._rows import is_plain
 
 # If the head reads more than this share of the rows, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
@@ -345,6 +349,87 @@ def cross_inputs(
     if key_mask is not None:
         given["encoder_attention_mask"] = key_mask
     return given, encoder_rows
+
+
+class EncoderLayer:
+    """Mixin of a layer, for small batches: Transformers' own inspects the signature of the
+    feed-forward in every call, for the sake of chunks, which takes as long as a small product."""
+
+    is_decoder: bool
+    chunk_size_feed_forward: int
+    attention: Any
+    feed_forward_chunk: Callable[[Tensor], Tensor]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self.is_decoder or self.chunk_size_feed_forward or past_key_values is not None:
+            return super().forward(  # type: ignore[misc]
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                past_key_values,
+                **kwargs,
+            )
+        hidden_states, _ = self.attention(hidden_states, attention_mask, **kwargs)
+        return self.feed_forward_chunk(hidden_states)
+
+
+def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) -> bool:
+    """Whether only the caller has the output of a projection and what comes after it.
+
+    Without gradients, and with plain modules: a hook may have kept what it saw. On a CPU new memory
+    costs as much as the operation that fills it.
+    """
+    return not (
+        torch.is_grad_enabled()
+        or needs_dispatch((out,))
+        or torch.nn.modules.module._has_any_global_hook()
+        or not is_plain(projection, Linear, nn.Linear)
+        or not is_plain(after, type(after))
+    )
+
+
+class EncoderIntermediate:
+    """Mixin of the first half of a feed-forward, whose GELU overwrites what it is computed from."""
+
+    dense: Any
+    intermediate_act_fn: Any
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out, activation = self.dense(hidden_states), self.intermediate_act_fn
+        if (
+            type(activation) is GELUActivation
+            and activation.act is torch.nn.functional.gelu
+            and _is_held_here_alone(out, self.dense, activation)
+        ):
+            return torch._C._nn.gelu_(out)  # F.gelu in place, which has no other name
+        return activation(out)
+
+
+class EncoderOutput:
+    """Mixin of the end of a block, where the residual is added in place."""
+
+    dense: Any
+    dropout: Any
+    LayerNorm: Any
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        out = self.dropout(self.dense(hidden_states))
+        if (
+            out.shape == input_tensor.shape
+            and out.dtype is input_tensor.dtype
+            and _is_held_here_alone(out, self.dense, self.dropout)
+        ):
+            return self.LayerNorm(out.add_(input_tensor))
+        return self.LayerNorm(out + input_tensor)
 
 
 class EncoderAttention:

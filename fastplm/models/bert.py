@@ -9,7 +9,14 @@ from torch import nn
 from transformers.models.bert import modeling_bert
 
 from fastplm.models._base import drop_in
-from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
+from fastplm.models._encoder import (
+    EncoderAttention,
+    EncoderIntermediate,
+    EncoderLayer,
+    EncoderModel,
+    EncoderOutput,
+    EncoderSelfAttention,
+)
 from fastplm.models._heads import (
     CausalLM,
     Head,
@@ -31,6 +38,26 @@ class BertSelfAttention(EncoderSelfAttention, modeling_bert.BertSelfAttention):
 @drop_in
 class BertAttention(EncoderAttention, modeling_bert.BertAttention):
     """The attention block, which in the last layer may compute only some rows."""
+
+
+@drop_in
+class BertSelfOutput(EncoderOutput, modeling_bert.BertSelfOutput):
+    """The end of the attention block."""
+
+
+@drop_in
+class BertIntermediate(EncoderIntermediate, modeling_bert.BertIntermediate):
+    """The first half of the feed-forward."""
+
+
+@drop_in
+class BertOutput(EncoderOutput, modeling_bert.BertOutput):
+    """The second half of the feed-forward."""
+
+
+@drop_in
+class BertLayer(EncoderLayer, modeling_bert.BertLayer):
+    """The layer, which does not inspect its feed-forward in every call."""
 
 
 @drop_in

@@ -16,7 +16,14 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
 from fastplm.models._base import FastplmModel, drop_in
-from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
+from fastplm.models._encoder import (
+    EncoderAttention,
+    EncoderIntermediate,
+    EncoderLayer,
+    EncoderModel,
+    EncoderOutput,
+    EncoderSelfAttention,
+)
 from fastplm.models._heads import (
     CausalLM,
     MaskedLM,
@@ -39,6 +46,26 @@ class ElectraSelfAttention(EncoderSelfAttention, modeling_electra.ElectraSelfAtt
 @drop_in
 class ElectraAttention(EncoderAttention, modeling_electra.ElectraAttention):
     """The attention block, which in the last layer may compute only some rows."""
+
+
+@drop_in
+class ElectraSelfOutput(EncoderOutput, modeling_electra.ElectraSelfOutput):
+    """The end of the attention block."""
+
+
+@drop_in
+class ElectraIntermediate(EncoderIntermediate, modeling_electra.ElectraIntermediate):
+    """The first half of the feed-forward."""
+
+
+@drop_in
+class ElectraOutput(EncoderOutput, modeling_electra.ElectraOutput):
+    """The second half of the feed-forward."""
+
+
+@drop_in
+class ElectraLayer(EncoderLayer, modeling_electra.ElectraLayer):
+    """The layer, which does not inspect its feed-forward in every call."""
 
 
 @drop_in

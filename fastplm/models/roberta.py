@@ -10,7 +10,14 @@ from transformers.models.roberta import modeling_roberta
 
 from fastplm._checks import values_are_known
 from fastplm.models._base import drop_in
-from fastplm.models._encoder import EncoderAttention, EncoderModel, EncoderSelfAttention
+from fastplm.models._encoder import (
+    EncoderAttention,
+    EncoderIntermediate,
+    EncoderLayer,
+    EncoderModel,
+    EncoderOutput,
+    EncoderSelfAttention,
+)
 from fastplm.models._heads import (
     CausalLM,
     Head,
@@ -31,6 +38,26 @@ class RobertaSelfAttention(EncoderSelfAttention, modeling_roberta.RobertaSelfAtt
 @drop_in
 class RobertaAttention(EncoderAttention, modeling_roberta.RobertaAttention):
     """The attention block, which in the last layer may compute only some rows."""
+
+
+@drop_in
+class RobertaSelfOutput(EncoderOutput, modeling_roberta.RobertaSelfOutput):
+    """The end of the attention block."""
+
+
+@drop_in
+class RobertaIntermediate(EncoderIntermediate, modeling_roberta.RobertaIntermediate):
+    """The first half of the feed-forward."""
+
+
+@drop_in
+class RobertaOutput(EncoderOutput, modeling_roberta.RobertaOutput):
+    """The second half of the feed-forward."""
+
+
+@drop_in
+class RobertaLayer(EncoderLayer, modeling_roberta.RobertaLayer):
+    """The layer, which does not inspect its feed-forward in every call."""
 
 
 @drop_in

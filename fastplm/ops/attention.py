@@ -389,7 +389,7 @@ def plain_attention(
     # As ``slower`` asks. A forced call asks, too, as `fastplm measure` times calls with it.
     sizes = (seqlen_q, seqlen_k, batch * heads)
     speedup = _measured.table().speedup("attention", training(query, key), dtype, sizes)
-    if wanted == "auto" and (speedup is None or speedup < 1.0):
+    if wanted == "auto" and (speedup is None or speedup < _measured.LEAST_GAIN):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
     if (
         training(query, key, value) == "training"

@@ -135,8 +135,10 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
         if rows >= _LEAST_SPLIT and _is_split(rows, dtype):
             form += " bf16x3"
+        if torch.get_num_threads() == 1:
+            form += _tables.ALONE
         speedup = _tables.table().speedup("linear", form, dtype, (rows, weight.numel()))
-        if speedup is None or speedup < 1.0:
+        if speedup is None or speedup < _tables.LEAST_GAIN:
             return None
     elif wanted != "cpp":
         return None
@@ -214,6 +216,8 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     if _is_split(rows, b.dtype):
         form += " bf16x3"
+    if torch.get_num_threads() == 1:
+        form += _tables.ALONE
     return CallClass(form, b.dtype, (rows, b.numel()))
 
 

@@ -310,15 +310,17 @@ def test_it_runs_where_it_was_measured_to_be_faster(few_rows):
         assert ops.linear(eight, weight).dtype is torch.bfloat16
 
 
-def test_a_weight_is_told_apart_by_how_it_lies(measured):
-    seen = []
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_weight_is_told_apart_by_how_it_lies(measured, monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    alone, seen = ", 1 thread" if threads == 1 else "", []
     measured.ours = lambda op, form, dtype, sizes: seen.append((form, dtype, sizes))
     weight = torch.randn(16, 8)
     OP.is_faster(torch.randn(3, 8), weight)
     OP.is_faster(torch.randn(2, 3, 8).half(), by_columns(weight.half()))
     assert seen == [
-        ("linear", torch.float32, (3, 128)),
-        ("conv1d", torch.float16, (6, 128)),
+        ("linear" + alone, torch.float32, (3, 128)),
+        ("conv1d" + alone, torch.float16, (6, 128)),
     ]
 
 
