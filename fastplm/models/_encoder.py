@@ -369,7 +369,7 @@ class EncoderLayer:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if self.is_decoder or self.chunk_size_feed_forward or past_key_values is not None:
+        if self.is_decoder or self.chunk_size_feed_forward:
             return super().forward(  # type: ignore[misc]
                 hidden_states,
                 attention_mask,
@@ -378,7 +378,9 @@ class EncoderLayer:
                 past_key_values,
                 **kwargs,
             )
-        hidden_states, _ = self.attention(hidden_states, attention_mask, **kwargs)
+        hidden_states, _ = self.attention(
+            hidden_states, attention_mask, past_key_values=past_key_values, **kwargs
+        )
         return self.feed_forward_chunk(hidden_states)
 
 
@@ -410,7 +412,7 @@ class EncoderIntermediate:
             and activation.act is torch.nn.functional.gelu
             and _is_held_here_alone(out, self.dense, activation)
         ):
-            return torch._C._nn.gelu_(out)  # F.gelu in place, which has no other name
+            return torch.ops.aten.gelu_.default(out)  # F.gelu in place
         return activation(out)
 
 

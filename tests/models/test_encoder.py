@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 
@@ -28,6 +29,7 @@ from .conftest import (
     eager_parent,
     gradients,
     loss_of,
+    parent_of,
     same,
     small_config,
 )
@@ -114,10 +116,12 @@ def test_a_sequence_of_one_token(hold):
 
 def test_chunks_of_the_feed_forward_part(hold):
     ids, labels = batch()
-    hold(
-        *pair(chunk_size_feed_forward=3),
-        loss_of(input_ids=ids, attention_mask=MASK, labels=labels),
-    )
+    ours, parent = pair(chunk_size_feed_forward=3)
+    hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
+    seen = []
+    ours.bert.encoder.layer[0].intermediate.register_forward_hook(lambda *given: seen.append(0))
+    ours(ids)
+    assert len(seen) == LENGTH // 3
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification"])
@@ -226,6 +230,129 @@ def test_user_changes_of_a_model_equal_the_parent(hold, change):
     change(ours)
     change(parent)
     hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
+
+
+# --- operations in place --------------------------------------------------------------------------
+
+
+def feed_forward(dtype=torch.float64):
+    """A layer, and ``feed_forward_chunk`` of Transformers' own with the same weights."""
+    ours, parent = pair()
+    parent.load_state_dict(ours.state_dict())
+    return last_layer(ours).to(dtype).eval(), last_layer(parent).to(dtype).eval()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The outputs of all linear layers, as they are left, and as they were."""
+    seen = []
+
+    def product(input, weight, bias):
+        out = torch.nn.functional.linear(input, weight, bias)
+        seen.append((out, out.clone()))
+        return out
+
+    monkeypatch.setattr("fastplm.nn.linear.linear_if_faster", product)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
+def test_without_gradients_a_layer_overwrites_its_products(family, products):
+    name = {"bert": "BertModel", "roberta": "RobertaModel", "electra": "ElectraModel"}[family]
+    model = getattr(models, name)(small_config(family)).eval()
+    parent = parent_of(type(model))._from_config(small_config(family), attn_implementation="sdpa")
+    parent.load_state_dict(model.state_dict())
+    model.pooler = parent.pooler = None
+    ids = torch.randint(4, VOCAB, (ROWS, LENGTH))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], parent.eval()(ids)[0])
+    layers = model.config.num_hidden_layers
+    # Of query, key, value, attention's output and the two of the feed-forward the last three.
+    assert [not torch.equal(left, was) for left, was in products[-6 * layers :]] == (
+        [False, False, False, True, True, True] * layers
+    )
+
+
+KEEPERS = {
+    "gradients": lambda layer: torch.enable_grad(),
+    "autocast": lambda layer: torch.autocast("cpu", torch.bfloat16),
+    "hook on all modules": lambda layer: nn.modules.module.register_module_forward_hook(
+        lambda *given: None
+    ),
+    "hooks": lambda layer: [
+        module.register_forward_hook(lambda *given: None)
+        for module in (layer.intermediate.dense, layer.output.dense)
+    ],
+    "hooks on what follows": lambda layer: [
+        module.register_forward_pre_hook(lambda *given: None)
+        for module in (layer.intermediate.intermediate_act_fn, layer.output.dropout)
+    ],
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_product_that_somebody_may_keep_is_not_overwritten(keeper, products):
+    layer, parent = feed_forward(torch.float32)
+    rows = torch.randn(ROWS, LENGTH, 32)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        kept = KEEPERS[keeper](layer)
+        if hasattr(kept, "__enter__"):
+            stack.enter_context(kept)
+        out, theirs = layer.feed_forward_chunk(rows), parent.feed_forward_chunk(rows)
+    torch.testing.assert_close(out, theirs)
+    assert len(products) == 2
+    if keeper == "autocast":  # GELU is in the dtype of the product, the residual is not
+        products.pop(0)
+    for left, was in products:
+        assert torch.equal(left, was)
+
+
+@pytest.mark.parametrize("where", ["intermediate", "output"])
+def test_a_users_projection_keeps_its_output(where):
+    layer, parent = feed_forward()
+    own = [copy.deepcopy(each) for each in (layer, parent)]
+    for each in own:
+        block = getattr(each, where)
+        block.dense = Doubled(block.dense)
+    rows = torch.randn(ROWS, LENGTH, 32, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(*(each.feed_forward_chunk(rows) for each in own))
+
+
+def test_a_residual_may_be_wider_than_the_product():
+    layer, parent = feed_forward()
+    row, wide = torch.randn(1, 48).double(), torch.randn(ROWS, 32).double()
+    with torch.no_grad():
+        torch.testing.assert_close(layer.output(row, wide), parent.output(row, wide))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+def test_of_the_activations_gelu_alone_is_in_place(activation, products):
+    ours, parent = pair("BertModel", hidden_act=activation)
+    parent.load_state_dict(ours.state_dict())
+    layers = [model.eval().encoder.layer[0] for model in (ours, parent)]
+    rows = torch.randn(ROWS, LENGTH, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(*(layer.intermediate(rows) for layer in layers))
+    ((left, was),) = products
+    assert torch.equal(left, was) == (activation != "gelu")
+
+
+def test_operations_in_place_under_transforms():
+    """vmap over the residual alone, whose rows the product does not have; jvp without gradients."""
+    layer, parent = feed_forward()
+    rows, other = torch.randn(2, ROWS, LENGTH, 32, dtype=torch.float64)
+    wide = torch.randn(ROWS, LENGTH, 48, dtype=torch.float64)
+
+    def mapped(layer):
+        return torch.vmap(lambda row: layer.output(wide[0], row))(rows)
+
+    def pushed(layer):
+        return torch.func.jvp(layer.feed_forward_chunk, (rows,), (other,))
+
+    with torch.no_grad():
+        for run in (mapped, pushed):
+            torch.testing.assert_close(run(layer), run(parent))
 
 
 def test_larger_input_embeddings():
