@@ -16,6 +16,7 @@ from fastplm import _measure, _measured, cli, ops
 from fastplm._backends import record_decisions
 from fastplm._measured import CallClass, Series, Table
 from fastplm._registry import OPS
+from fastplm.ops.linear import linear_if_faster
 
 # Before any test has put its own table in the way.
 _TABLE = _measured.table
@@ -52,6 +53,52 @@ def test_what_nobody_measured_is_pytorchs(monkeypatch):
     if _measured.level() != "none":
         said = fastplm.explain(ops.gelu, torch.randn(1 << 16), approximate="tanh")
         assert "not measured" in said
+
+
+def _table_of(**series):
+    given = {"axes": [[8, 512], [4096]], "ours": [1.0, 1.0]}
+    return Table(None, {"ops": {"linear": {key: given | more for key, more in series.items()}}})
+
+
+def _linear(table, form, rows):
+    return table.speedup("linear", form, torch.float16, (rows, 4096))
+
+
+def test_one_thread_has_figures_of_its_own(monkeypatch):
+    monkeypatch.setattr(_measured, "computes_in", lambda dtype: False)
+    both = {"linear float16": {"stock": [2.0, 2.0], "weights": 72}}
+    assert _linear(_table_of(**both), "linear, 1 thread", 512) == 2.0
+    both["linear, 1 thread float16"] = {"stock": [3.0, 3.0], "weights": 72}
+    assert _linear(_table_of(**both), "linear, 1 thread", 512) == 3.0
+    assert _linear(_table_of(**both), "linear", 512) == 2.0
+
+
+def test_a_product_of_few_rows_that_was_measured_with_one_weight_gains_less(monkeypatch):
+    monkeypatch.setattr(_measured, "computes_in", lambda dtype: False)
+    gains = {"stock": [2.0, 2.0]}
+    hot, turns = (_table_of(**{"linear float16": gains | more}) for more in ({}, {"weights": 72}))
+    assert [_linear(turns, "linear", rows) for rows in (8, 512)] == [2.0, 2.0]
+    assert [_linear(hot, "linear", rows) for rows in (8, 512)] == [1.6, 2.0]
+
+
+@needs_csrc
+@pytest.mark.parametrize("speedup", [0.9, 1.03, 1.06])
+def test_a_small_gain_is_none(measured, monkeypatch, speedup):
+    """The next CPU of the kind, or the next hour of this one, may have none."""
+    monkeypatch.setattr(measured, "speedup", lambda *call: speedup)
+    query, weight = torch.randn(1, 2, 300, 16), torch.randn(64, 64)
+    for call in (
+        lambda: ops.gelu(weight, approximate="tanh"),
+        lambda: ops.attention(query, query, query),
+        lambda: ops.linear(weight, weight),
+    ):
+        short = call()
+        with record_decisions() as decisions:
+            assert torch.equal(call(), short)
+        (decision,) = decisions
+        assert (decision.backend == "cpp") == (speedup == 1.06)
+        assert ("too little" in str(decision)) == (speedup == 1.03)
+    assert (linear_if_faster(weight, weight, None) is None) == (speedup < 1.06)
 
 
 @pytest.mark.parametrize("path", sorted(_measured.shipped_table().parent.glob("*.json")), ids=str)
@@ -107,6 +154,26 @@ def test_the_command_measures_and_its_figures_are_used(on_disk, monkeypatch, cap
     # What was measured of other ops stays.
     assert cli.main(["measure", "gelu"]) == 0
     assert set(json.loads(_measured.own_table().read_text())["ops"]) == {"gelu", "rms_norm"}
+
+
+@needs_csrc
+def test_products_are_measured_with_weights_in_turn_and_with_one_thread(monkeypatch):
+    monkeypatch.setattr(_measure, "_OF_WEIGHTS", 5 * 4 * 4096)
+    seen = []
+    monkeypatch.setattr(_measure.F, "linear", lambda *given: seen.append(given[1].data_ptr()))
+    forms, threads = [], torch.get_num_threads()
+    for plan in _measure._linear(torch.float32):
+        forms.append(plan.form)
+        with _measure._threads(plan.form):
+            assert torch.get_num_threads() == 1 or not plan.form.endswith("thread")
+        assert torch.get_num_threads() == threads
+        seen.clear()
+        for rows in (1, 8):
+            _, stock = plan.make(rows, 4096)
+            for _ in range(5):
+                stock()
+        assert seen == seen[:5] * 2 and len(set(seen)) == 5
+    assert {"linear", "linear, 1 thread", "conv1d", "conv1d, 1 thread"} <= set(forms)
 
 
 def test_an_unknown_op_is_refused(on_disk, capsys):
