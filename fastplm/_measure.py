@@ -1,10 +1,10 @@
 """``fastplm measure``: the table of ``fastplm/_measured.py``, made on this machine.
 
-Both sides of a comparison are called as a layer would call them, overhead and all. They take turns,
-so that other load on the machine slows both, and the median of the rounds counts. The caches are as
-in a model: products take the weights of many layers in turn, and the attention of a decoder's token
-is measured with cold caches, since the weights of the other layers have replaced its keys, values
-and Python code.
+Both sides of a comparison are called as a layer would call them, overhead and all, from where it is
+known which one runs. They take turns, so that other load on the machine slows both, and the median
+of the rounds counts. The caches are as in a model: products take the weights of many layers in
+turn, and the attention of a decoder's token is measured with cold caches, since the weights of the
+other layers have replaced its keys, values and Python code.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from fastplm import _measured, ops
 from fastplm._backends import use_backend
 from fastplm._checks import DataError, check_choice, message
+from fastplm.ops.attention import plain_by_csrc
 from fastplm.ops.linear import has_bf16x3
 
 Call = Callable[[], Any]
@@ -244,7 +245,7 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Plan]:
-    queries, keys, heads = [1, 4, 16, 64, 128, 512], [16, 64, 128, 512], [2, 24, 96]
+    queries, keys, heads = [1, 4, 16, 32, 64, 128, 512], [16, 64, 128, 512], [2, 12, 24, 96]
     dim = 64
     for form in ("forward", "training"):
 
@@ -254,9 +255,10 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
                 torch.randn(heads // of_sample, length, of_sample, dim).to(dtype).transpose(1, 2)
                 for length in (seqlen_q, seqlen_k, seqlen_k)
             )
+            call = plain_by_csrc if form == "forward" else ops.attention
             return _both(
                 form,
-                lambda: ops.attention(q, k, v),
+                lambda: call(q, k, v),
                 lambda: F.scaled_dot_product_attention(q, k, v),
                 q,
                 k,
@@ -264,7 +266,8 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
             )
 
         cold = _FEW_QUERIES if form == "forward" else 0
-        yield Plan("attention", form, dtype, [queries, keys, heads], make, cold)
+        for threads in ("", _measured.ALONE):
+            yield Plan("attention", form + threads, dtype, [queries, keys, heads], make, cold)
 
 
 def _pointwise(

@@ -88,25 +88,35 @@ def level() -> str:
 
 
 def cpu_kind() -> str:
-    """The name of a table: the level or architecture, and the maker of the CPU, as MKL differs."""
+    """The name of a table: the level or architecture, the maker of the CPU, as MKL differs, and its
+    generation where the width of its units does."""
     if platform.machine() not in X86:
         return platform.machine().lower()
     if level() == "avx2" and "Intel" in cpu_model():
         return "avx2-intel"
     if level() != "avx512":
         return level()
-    return "avx512-amd" if torch.ops.fastplm_C.mkl_leaves_avx512_unused() else "avx512-intel"
+    if not torch.ops.fastplm_C.mkl_leaves_avx512_unused():
+        return "avx512-intel"
+    # Zen 5 is family 26; Zen 4 has half as wide units.
+    return "avx512-amd-zen5" if int(_cpuinfo("cpu family", "0")) >= 26 else "avx512-amd"
+
+
+def cpu_model() -> str:
+    """The name that the CPU gives itself, where Linux says it."""
+    return _cpuinfo("model name", platform.processor())
 
 
 @functools.cache
-def cpu_model() -> str:
-    """The name that the CPU gives itself, where Linux says it."""
+def _cpuinfo(field: str, otherwise: str) -> str:
+    """A field of the first processor, where Linux says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        return otherwise
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), otherwise
+    )
 
 
 def own_table() -> Path:

@@ -176,6 +176,45 @@ def test_products_are_measured_with_weights_in_turn_and_with_one_thread(monkeypa
     assert {"linear", "linear, 1 thread", "conv1d", "conv1d, 1 thread"} <= set(forms)
 
 
+@needs_csrc
+def test_attention_is_measured_after_its_choice_and_with_one_thread(monkeypatch):
+    """What comes before the choice is paid for PyTorch's kernel, too."""
+    monkeypatch.setattr(ops, "attention", None)
+    plans = {plan.form: plan for plan in _measure._attention(torch.float32)}
+    assert list(plans) == ["forward", "forward, 1 thread", "training", "training, 1 thread"]
+    ours, stock = plans["forward"].make(4, 16, 24)
+    torch.testing.assert_close(ours(), stock())
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        plans["training"].make(4, 16, 24)[0]()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_attention_asks_for_the_figures_of_its_threads(monkeypatch, alone):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if alone else 2)
+    asked = []
+
+    class Asked(Table):
+        def _speedup(self, *call):
+            asked.append(call)
+
+    table = Asked(None, {})
+    monkeypatch.setattr(_measured, "table", lambda: table)
+    query = torch.randn(2, 3, 5, 16)
+    ops.attention(query, query[:, :, :4], query[:, :, :4])
+    form = "forward, 1 thread" if alone else "forward"
+    assert asked == [("attention", form, torch.float32, (5, 4, 6))]
+
+
+@pytest.mark.skipif(_measured.level() != "avx512", reason="needs a CPU with AVX-512, and its level")
+def test_the_generations_of_a_maker_have_tables_of_their_own(monkeypatch):
+    monkeypatch.setattr(_measured, "_cpuinfo", lambda field, otherwise: otherwise)
+    maker = _measured.cpu_kind()
+    monkeypatch.setattr(_measured, "_cpuinfo", lambda field, otherwise: "26")
+    new = {"avx512-amd": "avx512-amd-zen5"}.get(maker, maker)
+    assert _measured.cpu_kind() == new
+    assert _measured.shipped_table().exists()
+
+
 def test_an_unknown_op_is_refused(on_disk, capsys):
     assert cli.main(["measure", "nothing"]) == 2
     assert "nothing" in capsys.readouterr().err

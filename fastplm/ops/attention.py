@@ -371,26 +371,33 @@ def plain_attention(
     It does the same as ``_prepared`` and ``OP`` with less Python code, which is most of the cost of
     a small call: between the layers of a model that code is not in the CPU's caches.
     """
-    batch, heads, seqlen_q, dim = query.shape
-    seqlen_k, dtype, wanted = key.shape[2], query.dtype, requested("attention")
+    batch, heads, _, dim = query.shape
+    dtype, wanted = query.dtype, requested("attention")
     if (
         torch.compiler.is_compiling()
         or wanted not in ("auto", "cpp")
         or is_recorded()
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
-        or not (key.shape == value.shape == (batch, heads, seqlen_k, dim) and dim > 0)
+        or not (key.shape == value.shape == (batch, heads, key.shape[2], dim) and dim > 0)
         or not (scale is None or isinstance(scale, (float, int)) and scale == scale)
         or torch._C._is_any_autocast_enabled()
         or is_written_down()
         or is_transformed()
     ):
         return None
-    # As ``slower`` asks. A forced call asks, too, as `fastplm measure` times calls with it.
-    sizes = (seqlen_q, seqlen_k, batch * heads)
-    speedup = _measured.table().speedup("attention", training(query, key), dtype, sizes)
-    if wanted == "auto" and (speedup is None or speedup < _measured.LEAST_GAIN):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    if wanted == "auto":  # as ``slower`` asks
+        speedup = _measured.table().speedup("attention", *_class_of(query, key))
+        if speedup is None or speedup < _measured.LEAST_GAIN:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    return plain_by_csrc(query, key, value, scale)
+
+
+def plain_by_csrc(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor | None:
+    """The rest of ``plain_attention`` where csrc/ is the faster one, which `fastplm measure` times:
+    what comes before is paid for PyTorch's, too."""
     if (
         training(query, key, value) == "training"
         or needs_dispatch((query, key, value))
@@ -399,8 +406,8 @@ def plain_attention(
         return None
     out, _ = torch.ops.fastplm_C.attention.default(
         *map(last_dim_contiguous, (query, key, value)),
-        *(None, None, None, None, seqlen_q, seqlen_k, None, None, None, None, 0, False),
-        dim**-0.5 if scale is None else float(scale),
+        *(None, None, None, None, query.shape[2], key.shape[2], None, None, None, None, 0, False),
+        query.shape[3] ** -0.5 if scale is None else float(scale),
     )
     return out
 
@@ -457,7 +464,10 @@ def _short_varlen(
 
 def _class_of(query: Tensor, key: Tensor) -> CallClass:
     batch, heads, seqlen_q, _ = query.shape
-    return CallClass(training(query, key), query.dtype, (seqlen_q, key.shape[2], batch * heads))
+    form = training(query, key)
+    if torch.get_num_threads() == 1:
+        form += _measured.ALONE
+    return CallClass(form, query.dtype, (seqlen_q, key.shape[2], batch * heads))
 
 
 def _cpp_arguments(call: Call) -> tuple[Any, ...]:
