@@ -282,7 +282,7 @@ def test_a_plain_call_takes_the_fast_path(measured, ours, monkeypatch):
 
 
 def test_a_call_of_which_the_value_alone_has_a_gradient_is_one_of_a_forward(measured):
-    measured.ours = lambda op, form, dtype, sizes: form == "forward"
+    measured.ours = lambda op, form, dtype, sizes: form.startswith("forward")
     query, value = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16, requires_grad=True)
     short = ops.attention(query, query, value)
     with record_decisions() as decisions:
