@@ -70,6 +70,8 @@ class Backend:
             it where the table of ``_measured.py`` says that it is faster. None: wherever it can.
         measured_for_layers: only a layer asks ``measured``, which can call stock PyTorch instead;
             the op itself has no faster way.
+        compiled: ``compiled(dtype)`` returns why a compiled program, which takes calls of any size,
+            shall not call it, or None. See ``of_any_size``.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Backend:
     functions: Callable[[], tuple[Callable[..., Any], Callable[..., Any] | None]]
     measured: Callable[..., CallClass | None] | None = None
     measured_for_layers: bool = False
+    compiled: Callable[[torch.dtype], str | None] | None = None
 
     @functools.cached_property
     def forward(self) -> Callable[..., Any]:
@@ -97,7 +100,7 @@ class Backend:
     ) -> str | None:
         """Why it does not run a call: it cannot, or another one is faster.
 
-        A traced graph serves calls of any size, so it does not ask for the faster one.
+        A compiled program serves calls of any size, so ``compiled`` is asked for it.
 
         Args:
             op: the name of the op.
@@ -111,12 +114,32 @@ class Backend:
             if reason is not None:
                 return reason
         reason = self.rejects(call, forced=forced)
-        if reason is not None or self.measured is None or forced or torch.compiler.is_compiling():
+        if reason is not None or self.measured is None or forced:
             return reason
         if self.measured_for_layers and not for_layer:
             return None
+        if torch.compiler.is_compiling():
+            return None if self.compiled is None else self.compiled(call[0].dtype)
         measured = self.measured(call)
         return None if measured is None else slower(op, measured)
+
+
+def of_any_size(
+    op: str, typical: Callable[[torch.dtype], CallClass]
+) -> Callable[[torch.dtype], str | None]:
+    """``compiled`` of a backend that is to run if it is faster for ``typical`` calls of a dtype.
+
+    An exported program may run elsewhere, and a transform would split each call into its samples.
+    """
+
+    def reason(dtype: torch.dtype) -> str | None:
+        if torch.compiler.is_exporting() or _transforms() or forward_ad._current_level >= 0:
+            return "the program is exported or transformed"
+        return slower(op, typical(dtype))
+
+    # A constant of a graph: see ops/attention.py.
+    reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return reason
 
 
 def needs_plain_pytorch() -> str | None:

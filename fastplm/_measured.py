@@ -135,13 +135,21 @@ def dtype_key(dtype: torch.dtype) -> str:
     return f"{name} native" if computes_in(dtype) else name
 
 
-@functools.cache
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether the CPU of this process has instructions for products of a dtype.
 
     Those that its level has no use for do not count: the CPU of ``ATEN_CPU_CAPABILITY=avx2`` is one
     without AVX-512, AMX and bf16, whatever the machine has.
     """
+    return _computes_in(dtype)
+
+
+# A constant of a graph (see ops/attention.py): Dynamo would warn of the cache.
+computes_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _computes_in(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float16, torch.bfloat16):
         return True
     if platform.machine() not in X86:

@@ -189,16 +189,19 @@ class Op:
         """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
 
         For layers, which call PyTorch's own function where this says no: also where a call is
-        traced or transformed.
+        transformed, or traced, unless the backend says what it is for a compiled program.
         """
         wanted = requested(self.name)
         if wanted not in ("auto", "cpp") or "cpp" not in self.backends:
             return False
         call = self.call(*arguments)
         tensors = [value for value in call if isinstance(value, torch.Tensor)]
-        if not is_eager(*tensors):
-            return False
         backend, forced = self.backends["cpp"], wanted == "cpp"
+        if torch.compiler.is_compiling():
+            if backend.compiled is None or not _PLAIN.issuperset(map(type, tensors)):
+                return False
+        elif not is_eager(*tensors):
+            return False
         return backend.refuses(self.name, call, forced=forced, for_layer=True) is None
 
     def _run_forward(self, *arguments: Any) -> Any:

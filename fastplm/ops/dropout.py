@@ -7,12 +7,16 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm._backends import of_any_size
 from fastplm._checks import check_probability, check_tensor
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, training
 from fastplm._registry import Op
 from fastplm.ops._common import csrc_rejects, seed_tensor
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
+
+#: The elements that speak for those of a compiled program.
+_MANY = 1 << 19
 
 
 class Call(NamedTuple):
@@ -131,4 +135,5 @@ OP.backend(
     rejects=csrc_rejects("dropout"),
     measured=_measured,
     measured_for_layers=True,
+    compiled=of_any_size("dropout", lambda dtype: CallClass("training", dtype, (_MANY,))),
 )

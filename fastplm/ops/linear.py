@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastplm import _measured as _tables
-from fastplm._backends import is_recorded, requested
+from fastplm._backends import is_recorded, of_any_size, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor, fail
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, slower
@@ -23,6 +23,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_DIMS = 8
 #: Of fewer rows a product of halves is no faster.
 _LEAST_SPLIT = 32
+#: The rows and the size of weight that speak for those of a compiled program.
+_MANY = (256, 512 * 512)
 
 
 class Call(NamedTuple):
@@ -70,7 +72,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
       number is taken as the sum of two bf16, which AMX multiplies (``csrc/linear_bf16x3.cpp``), as
       PyTorch documents that setting.
 
-    Everything else is PyTorch's.
+    Everything else is PyTorch's. A program made by ``torch.compile`` takes any number of rows:
+    where csrc/ is faster for many, it chooses when it runs. An exported program has PyTorch's
+    operators.
 
     Args:
         input: [..., K], floating.
@@ -126,6 +130,8 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     for each token, most of them PyTorch's, so this is checked first.
     """
     if not _BUILT or _is_traced():
+        if _BUILT and torch.compiler.is_compiling() and OP.is_faster(input, weight, bias):
+            return linear(input, weight, bias)
         return None
     wanted = requested("linear")
     if wanted == "auto":
@@ -200,8 +206,6 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
         or torch.is_autocast_enabled("cpu")
     ):
         return "csrc/ multiplies matrices of one dtype, fp32, fp16 or bf16, outside autocast"
-    if not forced and torch.compiler.is_compiling():
-        return "a traced product, of any number of rows, is PyTorch's"
     return None
 
 
@@ -216,9 +220,11 @@ def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     if _is_split(rows, b.dtype):
         form += " bf16x3"
-    if torch.get_num_threads() == 1:
-        form += _tables.ALONE
-    return CallClass(form, b.dtype, (rows, b.numel()))
+    return CallClass(_form(form), b.dtype, (rows, b.numel()))
+
+
+def _form(form: str) -> str:
+    return form + _tables.ALONE if torch.get_num_threads() == 1 else form
 
 
 def _is_split(rows: int, dtype: torch.dtype) -> bool:
@@ -298,7 +304,11 @@ def _is_simple(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _cpp_forward(call: Call) -> Tensor:
-    return multiply(call.input, call.weight.t(), call.bias)
+    input, b, bias = call.input, call.weight.t(), call.bias
+    # A compiled program did not ask, as it takes any number of rows.
+    if call.forced or is_ours(input, b):
+        return multiply(input, b, bias)
+    return torch.nn.functional.linear(input, call.weight, bias)
 
 
 def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -352,4 +362,6 @@ OP.backend(
     backward=_cpp_backward,
     rejects=_cpp_rejects,
     measured=lambda call: _measured(call.input, call.weight),
+    # For few rows less is won than the operator's call costs.
+    compiled=of_any_size("linear", lambda dtype: CallClass(_form("linear"), dtype, _MANY)),
 )

@@ -155,3 +155,28 @@ def test_a_checkpointed_layer_drops_the_same_again():
 
     torch.utils.checkpoint.checkpoint(block, weight, use_reentrant=False).sum().backward()
     assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+@needs_csrc
+@pytest.mark.parametrize("faster", [False, True], ids=["PyTorch's", "csrc"])
+def test_a_compiled_layer(measured, faster):
+    """By what is faster for many elements, whatever their number; the backward drops the same."""
+    measured.ours = lambda op, form, dtype, sizes: faster
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Dropout(0.5), fullgraph=True, dynamic=True, backend=keep)
+    for size in (30, 600):
+        x = torch.ones(size, 7, requires_grad=True)
+        out = compiled(x)
+        assert 0.2 < (out == 0).double().mean() < 0.8
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(grad, out)  # of ones
+    assert [torch.ops.fastplm.dropout_fwd.default in targets for targets in graphs] == [faster]

@@ -395,6 +395,75 @@ def test_a_layer_under_transforms(few_rows):
     torch.testing.assert_close(grad, layer.weight.sum(0).expand(256, -1))
 
 
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def graphs_of(function):
+    """The function compiled for any shape, and a list of the targets in each of its graphs."""
+    seen = []
+
+    def keep(graph, inputs):
+        seen.append({node.target for node in graph.graph.nodes})
+        return graph
+
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=keep), seen
+
+
+OPERATOR = torch.ops.fastplm.linear_fwd.default
+
+
+def test_a_compiled_layer_chooses_when_it_runs(measured, monkeypatch):
+    """By the rows of each product of one graph: forward, gradient of input, gradient of weight."""
+    measured.ours = lambda op, form, dtype, sizes: sizes[0] >= 48
+    layer = Linear(96, 64)
+    compiled, seen = graphs_of(layer)
+    products, original = [], MODULE.multiply
+
+    def multiply(a, b, bias=None):
+        products.append(a.shape[0])
+        return original(a, b, bias)
+
+    monkeypatch.setattr(MODULE, "multiply", multiply)
+    for rows, ours in ((47, [64]), (48, [48, 48, 64]), (90, [90, 90, 64])):
+        rows = torch.randn(1, rows, 96, requires_grad=True)
+        expected = nn.Linear.forward(layer, rows)
+        grads = torch.autograd.grad(expected.sin().sum(), (rows, layer.weight))
+        products.clear()
+        out = compiled(rows)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(out.sin().sum(), (rows, layer.weight)), grads
+        )
+        assert products == ours
+        with fastplm.use_backend("eager", "linear"):
+            torch.testing.assert_close(compiled(rows), expected)
+    # One graph, and one for the other setting.
+    assert [OPERATOR in targets for targets in seen] == [True, False]
+
+
+@pytest.mark.parametrize("case", ["few rows", "transform", "autocast", "fp64", "subclass"])
+def test_a_compiled_layer_is_pytorchs_where_it_does_not_pay(measured, case):
+    measured.ours = lambda op, form, dtype, sizes: sizes[0] < 48 if case == "few rows" else True
+    layer, rows = Linear(96, 64), torch.randn(3, 60, 96)
+    compiled, seen = graphs_of(torch.vmap(layer) if case == "transform" else layer)
+    if case == "fp64":
+        layer.double()
+        rows = rows.double()
+    elif case == "subclass":
+        rows = rows.as_subclass(type("Named", (torch.Tensor,), {}))
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        out, expected = compiled(rows), nn.Linear.forward(layer, rows)
+    torch.testing.assert_close(out, expected)
+    assert [OPERATOR in targets for targets in seen] == [False]
+
+
+def test_an_exported_layer_has_pytorchs_operators(measured):
+    measured.ours = lambda op, form, dtype, sizes: True
+    program = torch.export.export(Linear(96, 64), (torch.randn(60, 96),))
+    assert OPERATOR not in {node.target for node in program.graph.nodes}
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
