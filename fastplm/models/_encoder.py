@@ -42,7 +42,7 @@ from fastplm.models._ragged import (
     unpadded,
     values_can_be_read,
 )
-from fastplm.nn import Linear
+from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
 
 # If the head reads more than this share of the rows, the last layer computes all rows.
@@ -384,14 +384,19 @@ class EncoderLayer:
         return self.feed_forward_chunk(hidden_states)
 
 
+#: The elements from which an operation is in place.
+_IN_PLACE = 1 << 16
+
+
 def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) -> bool:
     """Whether only the caller has the output of a projection and what comes after it.
 
-    Without gradients, and with plain modules: a hook may have kept what it saw. On a CPU new memory
-    costs as much as the operation that fills it.
+    Without gradients, and with plain modules: a hook may have kept what it saw. On a CPU much new
+    memory costs as much as the operation that fills it, and little costs less than these questions.
     """
     return not (
         torch.is_grad_enabled()
+        or out.numel() < _IN_PLACE
         or needs_dispatch((out,))
         or torch.nn.modules.module._has_any_global_hook()
         or not is_plain(projection, Linear, nn.Linear)
@@ -406,11 +411,12 @@ class EncoderIntermediate:
     intermediate_act_fn: Any
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        out, activation = self.dense(hidden_states), self.intermediate_act_fn
+        dense, activation = self.dense, self.intermediate_act_fn  # nn.Module searches for each
+        out = dense(hidden_states)
         if (
             type(activation) is GELUActivation
             and activation.act is torch.nn.functional.gelu
-            and _is_held_here_alone(out, self.dense, activation)
+            and _is_held_here_alone(out, dense, activation)
         ):
             return torch.ops.aten.gelu_.default(out)  # F.gelu in place
         return activation(out)
@@ -424,11 +430,14 @@ class EncoderOutput:
     LayerNorm: Any
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        out = self.dropout(self.dense(hidden_states))
+        dense, dropout = self.dense, self.dropout
+        out = dense(hidden_states)
+        if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else it does nothing
+            out = dropout(out)
         if (
             out.shape == input_tensor.shape
             and out.dtype is input_tensor.dtype
-            and _is_held_here_alone(out, self.dense, self.dropout)
+            and _is_held_here_alone(out, dense, dropout)
         ):
             return self.LayerNorm(out.add_(input_tensor))
         return self.LayerNorm(out + input_tensor)

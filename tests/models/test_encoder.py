@@ -18,6 +18,7 @@ from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm._checks import ArgumentValueError
+from fastplm.models import _encoder
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 
 from .conftest import (
@@ -242,6 +243,12 @@ def feed_forward(dtype=torch.float64):
     return last_layer(ours).to(dtype).eval(), last_layer(parent).to(dtype).eval()
 
 
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    """Operations are in place in small tensors, too."""
+    monkeypatch.setattr(_encoder, "_IN_PLACE", 0)
+
+
 @pytest.fixture
 def products(monkeypatch):
     """The outputs of all linear layers, as they are left, and as they were."""
@@ -305,6 +312,36 @@ def test_a_product_that_somebody_may_keep_is_not_overwritten(keeper, products):
         products.pop(0)
     for left, was in products:
         assert torch.equal(left, was)
+
+
+def test_little_memory_is_not_saved(monkeypatch, products):
+    layer, _ = feed_forward(torch.float32)
+    rows = torch.randn(ROWS, LENGTH, 32)
+    monkeypatch.setattr(_encoder, "_IN_PLACE", rows.numel() + 1)
+    with torch.no_grad():
+        layer.feed_forward_chunk(rows)
+    # The intermediate output is larger than the other.
+    assert [torch.equal(left, was) for left, was in products] == [False, True]
+
+
+class Negated(nn.Module):
+    """Not a dropout, though in its place."""
+
+    def forward(self, rows):
+        return -rows
+
+
+def test_a_users_dropout_is_called_in_evaluation():
+    layer, parent = feed_forward()
+    rows = torch.randn(ROWS, LENGTH, 32, dtype=torch.float64)
+    for each in (layer, parent):
+        each.output.dropout = Negated().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(*(each.feed_forward_chunk(rows) for each in (layer, parent)))
+    layer.output.dropout = nn.Dropout().eval()
+    layer.output.dropout.register_forward_hook(lambda module, given, out: -out)
+    with torch.no_grad():
+        torch.testing.assert_close(*(each.feed_forward_chunk(rows) for each in (layer, parent)))
 
 
 @pytest.mark.parametrize("where", ["intermediate", "output"])

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.utils.prune
 import transformers.pytorch_utils
 from torch import nn
 from torch.func import functional_call
@@ -386,6 +387,24 @@ def test_a_layer_runs_under_any_setting(few_rows, backend):
     with fastplm.use_backend(backend):
         out = layer(rows)
     torch.testing.assert_close(out, nn.Linear.forward(layer, rows))
+
+
+def test_a_layer_whose_weights_are_no_parameters_any_more():
+    """Parametrized, pruned, or given by ``functional_call``."""
+    rows = torch.randn(3, 8)
+    for change in (
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer, "weight"),
+        lambda layer: nn.utils.prune.l1_unstructured(layer, "bias", 2),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "bias", nn.Tanh()),
+        lambda layer: layer.register_parameter("bias", None),
+    ):
+        layer = Linear(8, 8)
+        change(layer)
+        torch.testing.assert_close(layer(rows), nn.Linear.forward(layer, rows))
+    given = {"weight": torch.randn(8, 8), "bias": torch.randn(8)}
+    out = functional_call(Linear(8, 8), given, (rows,))
+    torch.testing.assert_close(out, nn.functional.linear(rows, **given))
 
 
 def test_a_layer_under_transforms(few_rows):
