@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -46,15 +47,15 @@ struct Operand {
 
 void product_of_many(const Operand& a, const Operand& b, const std::optional<Tensor>& bias,
                      Tensor& out) {
-  const Cut cut(a.rows, b.columns, a.columns);
+  const Cut cut(a.rows, b.columns, a.columns, torch::stable::get_num_threads());
   const Dense<float> first(bias);
   const Matrix left = a.floats(), right = b.floats();
   Tensor buffer = empty_tensor(out, {cut.packed_size()});
   float* packed = buffer.mutable_data_ptr<float>();
   float* c = out.mutable_data_ptr<float>();
-  in_parallel(ceil_div(cut.tiles, kPackTiles), [&](int64_t group) {
-    const int64_t tile = group * kPackTiles;
-    pack_tiles(cut, left, tile, std::min(tile + kPackTiles, cut.tiles), packed);
+  in_parallel(ceil_div(cut.tiles, cut.group_tiles), [&](int64_t group) {
+    const int64_t tile = group * cut.group_tiles;
+    pack_tiles(cut, left, tile, std::min(tile + cut.group_tiles, cut.tiles), packed);
   });
   in_parallel(cut.blocks_down * cut.blocks_across, [&](int64_t block) {
     block_product(cut, packed, right, first.data(), c, b.columns, block);
@@ -63,8 +64,18 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From this many rows on it pays to pack fp32. ops/linear.py knows where MKL is faster than both.
+// From this many rows on it pays to pack fp32. An inner tile without AVX-512 has few sums, and loads more
+// for each; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is faster than both.
 constexpr int64_t kManyRows = 49;
+
+int64_t many_inner_rows() {
+  if (kRegisters < 32) return 17;
+#if FASTPLM_HAS_LEVELS
+  static const bool zen4 = __builtin_cpu_is("amdfam19h");
+  if (zen4) return 33;
+#endif
+  return kManyRows;
+}
 
 // How a product of few rows is computed: so many rows of A at a time, by this function.
 template <typename T>
@@ -158,7 +169,10 @@ void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& b
   with_floating_type(out, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_same_v<T, float>) {
-      if (a.rows >= kManyRows) return product_of_many(a, b, bias, out);
+      const bool by_rows = b.col == 1;
+      if (a.rows >= (by_rows ? kManyRows : many_inner_rows())) {
+        return product_of_many(a, b, bias, out);
+      }
     }
     product_of_few<T>(a, b, bias, out);
   });

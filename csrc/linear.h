@@ -16,10 +16,11 @@ constexpr int64_t kTileRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kTileWide = 2;
 constexpr int64_t kTileColumns = kTileWide * kWidth;
 constexpr int64_t kSliceDepth = 384;
-// What a thread does at a time: the second-level cache holds a slice of its columns of B, and its rows of
-// C until the next slice.
+// What a thread does at a time, at most and at least: the second-level cache holds a slice of its columns
+// of B, and its rows of C until the next slice.
 constexpr int64_t kBlockTiles = 528 / kTileRows;
 constexpr int64_t kBlockColumns = 128;
+constexpr int64_t kLeastBlockColumns = 2 * kTileColumns;
 // How far ahead of a tile its panel is fetched.
 constexpr int64_t kAhead = 8;
 constexpr int64_t kPackTiles = 16;
@@ -33,14 +34,27 @@ struct Matrix {
   int64_t row, col;
 };
 
-// How a product that is not empty is cut; nothing here depends on the number of threads.
+// How a product that is not empty is cut. The number of threads decides how wide a block is, and nothing
+// that a sum is made of.
 struct Cut {
-  Cut(int64_t rows, int64_t columns, int64_t depth) : rows(rows), columns(columns), depth(depth) {
+  Cut(int64_t rows, int64_t columns, int64_t depth, int64_t threads)
+      : rows(rows), columns(columns), depth(depth) {
     tiles = ceil_div(rows, kTileRows);
     slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kCacheLine);
     blocks_down = ceil_div(tiles, kBlockTiles);
     block_tiles = ceil_div(tiles, blocks_down);
-    blocks_across = ceil_div(columns, kBlockColumns);
+    group_tiles = std::min(kPackTiles, ceil_div(tiles, threads));
+    // As wide as it may be without leaving threads idle: three blocks keep two threads busy for as long
+    // as four do.
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int64_t width = kBlockColumns; width >= kLeastBlockColumns; width -= kTileColumns) {
+      const int64_t longest = width * ceil_div(blocks_down * ceil_div(columns, width), threads);
+      if (longest < least) {
+        least = longest;
+        block_columns = width;
+      }
+    }
+    blocks_across = ceil_div(columns, block_columns);
   }
   // Where the packed rows of a tile begin, of the slice from `k` on.
   int64_t packed(int64_t tile, int64_t k) const {
@@ -51,7 +65,9 @@ struct Cut {
 
   int64_t rows, columns, depth;                     // M, N, K
   int64_t tiles, slice;                             // down C; the depth of a slice but the last
-  int64_t blocks_down, blocks_across, block_tiles;  // blocks of C; the tiles of one, downwards
+  int64_t blocks_down, blocks_across;               // blocks of C
+  int64_t block_tiles, block_columns;               // of one: tiles downwards, columns
+  int64_t group_tiles;                              // that a thread packs at a time
 };
 
 // --- packing --------------------------------------------------------------------------------------
@@ -156,8 +172,8 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
                               const float* bias, float* c, int64_t c_row, int64_t block) {
   const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
   const int64_t last_tile = std::min(first_tile + cut.block_tiles, cut.tiles);
-  const int64_t first_column = block % cut.blocks_across * kBlockColumns;
-  const int64_t last_column = std::min(first_column + kBlockColumns, cut.columns);
+  const int64_t first_column = block % cut.blocks_across * cut.block_columns;
+  const int64_t last_column = std::min(first_column + cut.block_columns, cut.columns);
   alignas(64) float panels[kSliceDepth * kBlockColumns];
   alignas(64) float edge[kTileRows * kTileColumns];
   alignas(64) float first[kBlockColumns] = {};

@@ -37,17 +37,18 @@ struct Array {
 };
 
 // The largest difference, in units of what rounding may cost.
-double run(int64_t rows, int64_t columns, int64_t depth, int layout, std::mt19937& random) {
+double run(int64_t rows, int64_t columns, int64_t depth, int layout, int64_t threads,
+           std::mt19937& random) {
   const Array a(rows, depth, (layout & 1) != 0, random);
   const Array b(depth, columns, (layout & 2) != 0, random);
   const Array bias(1, columns, true, random);
   const bool biased = (layout & 4) != 0;
-  const Cut cut(rows, columns, depth);
+  const Cut cut(rows, columns, depth, threads);
   const std::unique_ptr<float[]> packed(new float[cut.packed_size()]);
   const std::unique_ptr<float[]> c(new float[rows * columns]);
   std::fill_n(c.get(), rows * columns, std::numeric_limits<float>::quiet_NaN());
-  for (int64_t tile = 0; tile < cut.tiles; tile += kPackTiles) {
-    pack_tiles(cut, a.matrix(), tile, std::min(tile + kPackTiles, cut.tiles), packed.get());
+  for (int64_t tile = 0; tile < cut.tiles; tile += cut.group_tiles) {
+    pack_tiles(cut, a.matrix(), tile, std::min(tile + cut.group_tiles, cut.tiles), packed.get());
   }
   for (int64_t block = 0; block < cut.blocks_down * cut.blocks_across; ++block) {
     block_product(cut, packed.get(), b.matrix(), biased ? bias.data.get() : nullptr, c.get(),
@@ -155,16 +156,16 @@ int main() {
   run_few_sizes<kMostOuterRows, Fp16>(random);
   // Around the sizes of a tile, of what is packed at a time, and of a block; then of a slice.
   for (int64_t rows : {1, 11, 12, 13, 97, 541}) {
-    for (int64_t columns : {1, 31, 32, 33, 129}) {
+    for (int64_t columns : {1, 31, 32, 33, 129, 384}) {
       for (int64_t depth : {1, 15, 16, 33}) {
-        worst = std::max(worst, run(rows, columns, depth, runs % 8, random));
+        worst = std::max(worst, run(rows, columns, depth, runs % 8, 1 + runs % 5, random));
         ++runs;
       }
     }
   }
   for (int64_t depth : {383, 384, 385, 400, 769, 1153}) {
     for (int layout = 0; layout < 8; ++layout) {
-      worst = std::max(worst, run(25, 35, depth, layout, random));
+      worst = std::max(worst, run(25, 35, depth, layout, 1, random));
       ++runs;
     }
   }
