@@ -191,8 +191,10 @@ class Stack(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        where = type(self).__name__
-        check_input_ids(where, input_ids, self.config.vocab_size)
+        where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
+        # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
+        vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
+        check_input_ids(where, input_ids, vocab_size)
         batch, seqlen = given.shape[:2]
         caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
         if self._takes_cache:

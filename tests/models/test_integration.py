@@ -38,6 +38,7 @@ from .conftest import (
     ROWS,
     config_of,
     eager_parent,
+    every_class,
     every_family,
     gradients,
     inputs_of,
@@ -185,6 +186,20 @@ def test_a_resized_and_saved_model_is_tied_and_equals_its_parent(hold, family, t
     inputs = batch()
     inputs["input_ids"][0, 1] = inputs["labels"][0, 1] = 44
     hold(loaded, parent_of(family, vocab_size=45), loss_of(**inputs))
+
+
+@every_class
+def test_a_resized_model_takes_the_new_ids(name):
+    """Also the parts that have a configuration of their own, as T5's encoder and decoder."""
+    model, _ = pair(name)
+    inputs = inputs_of(name, model.config, None)
+    ids = [each for each in ("input_ids", "decoder_input_ids") if each in inputs]
+    if name == "EncoderDecoderModel" or not ids:
+        pytest.skip("its parts are resized one by one")
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    for each in ids:
+        inputs[each][..., -2] = model.config.vocab_size - 1
+    model(**inputs)
 
 
 @every_family
