@@ -72,8 +72,12 @@ class ClassicArguments(Settings):
         self.steps = self.steps or (5 if self.system == "word2vec" else 1000)
         self.check(
             "resume",
-            not (self.resume and self.system == "word2vec"),
+            self.resumable or not self.resume,
             "a system that is trained in steps",
             "Start it again: it has no checkpoints.",
             "word2vec",
         )
+
+    @property
+    def resumable(self) -> bool:
+        return self.system != "word2vec"

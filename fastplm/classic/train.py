@@ -57,15 +57,18 @@ def classic(args: ClassicArguments) -> dict[str, Any]:
     Raises:
         FastplmError: the corpus, the output folder or a setting is wrong.
     """
-    with started(args) as before:
+    with started(args) as (before, make_room):
         documents = read_documents(args.corpus)
         if args.system == "word2vec":
-            return _word2vec(args, documents)
-        return _train(args, documents, before)
+            return _word2vec(args, documents, make_room)
+        return _train(args, documents, before, make_room)
 
 
 def _train(
-    args: ClassicArguments, documents: TextFiles, before: dict[str, Any] | None
+    args: ClassicArguments,
+    documents: TextFiles,
+    before: dict[str, Any] | None,
+    make_room: Callable[[], None],
 ) -> dict[str, Any]:
     from transformers import set_seed
 
@@ -116,7 +119,7 @@ def _train(
         + (f"; {sentences.cut:,} words beyond --max-length left out" if sentences.cut else ""),
         "results": str(out),
     }
-    begin(args, run, block(facts), settings.device)
+    begin(args, run, block(facts), settings.device, make_room)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {
         "arguments": settings_of(args),
@@ -224,7 +227,9 @@ COLLATORS: dict[str, Callable[[Sentences, Words], _Collator]] = {
 # --- word2vec -------------------------------------------------------------------------------------
 
 
-def _word2vec(args: ClassicArguments, documents: TextFiles) -> dict[str, Any]:
+def _word2vec(
+    args: ClassicArguments, documents: TextFiles, make_room: Callable[[], None]
+) -> dict[str, Any]:
     """Skip-gram with negative sampling by gensim (Mikolov et al. 2013, arXiv 1310.4546)."""
     try:
         from gensim.models import Word2Vec
@@ -236,7 +241,7 @@ def _word2vec(args: ClassicArguments, documents: TextFiles) -> dict[str, Any]:
     sentences = Sentences(documents, args.max_length)
     run = describe(args, _FREE_ON_RESUME, text=fingerprint(documents))
     facts = {"system": "word2vec", "text": f"{len(sentences):,} sentences", "results": str(out)}
-    begin(args, run, block(facts), torch.device("cpu"))
+    begin(args, run, block(facts), torch.device("cpu"), make_room)
     trained = Word2Vec(
         sentences.words,
         vector_size=args.hidden,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from fastplm import models
 from fastplm._checks import DataError, check
+from fastplm.data import _output
 from fastplm.train._checkpoint import weights_at
 
 #: How the names of classes end that write from left to right.
@@ -58,26 +58,12 @@ def load_model(where: str, folder: str | Path, head: str = "", *, bf16: bool = F
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_out(args: Any, *paths: Path) -> None:
-    """Check that the files of results can be written, and that none is replaced unasked."""
-    for path in paths:
-        free = args.overwrite or not os.path.lexists(path)
-        fix = "Choose another --out, or replace it with --overwrite."
-        args.check("out", free, "a new file", fix, f"{path}, which exists", DataError)
-        there = path.parent.is_dir() and not path.is_dir()
-        fix = "Make the folder, or choose another file."
-        args.check("out", there, "a file in an existing folder", fix, error=DataError)
-
-
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives the name under which a file is written, until all of it is there."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def results(args: Any, *paths: Path | None) -> Iterator[None]:
+    """In this block no other process writes the files of results, which were checked."""
+    given = [path for path in paths if path is not None]
+    with _output.results(args.where, given, args.inputs(), overwrite=args.overwrite):
+        yield
 
 
 def fp32_name(args: Any) -> str:

@@ -21,8 +21,9 @@ from torch import Tensor
 from fastplm._checks import ArgumentValueError, DataError, check, check_choice, check_int
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.data._output import reserve, whole
 from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
-from fastplm.inference._checkpoint import check_out, fp32_name, whole
+from fastplm.inference._checkpoint import fp32_name, results
 from fastplm.inference._encoder import Encoder, load_encoder
 from fastplm.inference.arguments import (
     BATCH_TOKENS,
@@ -33,7 +34,7 @@ from fastplm.inference.arguments import (
     EmbedArguments,
 )
 from fastplm.train._run import fp32_products, using_threads
-from fastplm.train._run_folder import loaded
+from fastplm.train._run_folder import loaded, writing
 from fastplm.train.report import block
 
 _WHERE = "embed"
@@ -356,7 +357,11 @@ def embed_file(args: EmbedArguments) -> str:
     """
     out = Path(args.out)
     of_words = out.with_suffix(".offsets.npy")
-    check_out(args, out, of_words)
+    with results(args, out, of_words):
+        return _embed_file(args, out, of_words)
+
+
+def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
     settings["max_length"] = args.max_length
     theirs = None
@@ -393,7 +398,8 @@ def embed_file(args: EmbedArguments) -> str:
             **settings,
         )
         if offsets is not None:
-            np.save(of_words, offsets)
+            with whole(of_words) as part, part.open("wb") as file:
+                np.save(file, offsets)
         else:  # of the file that is replaced
             of_words.unlink(missing_ok=True)
     say(cut)
@@ -436,6 +442,8 @@ def _array(path: Path, dtype: str) -> Any:
 
         def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
             made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))
+            with writing(_WHERE, path, "Make room, or choose another --out."):
+                reserve(part)
             return made[0]
 
         yield allocate

@@ -28,8 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
+from fastplm.data._output import whole
 from fastplm.inference._batches import batches, longest_input, progress_bar
-from fastplm.inference._checkpoint import check_out, head_of, load_model, whole
+from fastplm.inference._checkpoint import head_of, load_model, results
 from fastplm.inference.arguments import BATCH_TOKENS, CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
@@ -299,6 +300,7 @@ class _Asked:
             "{label} after the text, as a decoder reads only what is before it",
             "Change the template.",
         )
+        self._check_words(before)
         self.limit = longest_input(tokenizer, model.config)
         self.cut = 0
         #: {ids and source: number}
@@ -333,6 +335,33 @@ class _Asked:
         got = f"the word {word!r}, of which the tokenizer makes nothing"
         check(len(tokens) > 0, _WHERE, "labels", got, "words with a token", "Change it.")
         return tokens
+
+    def _check_words(self, before: str) -> None:
+        """Check that the model can tell the words of different labels apart."""
+        unknown = self.tokenizer.unk_token_id
+        known: dict[tuple[int, ...], tuple[str, str]] = {}
+        for label, words in self.prompt.labels.items():
+            for word in words:
+                tokens = tuple(self._word(before, word))
+                check(
+                    unknown is None or set(tokens) != {unknown},
+                    _WHERE,
+                    "labels",
+                    f"the word {word!r} of {label!r}, all of which the tokenizer reads as "
+                    f"{self.tokenizer.unk_token}, its token of unknown words",
+                    "words that the tokenizer knows",
+                    "Choose another word, in the language and letters of the checkpoint.",
+                )
+                other, same = known.setdefault(tokens, (label, word))
+                check(
+                    other == label,
+                    _WHERE,
+                    "labels",
+                    f"the word {same!r} of {other!r} and {word!r} of {label!r}, which are the "
+                    f"same tokens: {' '.join(self.tokenizer.convert_ids_to_tokens(tokens))}",
+                    "words of different tokens for different labels, which are else equally likely",
+                    "Choose another word for one of them.",
+                )
 
     def _question(self, before: str, after: str, tokens: list[int]) -> _Question:
         """Where the tokens of a word are looked up."""
@@ -473,8 +502,11 @@ def run_prompt(args: PromptArguments) -> str:
         FastplmError: a file, the model or a setting is wrong.
     """
     out = None if args.out is None else Path(args.out)
-    if out is not None:
-        check_out(args, out)
+    with results(args, out):
+        return _run_prompt(args, out)
+
+
+def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     prompt = read_prompt(args.prompt)
     examples = subset(_examples(args, args.data, prompt), args.max_samples)
     if args.shots is not None and args.shots_data is not None:

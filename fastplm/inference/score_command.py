@@ -20,8 +20,9 @@ from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.data._output import whole
 from fastplm.inference._batches import progress_bar
-from fastplm.inference._checkpoint import check_out, fp32_name, head_of, load_model, whole
+from fastplm.inference._checkpoint import fp32_name, head_of, load_model, results
 from fastplm.inference._encoder import load_encoder
 from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
@@ -64,8 +65,11 @@ def score_file(args: ScoreArguments) -> str:
         FastplmError: a file, the model or a setting is wrong.
     """
     out = None if args.out is None else Path(args.out)
-    if out is not None:
-        check_out(args, out)
+    with results(args, out):
+        return _score_file(args, out)
+
+
+def _score_file(args: ScoreArguments, out: Path | None) -> str:
     config = config_at("score", "model", args.model)
     usual = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
     metric = args.metric or usual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,27 @@ _BUSY = 0.8
 
 
 @contextmanager
-def started(args: Any, own: Iterable[Path] = ()) -> Iterator[dict[str, Any] | None]:
-    """Claim the folder of a run and set its threads; gives the record of a run that is resumed."""
+def started(
+    args: Any, own: Iterable[Path] = ()
+) -> Iterator[tuple[dict[str, Any] | None, Callable[[], None]]]:
+    """Claim the folder of a run and set its threads.
+
+    Gives the record of a run that is resumed, or None, and what is called before the first write
+    (see ``claimed``).
+    """
     where, out = args.where, Path(args.out)
-    folder = claimed(where, out, resume=args.resume, overwrite=args.overwrite, own=own)
-    with folder, using_threads(args.threads):
-        yield read_record(where, out) if args.resume else None
+    folder = claimed(
+        where,
+        out,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        own=own,
+        inputs=args.inputs(),
+        resumable=args.resumable,
+    )
+    with folder as make_room:
+        with using_threads(args.threads):
+            yield read_record(where, out) if args.resume else None, make_room
 
 
 def describe(args: Any, free: set[str], **facts: Any) -> dict[str, Any]:
@@ -35,10 +50,17 @@ def describe(args: Any, free: set[str], **facts: Any) -> dict[str, Any]:
     return {name: settings[name] for name in sorted(settings.keys() - free)} | facts
 
 
-def begin(args: Any, run: dict[str, Any], announcement: str, device: torch.device) -> None:
+def begin(
+    args: Any,
+    run: dict[str, Any],
+    announcement: str,
+    device: torch.device,
+    make_room: Callable[[], None],
+) -> None:
     """Write what the run is, and print what it will do."""
     out = Path(args.out)
     with writing(args.where, out):
+        make_room()
         write_hashed(out / RECORD, run)
     say(announcement)
     if device.type == "cpu":

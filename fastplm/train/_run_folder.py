@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -15,16 +14,8 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
-from fastplm.data._folder import (
-    MANIFEST,
-    damage,
-    first_process,
-    lock,
-    say,
-    seal,
-    unlock,
-    write_json,
-)
+from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._output import alone_in, check_apart, hold, release
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
@@ -37,21 +28,33 @@ _T = TypeVar("_T")
 
 @contextmanager
 def claimed(
-    where: str, out: Path, *, resume: bool, overwrite: bool | None, own: Iterable[Path] = ()
-) -> Iterator[None]:
+    where: str,
+    out: Path,
+    *,
+    resume: bool,
+    overwrite: bool | None,
+    own: Iterable[Path] = (),
+    inputs: Mapping[str, Sequence[str | Path]] | None = None,
+    resumable: bool = True,
+) -> Iterator[Callable[[], None]]:
     """Lock a folder for this run; it must be empty or new unless the run is resumed.
 
-    Under torchrun only the first process does it.
+    Gives a function to be called before the first write: with ``overwrite`` it moves what the
+    folder holds to ``<out>.old-<n>``, and the lock with it. So a run that fails in its settings,
+    its data or its model moves nothing. Under torchrun only the first process does any of this.
 
     Args:
         where: the command.
-        out: the folder.
+        out: the folder, or a link to it.
         resume: it holds this run, which is continued.
-        overwrite: move what it holds to ``<out>.old-<n>``; None for a command without this option.
-        own: folders of this run that may be in it, such as a cache.
+        overwrite: whether what it holds is moved; None for a command without this option.
+        own: folders of this run that may be in it and stay, such as a cache.
+        inputs: what the run reads, by the settings.
+        resumable: whether such a run can be resumed.
 
     Raises:
-        DataError: the folder holds something, no run to resume, or cannot be written.
+        DataError: the folder holds something, no run to resume, or cannot be written; it is read,
+            or is around what is read.
         ArgumentValueError: both ``resume`` and ``overwrite``.
     """
     check(
@@ -64,50 +67,79 @@ def claimed(
         ArgumentValueError,
     )
     if not first_process():
-        yield
+        yield lambda: None
         return
+    check_apart(where, out, inputs or {})
     if resume and not (out / RECORD).is_file():
         if checkpoints(out):
             read_record(where, out)
         _refuse_to_resume(where, f"{out}, which holds no run, and no checkpoint")
-    new = not out.exists()
+    real = out.resolve()  # of a link the folder is moved, and the link stays
+    new = not real.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = _lock(where, out)
+        real.parent.mkdir(parents=True, exist_ok=True)
+        with alone_in(real.parent):
+            real.mkdir(exist_ok=True)
+            handle = _lock(where, out)
     except OSError as error:
         what = "a file" if out.is_file() else f"which cannot be written ({error.strerror})"
         _refuse_output(where, f"{out}, {what}", "a folder", "Choose another --out.")
+    stay = {path.name for path in own if path.resolve().parent == real}
+    there: list[str] = []
+
+    def make_room() -> None:
+        nonlocal handle
+        if not there:
+            return
+        there.clear()
+        with alone_in(real.parent):
+            old = move_aside(real)
+            real.mkdir()
+            for name in stay:
+                if (old / name).exists():
+                    os.rename(old / name, real / name)
+            moved, handle = handle, _lock(where, out)
+        release(old / LOCK, moved)
+        say(f"The folder {out} was moved to {old}, as --overwrite asks.")
+
     try:
         if not resume:
-            inside = (path for path in own if path.resolve().parent == out.resolve())
-            allowed = {LOCK, *(path.name for path in inside)}
-            there = sorted(path.name for path in out.iterdir() if path.name not in allowed)
-            if there and overwrite:
-                _unlock(out, handle)
-                say(f"The folder {out} was moved to {move_aside(out)}, as --overwrite asks.")
-                out.mkdir()
-                handle = _lock(where, out)
-            elif there:
-                what = there[0] + (f" and {len(there) - 1} more" if there[1:] else "")
-                instead = ""
-                if RECORD in there and can_resume(out):
-                    what, instead = "a run", ", continue that run with --resume"
-                elif RECORD in there:
-                    what = "a run that has no checkpoint yet"
-                if overwrite is not None:
-                    instead += ", or move the folder aside with --overwrite"
-                _refuse_output(
-                    where,
-                    f"{out}, which holds {what}",
-                    "an empty or new folder",
-                    f"Choose another --out{instead}.",
-                )
-        yield
+            held = sorted(path.name for path in real.iterdir() if path.name not in {LOCK, *stay})
+            if held and not overwrite:
+                _refuse_what_is_there(where, out, held, overwrite, resumable)
+            if held:
+                here = Path.cwd()
+                if here == real or real in here.parents:
+                    _refuse_output(
+                        where,
+                        f"{out}, the current folder or one around it",
+                        "with --overwrite a folder that can be moved",
+                        "Choose another --out, or call the command in another folder.",
+                    )
+            there = held
+        yield make_room
     finally:
-        _unlock(out, handle)
+        release(real / LOCK, handle)
         if new:
             with suppress(OSError):  # unless there is something in it
-                out.rmdir()
+                real.rmdir()
+
+
+def _refuse_what_is_there(
+    where: str, out: Path, there: list[str], overwrite: bool | None, resumable: bool
+) -> NoReturn:
+    what = there[0] + (f" and {len(there) - 1} more" if there[1:] else "")
+    instead = ""
+    if RECORD in there and not resumable:
+        what = "a run"
+    elif RECORD in there and can_resume(out):
+        what, instead = "a run", ", continue that run with --resume"
+    elif RECORD in there:
+        what = "a run that has no checkpoint yet"
+    if overwrite is not None:
+        instead += ", or move the folder aside with --overwrite"
+    fix = f"Choose another --out{instead}."
+    _refuse_output(where, f"{out}, which holds {what}", "an empty or new folder", fix)
 
 
 def move_aside(out: Path) -> Path:
@@ -120,32 +152,15 @@ def move_aside(out: Path) -> Path:
 
 
 def _lock(where: str, out: Path) -> int:
-    path = out / LOCK
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if lock(handle) is False:
-            holder = os.read(handle, 200).decode(errors="replace") or "another one"
-            os.close(handle)
-            _refuse_output(
-                where,
-                f"{out}, where process {holder} writes",
-                "a folder that no other process uses",
-                "Choose another --out, or wait for it to end.",
-            )
-        # The process that held the lock may have removed the file after it was opened here.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                os.ftruncate(handle, 0)
-                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
-                return handle
-        os.close(handle)
+    def refuse(holder: str) -> NoReturn:
+        _refuse_output(
+            where,
+            f"{out}, where process {holder} writes",
+            "a folder that no other process uses",
+            "Choose another --out, or wait for it to end.",
+        )
 
-
-def _unlock(out: Path, handle: int) -> None:
-    with suppress(OSError):
-        (out / LOCK).unlink()
-    with suppress(OSError):
-        unlock(handle)
+    return hold(out / LOCK, refuse)
 
 
 def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
@@ -314,7 +329,11 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 @contextmanager
-def writing(where: str, path: Path) -> Iterator[None]:
+def writing(
+    where: str,
+    path: Path,
+    fix: str = "Make room, then go on from the last checkpoint with --resume.",
+) -> Iterator[None]:
     """Turn what libraries raise when a file cannot be written into a DataError of one line."""
     try:
         yield
@@ -327,8 +346,8 @@ def writing(where: str, path: Path) -> Iterator[None]:
                 where,
                 "out",
                 f"{path}, which cannot be written ({_first_line(error)})",
-                "a disk with room for checkpoints",
-                "Make room, then go on from the last checkpoint with --resume.",
+                "a disk with room for it",
+                fix,
             )
         ) from error
 

@@ -112,6 +112,8 @@ def whole(low: int = 1, high: int = 10**9) -> Number:
     return Number(int, low, high, f"a whole number from {low} to {high}")
 
 
+#: How the help calls the values of settings that are paths.
+_PATHS = ("DIR", "FILE", "PATH")
 _LARGEST = sys.float_info.max
 _ANY = Number(float, -_LARGEST, _LARGEST, "a number")
 POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
@@ -212,6 +214,20 @@ class Settings:
         if not condition:
             got = getattr(self, name) if got is None else got
             raise error(message(self.where, name, got, expected, fix))
+
+    @property
+    def resumable(self) -> bool:
+        """Whether such a run can be continued."""
+        return True
+
+    def inputs(self) -> dict[str, Sequence[str | Path]]:
+        """The paths that the command reads, by their settings: those that the help calls so."""
+        found: dict[str, Sequence[str | Path]] = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            given = getattr(self, each.name)
+            if each.name not in ("out", "cache") and each.metadata["metavar"] in _PATHS and given:
+                found[each.name] = given if isinstance(given, list | tuple) else (given,)
+        return found
 
     def check_values(self) -> None:
         """Check the range and the choices of each setting."""

@@ -32,7 +32,7 @@ from fastplm.train._run_folder import (
     writing,
 )
 from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_data import hold_out, read_examples, subset
+from fastplm.train.finetune_data import hold_out, read_examples, shown_counts, subset
 from fastplm.train.finetune_models import (
     build_model,
     longest,
@@ -77,14 +77,15 @@ def finetune(
     from accelerate import PartialState
 
     processes = PartialState(cpu=not torch.cuda.is_available())
-    with started(args) as before:
-        return _finetune(args, Path(args.out), before, processes, print_fn)
+    with started(args) as (before, make_room):
+        return _finetune(args, Path(args.out), before, make_room, processes, print_fn)
 
 
 def _finetune(
     args: FinetuneArguments,
     out: Path,
     before: dict[str, Any] | None,
+    make_room: Callable[[], None],
     processes: Any,
     print_fn: Callable[[str], object],
 ) -> dict[str, Any]:
@@ -116,7 +117,9 @@ def _finetune(
         _training_arguments(each, len(train), args.seed, folder)
     processes.wait_for_everyone()
     if processes.is_main_process:
-        begin(args, run, _announcement(args, task, trains[-1], processes), processes.device)
+        text = _announcement(args, task, trains[-1], processes)
+        begin(args, run, text, processes.device, make_room)
+    processes.wait_for_everyone()  # till what the folder held is moved
     trained: list[int] = []
     points = [
         _train_seeds(each, task, train, folder, processes, print_fn, trained)
@@ -128,6 +131,7 @@ def _finetune(
         "device": str(processes.device),
         "eval_examples": len(task.test),
         "chance": task.chance(),
+        "most_frequent_label": task.baseline(),
         **points[-1],
     }
     if len(points) > 1:
@@ -169,6 +173,7 @@ def _train_seeds(
         scores += f"  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
         what = "" if out == Path(args.out) else f"{len(task.train)} examples, "
         print_fn(f"{what}seed {seed}: {scores}")
+        say(task.warning(result.get("most_frequent_prediction")))
     return {
         "train_examples": len(task.train),
         "train_features": len(train),
@@ -184,16 +189,22 @@ def _announcement(
 ) -> str:
     held_out = "" if args.eval_data is not None else ", held out of the same file"
     threads = f", {torch.get_num_threads()} threads" if processes.device.type == "cpu" else ""
-    return block(
+    counts, to_judge = task.label_counts(task.train), task.label_counts(task.test)
+    labels = {}
+    if counts is not None and to_judge is not None:
+        labels["labels"] = f"{shown_counts(counts)}; to judge by: {shown_counts(to_judge)}"
+    shown = block(
         {
             "data": f"{args.data}: {len(task.train):,} examples ({len(train):,} features) to train "
             f"on, {len(task.test):,} to judge by{held_out}",
+            **labels,
             "model": f"{_source(args)}, with the classes of {args.library}",
             "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
             "device": f"{processes.device}{threads}",
             "results": f"{args.out}, {args.seeds} seed{'s' if args.seeds > 1 else ''}",
         }
     )
+    return "\n".join([shown, *task.doubts()])
 
 
 def _source(args: FinetuneArguments) -> str:
@@ -229,6 +240,9 @@ def summary(metrics: dict[str, Any]) -> str:
     """
     count = len(metrics["seeds"])
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
+    usual = metrics.get("most_frequent_label")  # a run of an older version has none
+    if usual is not None:
+        what += f"; always the most frequent label: accuracy {usual['accuracy']:.4f}"
     lines = []
     for point in metrics.get("curve", [metrics]):
         start = f"{point['train_examples']} examples: " if "curve" in metrics else ""
@@ -289,6 +303,7 @@ def _within(t: float, degrees: int) -> float:
 
 def prepare_task(args: FinetuneArguments) -> Task:
     """The examples of a run and the tokenizer."""
+    _check_other_files(args)
     tokenizer, config = read_tokenizer(args), read_config(args)
     columns = (args.text_columns, args.label_column)
     train = read_examples(args.task, args.data, *columns, targets=args.targets)
@@ -312,6 +327,23 @@ def prepare_task(args: FinetuneArguments) -> Task:
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
     length = longest(args, kind.max_length, config, tokenizer)
     return kind(args, config, train, test, tokenizer, length, known)
+
+
+def _check_other_files(args: FinetuneArguments) -> None:
+    """Check that a model is not judged by what it was trained on."""
+    for name, other in (("eval_data", "data"), ("eval_targets", "targets")):
+        paths = getattr(args, name), getattr(args, other)
+        try:
+            same = None not in paths and os.path.samefile(*paths)
+        except (OSError, ValueError):
+            continue  # what is wrong with the path is said when it is read
+        args.check(
+            name,
+            not same,
+            "a file of examples that the model is not trained on",
+            "Give another file, or leave it out: a tenth of --data is then held out.",
+            f"{paths[0]}, the file of --{other}",
+        )
 
 
 class FeatureDataset(Dataset):
@@ -467,6 +499,7 @@ def _run(
     result = {
         "seed": seed,
         "scores": scores,
+        "most_frequent_prediction": task.most_frequent(predictions),
         "steps": trainer.state.global_step,
         "loss": history[-1]["loss"],
         # Of all its steps, also of those before it was resumed.
@@ -484,12 +517,21 @@ def _run(
     if first:
         with writing("finetune", out):
             save_models(out, {"model": model}, task.tokenizers)
-            write_json(out / "predictions.json", {"predictions": predictions})
+            _write_predictions(out / "predictions.json", args, task.records(predictions))
             write_json(out / "result.json", result)
             seal(out, ["model", "predictions.json", "result.json"])
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
+
+
+def _write_predictions(path: Path, args: FinetuneArguments, records: list[Any]) -> None:
+    """Write JSON with one example a line; the folder's manifest says whether all of it is there."""
+    file = args.data if args.eval_data is None else args.eval_data
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    text = f'{{"file": {json.dumps(str(file))},\n"predictions": [\n{lines}\n]}}\n'
+    # Half a surrogate pair, which JSON may hold and UTF-8 may not, is written as its escape.
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def _compute_once(trainer: FinetuningTrainer, frozen: Frozen, features: FeatureDataset) -> None:

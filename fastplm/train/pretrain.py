@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -134,11 +134,16 @@ class Pretraining:
 
 def train_on_stream(training: Pretraining) -> dict[str, Any]:
     """Run, or resume, a training over a stream of samples; returns ``metrics.json``."""
-    with started(training.args, own=[Path(training.args.cache)]) as before:
-        return _pretrain(training, Path(training.args.out), before)
+    with started(training.args, own=[Path(training.args.cache)]) as (before, make_room):
+        return _train(training, Path(training.args.out), before, make_room)
 
 
-def _pretrain(training: Pretraining, out: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+def _train(
+    training: Pretraining,
+    out: Path,
+    before: dict[str, Any] | None,
+    make_room: Callable[[], None],
+) -> dict[str, Any]:
     from transformers.integrations import TensorBoardCallback
 
     args, checkpoint, done = training.args, None, 0
@@ -159,16 +164,16 @@ def _pretrain(training: Pretraining, out: Path, before: dict[str, Any] | None) -
             return json.loads((out / "metrics.json").read_text()) if first_process() else {}
         if wrong is not None and (out / MANIFEST).is_file():
             say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
-    callbacks: list[TrainerCallback] = []
-    if training_arguments.process_index == 0:
+    trainer, collator = training.trainer(training_arguments, data, [])
+    writes = training_arguments.process_index == 0
+    if writes:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What the killed run had logged beyond its last checkpoint is logged again.
-        writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
-        callbacks.append(TensorBoardCallback(writer))
-    trainer, collator = training.trainer(training_arguments, data, callbacks)
-    if callbacks:
         with writing(args.where, out):
+            make_room()
+            # What the killed run had logged beyond its last checkpoint is logged again.
+            writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
+            trainer.add_callback(TensorBoardCallback(writer))
             (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
             data.tokenizer.save_pretrained(out / "tokenizer")
         run["starts"] = [*(before or {"starts": []})["starts"], done]
@@ -178,10 +183,10 @@ def _pretrain(training: Pretraining, out: Path, before: dict[str, Any] | None) -
                 f"\nThe run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
                 f"step {done + 1} on its learning rate is that of a schedule over all of them."
             )
-        begin(args, run, text, training_arguments.device)
+        begin(args, run, text, training_arguments.device, make_room)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {}
-    if callbacks:
+    if writes:
         with writing(args.where, out):
             metrics = _finish(training, out, trainer, data, collator, run)
     trainer.accelerator.wait_for_everyone()

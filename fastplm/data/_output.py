@@ -1,0 +1,179 @@
+"""The files and folders that a command writes: never what it reads, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from fastplm.data._folder import lock, locked, unlock
+from fastplm.errors import DataError, message
+
+#: Settings whose folders are read as texts, so that no result may lie in them.
+_TEXTS = ("corpus", "translation")
+_AT_ONCE = 1 << 22
+_OTHER = "Choose another --out,"
+
+
+def check_apart(where: str, out: Path, inputs: Mapping[str, Sequence[str | Path]]) -> None:
+    """Check that writing ``out`` cannot change or move what a command reads.
+
+    Args:
+        where: the command.
+        out: the file or folder that it writes.
+        inputs: the paths that it reads, by their settings. What does not exist is left to those
+            who read it.
+
+    Raises:
+        DataError: ``out`` is one of them, a link to one, a folder around one, a file of one that
+            is a folder, or lies in a folder of texts.
+    """
+    written = out.resolve()
+    for name, paths in inputs.items():
+        for path in map(Path, paths):
+            if not path.exists():
+                continue
+            read = path.resolve()
+            if read == written or (written.exists() and os.path.samefile(read, written)):
+                what = f"which is --{name.replace('_', '-')}"
+            elif written in read.parents:
+                what = f"a folder around --{name.replace('_', '-')} {path}"
+            elif read in written.parents and (written.is_file() or name in _TEXTS):
+                what = f"which is in --{name.replace('_', '-')} {path}"
+            else:
+                continue
+            linked = f", a link to {written}" if out.is_symlink() else ""
+            expected = "a path apart from all that is read"
+            fix = "Choose another --out."
+            raise DataError(message(where, "out", f"{out}{linked}, {what}", expected, fix))
+
+
+def hold(path: Path, refuse: Callable[[str], NoReturn]) -> int:
+    """Make and lock a file; gives its descriptor, for ``release``.
+
+    Args:
+        path: of the file.
+        refuse: raises the error that another process has it; it is called with the name of that
+            process.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if lock(handle) is False:
+            holder = os.read(handle, 200).decode(errors="replace") or "another one"
+            os.close(handle)
+            refuse(holder)
+        # The process that held the lock may have removed the file after it was opened here.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
+                return handle
+        os.close(handle)
+
+
+def release(path: Path, handle: int) -> None:
+    """Remove and unlock a file of ``hold``, which may have been moved to ``path``."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        unlock(handle)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """In this block no other process claims or moves a folder in ``folder``."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that cannot be read
+            stack.enter_context(locked(folder))
+        yield
+
+
+@contextlib.contextmanager
+def results(
+    where: str,
+    paths: Sequence[Path],
+    inputs: Mapping[str, Sequence[str | Path]],
+    *,
+    overwrite: bool,
+) -> Iterator[None]:
+    """Check the files of results, and keep other processes from writing them in this block.
+
+    Raises:
+        DataError: one exists and is not to be replaced, is read, cannot be written, or another
+            process writes it.
+    """
+    held: list[tuple[Path, int]] = []
+    try:
+        for path in paths:
+            check_apart(where, path, inputs)
+            held.append(_hold_result(where, path, overwrite))
+        yield
+    finally:
+        for lock_file, handle in held:
+            release(lock_file, handle)
+
+
+def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
+    """Check and lock a file of results; gives the file of the lock and its descriptor."""
+
+    def refuse(got: str, expected: str, fix: str = "Choose another --out.") -> NoReturn:
+        raise DataError(message(where, "out", f"{path}{got}", expected, fix))
+
+    def held_by(holder: str) -> NoReturn:
+        expected = "a file that no other process writes"
+        refuse(f", which process {holder} writes", expected, f"{_OTHER} or wait for it to end.")
+
+    real = path.resolve()
+    if not real.parent.is_dir() or real.is_dir():
+        refuse("", "a file in an existing folder", "Make the folder, or choose another file.")
+    if os.path.lexists(path) and not overwrite:
+        refuse(", which exists", "a new file", f"{_OTHER} or replace it with --overwrite.")
+    if real.exists() and not real.is_file():
+        refuse(", a device or a pipe", "a file")
+    lock_file = real.with_name(f".{real.name}.lock")
+    try:
+        handle = hold(lock_file, held_by)
+    except OSError as error:
+        refuse(f", in a folder that cannot be written ({error.strerror})", "a file in another one")
+    # Processes that were killed left these.
+    for part in real.parent.glob(f".{glob.escape(real.name)}.*.part"):
+        part.unlink(missing_ok=True)
+    return lock_file, handle
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Gives the name under which a file is written, until all of it is there.
+
+    It is a name of this process alone. Of a link the file is written, and the link stays.
+    """
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def reserve(path: Path) -> None:
+    """Take the room on the disk for a file that was made with holes.
+
+    A page of a memory map for which there is no room would end the process.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS and Windows
+            for begin in range(0, size, _AT_ONCE):
+                here = os.pread(file.fileno(), _AT_ONCE, begin)
+                file.seek(begin)
+                file.write(here)
