@@ -97,3 +97,35 @@ def measured(monkeypatch) -> Measured:
     table = Measured()
     monkeypatch.setattr(_measured, "table", lambda: table)
     return table
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A folder of a BERT of two layers for masked words, and its tokenizer of letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, PreTrainedTokenizerFast
+
+    from fastplm.models import BertForMaskedLM
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {name: f"[{name[:-6].upper()}]" for name in ("pad_token", "unk_token", "cls_token")}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, **names, sep_token="[SEP]", mask_token="[MASK]"
+    )
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+    )
+    folder = tmp_path_factory.mktemp("checkpoint")
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -17,15 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import BertConfig
 
 from fastplm.cli import main
 from fastplm.data import _output
 from fastplm.data._output import hold, release, whole
 from fastplm.errors import DataError
-from fastplm.models import BertForMaskedLM
 
-LETTERS = "abcdefghijklmnop"
 #: The words of each command without --out; words in capitals are inputs.
 COMMANDS = {
     "embed": "embed --model MODEL --data DATA",
@@ -259,35 +256,6 @@ def test_several_that_move_one_folder(tmp_path):
 
 
 # --- whole or not at all --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS]
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {name: f"[{name[:-6].upper()}]" for name in ("pad_token", "unk_token", "cls_token")}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, **names, sep_token="[SEP]", mask_token="[MASK]"
-    )
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-        max_position_embeddings=32,
-    )
-    folder = tmp_path_factory.mktemp("checkpoint")
-    BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

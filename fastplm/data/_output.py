@@ -128,10 +128,10 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
         refuse(f", which process {holder} writes", expected, f"{_OTHER} or wait for it to end.")
 
     real = path.resolve()
-    if not real.parent.is_dir() or real.is_dir():
-        refuse("", "a file in an existing folder", "Make the folder, or choose another file.")
     if os.path.lexists(path) and not overwrite:
         refuse(", which exists", "a new file", f"{_OTHER} or replace it with --overwrite.")
+    if not real.parent.is_dir() or real.is_dir():
+        refuse("", "a file in an existing folder", "Make the folder, or choose another file.")
     if real.exists() and not real.is_file():
         refuse(", a device or a pipe", "a file")
     lock_file = real.with_name(f".{real.name}.lock")

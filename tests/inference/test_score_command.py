@@ -193,7 +193,9 @@ def test_a_file_is_written_whole_and_never_replaced_unasked(score, data, tmp_pat
     assert score("bert", data, "--out", out, "--by", "corpus", "--overwrite") == ""
     assert out.read_text() != shown
     refused("bert", data, "--out", tmp_path / "none" / "a.tsv", said="a file in an existing folder")
-    refused("bert", data, "--out", tmp_path, said="which exists")
+    (tmp_path / "folder").mkdir()
+    refused("bert", data, "--out", tmp_path / "folder", said="which exists")
+    (tmp_path / "folder").rmdir()
     assert {path.name for path in tmp_path.iterdir()} == {"scores.tsv", "texts.txt"}
 
 

@@ -1,0 +1,137 @@
+"""What a checkpoint lacks, holds too much of or holds as NaN is refused by every command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastplm.cli import main
+from fastplm.models import BertForMaskedLM
+from fastplm.train._checkpoint import weights_at
+
+COMMANDS = {
+    "embed": "embed --model MODEL --data texts.txt --out out.npy",
+    "score": "score --model MODEL --data texts.txt --out out.tsv",
+    "bertscore": "score --metric bertscore --model MODEL --data texts.txt --references texts.txt "
+    "--out out.tsv",
+    "prompt": "prompt --model MODEL --prompt prompt.json --data table.tsv --out out.tsv",
+    "finetune": "finetune --task classification --model MODEL --data table.tsv --out out --steps 1",
+    "seq2seq": "finetune --task seq2seq --encoder MODEL --data pairs.tsv --out out --steps 1 "
+    "--target-vocab-size 300 --max-target-length 16",
+    "distill": "distill --recipe distilbert --teacher MODEL --corpus corpus.txt --steps 1 "
+    "--block-size 8 --cache cache --out out",
+}
+NO_HEAD = ("embed", "bertscore", "finetune", "seq2seq")
+
+
+def renamed(change):
+    def fault(weights, config):
+        return {change(name): value for name, value in weights.items()}, config
+
+    return fault
+
+
+def without(part):
+    def fault(weights, config):
+        return {name: value for name, value in weights.items() if part not in name}, config
+
+    return fault
+
+
+def with_value(number):
+    def fault(weights, config):
+        weights["bert.encoder.layer.1.output.dense.weight"][3, 2] = number
+        return weights, config
+
+    return fault
+
+
+#: What is done to a checkpoint, and what the error says.
+FAULTS = {
+    "DDP": (renamed(lambda name: f"module.{name}"), ["DistributedDataParallel", "'module.'"]),
+    "compiled": (renamed(lambda name: f"_orig_mod.{name}"), ["torch.compile", "'_orig_mod.'"]),
+    "no attention": (without("1.attention.self.query"), ["lacks 2 weights", "1.attention.self"]),
+    "another type": (
+        lambda weights, config: (weights, config | {"model_type": "roberta", "type_vocab_size": 2}),
+        ["lacks", "bert.", "model type roberta"],
+    ),
+    "NaN": (with_value(float("nan")), ["layer.1.output.dense.weight holds NaN"]),
+    "infinity": (with_value(float("-inf")), ["layer.1.output.dense.weight holds NaN or inf"]),
+    "fewer layers": (
+        lambda weights, config: (weights, config | {"num_hidden_layers": 1}),
+        ["more layers than its config.json says", "layer.1."],
+    ),
+    "other width": (
+        lambda weights, config: (weights, config | {"vocab_size": 30}),
+        ["`"],
+    ),
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("a b\nc d e\n")
+    (tmp_path / "corpus.txt").write_text("\n\n".join("a b c d e f g h i j k" for _ in range(400)))
+    rows = [f"{'a b c' if i % 2 else 'd e'}\t{'no' if i % 2 else 'yes'}" for i in range(40)]
+    (tmp_path / "table.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n")
+    pairs = [f"a b c {'d' * (i % 3)}\tthe e f {i}" for i in range(40)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["source\ttarget", *pairs]) + "\n")
+    prompt = {"template": "{text} {label}", "labels": {"yes": ["a"], "no": ["b"]}}
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt))
+    return tmp_path
+
+
+def words_of(command, model):
+    return [str(model) if word == "MODEL" else word for word in COMMANDS[command].split()]
+
+
+def broken(checkpoint, fault, to):
+    shutil.copytree(checkpoint, to)
+    config = json.loads((to / "config.json").read_text())
+    weights, config = fault(load_file(to / "model.safetensors"), config)
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_broken_checkpoint_is_refused(command, fault, checkpoint, place, capsys):
+    change, said = FAULTS[fault]
+    model = broken(checkpoint, change, place / "broken")
+    assert main(words_of(command, model)) == 2
+    shown = capsys.readouterr()
+    line = shown.err.splitlines()[-1]
+    assert line.startswith("fastplm: error: ") and "broken" in line, shown.err
+    assert all(each in line for each in said), line
+    assert not (place / "out.npy").exists() and not (place / "out.tsv").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_head_that_is_not_needed_may_be_missing(command, checkpoint, place, capsys):
+    model = broken(checkpoint, without("cls."), place / "broken")
+    assert main(words_of(command, model)) == (0 if command in NO_HEAD else 2)
+    if command not in NO_HEAD:
+        assert "lacks" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_whole_checkpoint_is_read(command, checkpoint, place):
+    assert main(words_of(command, checkpoint)) == 0
+
+
+def test_large_finite_weights_are_no_infinity(checkpoint, place):
+    """Their sum is one."""
+
+    def large(weights, config):
+        weights["bert.encoder.layer.1.output.dense.weight"][:] = torch.finfo(torch.float32).max / 2
+        return weights, config
+
+    folder = broken(checkpoint, large, place / "large")
+    model, missing = weights_at("embed", "model", folder, "a checkpoint", BertForMaskedLM)
+    assert not missing and not model.bert.encoder.layer[1].output.dense.weight.sum().isfinite()
