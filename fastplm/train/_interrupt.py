@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run at once and prints how to continue it."""
+"""Ctrl-C and SIGTERM: a training writes a checkpoint, and a command says how to continue."""
 
 from __future__ import annotations
 
@@ -8,23 +8,39 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from fastplm.data._folder import say
+from fastplm.data._folder import first_process, say
 from fastplm.train._run_folder import RECORD, checkpoints
 
 #: The exit code of a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
+#: What ends a command: of Ctrl-C, and of ``kill``, a batch system or a container that stops.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which Python ends by itself, unless a library is busy and ignores signals.
 _PATIENCE = 2.0
 # By how many seconds the clock of a file system may be behind.
 _GRAIN = 0.1
+#: Seconds after which a training writes a checkpoint, whatever --save-every says.
+_SAVE_SECONDS = 600.0
+
+
+class _Stop:
+    """Whether a training would end after its step, and the signal that asked it to, or 0."""
+
+    heard = False
+    asked = 0
 
 
 @contextmanager
 def interruptible(words: Sequence[str], out: str | Path) -> Iterator[None]:
-    """In this block Ctrl-C prints how to continue, and ends the process even if it is busy."""
+    """In this block a signal prints how to continue, and ends the process even if it is busy.
+
+    Raises:
+        KeyboardInterrupt: with the number of the signal.
+    """
     left, began = threading.Event(), time.time()
     try:
         with _watched(left, words, out, began):
@@ -32,6 +48,20 @@ def interruptible(words: Sequence[str], out: str | Path) -> Iterator[None]:
     except KeyboardInterrupt:
         say(_how_to_go_on(words, Path(out), began))
         raise
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """What Python calls at a signal."""
+    if _Stop.heard and not _Stop.asked:
+        _Stop.asked = number
+        if first_process():  # not by print, which may be what was interrupted
+            os.write(
+                2,
+                b"\nfastplm: interrupted; a checkpoint is written after this step. "
+                b"Press Ctrl-C again to end at once.\n",
+            )
+        return
+    raise KeyboardInterrupt(number)
 
 
 @contextmanager
@@ -43,13 +73,19 @@ def _watched(
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
 
     def watch() -> None:
+        waits = False  # for the checkpoint of a training
         while arrived := os.read(reader, 1):
-            if arrived[0] == signal.SIGINT and not left.wait(_PATIENCE):
+            if arrived[0] not in _SIGNALS:
+                continue
+            if _Stop.heard and not waits:
+                waits = True
+            elif not left.wait(_PATIENCE):
                 say(_how_to_go_on(words, Path(out), began))
-                os._exit(INTERRUPTED)
+                os._exit(128 + arrived[0])
         os.close(reader)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -57,8 +93,49 @@ def _watched(
         yield
     finally:
         left.set()
-        signal.set_wakeup_fd(before)
+        for number, handler in before.items():
+            with suppress(TypeError):  # one that was not set by Python
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         os.close(writer)  # the thread reads the end
+
+
+@contextmanager
+def saved_when_stopped(trainer: Any) -> Iterator[None]:
+    """In this block a signal ends a training after its step, with a checkpoint; so does time.
+
+    Of several processes each would end after another step, so there a signal ends them at once.
+
+    Raises:
+        KeyboardInterrupt: a signal has ended the training, that of this number.
+    """
+    from transformers import TrainerCallback
+
+    saved = time.monotonic()
+
+    class SaveAndStop(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            nonlocal saved
+            saved = time.monotonic()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if _Stop.asked:
+                control.should_training_stop = True
+            if _Stop.asked or time.monotonic() - saved > _SAVE_SECONDS:
+                control.should_save = control.should_log = True
+
+    if trainer.args.world_size > 1:
+        yield
+        return
+    # The first, as what is logged depends on whether a checkpoint is written.
+    trainer.callback_handler.callbacks.insert(0, SaveAndStop())
+    _Stop.heard, _Stop.asked = True, 0
+    try:
+        yield
+    finally:
+        _Stop.heard = False
+    if _Stop.asked:
+        raise KeyboardInterrupt(_Stop.asked)
 
 
 def _how_to_go_on(words: Sequence[str], out: Path, began: float) -> str:

@@ -236,7 +236,7 @@ def test_the_command_writes_predictions(folder, capsys):
     "change, said",
     [
         ("--out old.tsv", "`out` got old.tsv, which exists"),
-        ("--out model --overwrite", "`out` got model; expected a file in an existing folder"),
+        ("--out model --overwrite", "`out` got model, which is --model; expected a path apart from all that is read"),
         ("--data other.tsv", "`data` got other.tsv:2: the label '2'; expected one of the prompt"),
         ("--prompt data.tsv", "`prompt` got data.tsv .*expected JSON"),
         ("--prompt missing.json", "`prompt` got missing.json .No such file"),
