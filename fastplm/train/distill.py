@@ -404,7 +404,10 @@ def load_model(args: DistillArguments, argument: str, dropout: float | None = No
     kind = _class_for(args, argument, config)
     set_dropout(config, dropout)
     options = {"config": config, "dtype": torch.float32, **_without_pooler(kind)}
-    expected = f"a {kind.__name__} with all weights, as the recipe {args.recipe} needs"
+    expected = (
+        f"a {kind.__name__} with all weights, as the recipe {args.recipe} needs; tinybert, minilm "
+        "and multilingual need no head"
+    )
     model, _ = weights_at("distill", argument, path, expected, kind, **options)
     return model
 
