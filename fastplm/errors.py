@@ -38,9 +38,28 @@ class DivergenceError(FastplmError, ArithmeticError):
     """A training came to a loss, gradient or weight that is not finite."""
 
 
+#: The longest text of a value that a message repeats.
+_LONGEST = 60
+
+
 def message(where: str, argument: str, got: object, expected: str, fix: str) -> str:
     """The one form every error takes: ``where: `argument` got …; expected …; fix.``"""
+    if type(got) is int:
+        got = shown(got)
     return f"{where}: `{argument}` got {got}; expected {expected}. {fix}"
+
+
+def shown(value: object) -> str:
+    """How a message names a value, in one short line."""
+    if isinstance(value, int):
+        # Python refuses to write an int of thousands of digits.
+        return repr(value) if value.bit_length() < 1000 else f"an int of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        text = repr(value[:_LONGEST])
+        return text if len(value) <= _LONGEST else f"{text} and more"
+    if value is None or isinstance(value, (float, complex)):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def fail(
@@ -75,7 +94,7 @@ def check(
 
 def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
     """``value`` is one of ``choices``."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentValueError(
-            message(where, argument, repr(value), " | ".join(choices), "Choose one of these.")
+            message(where, argument, shown(value), " | ".join(choices), "Choose one of these.")
         )

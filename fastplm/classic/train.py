@@ -24,6 +24,7 @@ from fastplm.classic.sentences import (
 from fastplm.classic.words import BEGIN, END, PAD, UNK, Sentences, Words
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.data.corpus import TextFiles, fingerprint, read_documents
+from fastplm.train._interrupt import saved_when_stopped
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import RECORD, check_same, checkpoint_to_resume, save_models, writing
 from fastplm.train.report import block, curve, settings_of, versions
@@ -120,7 +121,8 @@ def _train(
         "results": str(out),
     }
     begin(args, run, block(facts), settings.device, make_room)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with saved_when_stopped(trainer):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),

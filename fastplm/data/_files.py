@@ -54,6 +54,10 @@ _BINARY = (
 def lines_of(path: Path) -> Iterator[str]:
     """The lines of a text file, with their line ends as ``"\\n"``.
 
+    A line ends with ``"\\n"`` or ``"\\r\\n"``. A ``"\\r"`` elsewhere is a character of its line, as
+    programs leave it in texts that they copy; it ends a line only in a file without any ``"\\n"``,
+    as Excel writes it for a Mac.
+
     Raises:
         DataError: the path is not a file that can be read more than once, or not a text.
     """
@@ -61,13 +65,23 @@ def lines_of(path: Path) -> Iterator[str]:
     encoding = "utf-8"
     try:
         opened, encoding = _open(path)
-        with opened, io.TextIOWrapper(opened, encoding) as text:
+        with opened, io.TextIOWrapper(opened, encoding, newline="\n") as text:
             if opened.peek(_HEAD).startswith(b"%PDF-"):  # which may be all letters
                 _refuse_contents(path, encoding)
             for number, line in enumerate(text):
                 if "\0" in line:
                     _refuse_contents(path, encoding)
-                yield line if number else line.removeprefix("\ufeff")
+                if not number:
+                    line = line.removeprefix("\ufeff")
+                    if not line:  # a byte-order mark and no text
+                        continue
+                    if "\r" in line and not line.endswith("\n"):
+                        yield from io.StringIO(line, newline=None)
+                        continue
+                if "\r" in line and (kept := line.rstrip("\r\n")) != line:
+                    # So the last line may end with "\r", and each line with "\r\r\n".
+                    line = f"{kept}\n"
+                yield line
     except UnicodeDecodeError:
         _refuse_contents(path, encoding)
     except _DamagedError as error:

@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastplm._checks import DataError, DivergenceError
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.train._interrupt import saved_when_stopped
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     check_same,
@@ -493,7 +494,8 @@ def _run(
     trainer = make_trainer(args, task, model, features, seed, out)
     if args.freeze:
         _compute_once(trainer, model.frozen, features)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with saved_when_stopped(trainer):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     scores, predictions = task.evaluate(trainer)
     history = curve(trainer.state.log_history)
     result = {

@@ -6,8 +6,10 @@ import csv
 import io
 import itertools
 import json
+import math
+import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ import torch
 
 from fastplm._checks import DataError, check, message
 from fastplm.data._files import lines_of
+from fastplm.data._folder import say
 
 _WHERE = "read_examples"
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
@@ -51,12 +54,15 @@ class Example:
             without one), or the number of the right choice.
         group: what stays together when some examples are held out.
         where: file and line, or the question's id.
+        place: the line in its file (the first one of a sentence of tagged words), or the
+            question's id.
     """
 
     texts: tuple[str, ...]
     target: Any
     group: int
     where: str
+    place: int | str = 0
 
 
 def read_examples(
@@ -94,7 +100,7 @@ def read_examples(
         examples = list(readers[task](path, text))
     else:
         counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
-        examples = list(_rows(path, text, counts, text_columns, label_column))
+        examples = list(_rows(path, text, task, counts, text_columns, label_column))
     if not examples:
         _refuse(str(path), "nothing", "one example at least")
     return examples
@@ -163,12 +169,91 @@ def subset(examples: list[Example], count: int | None) -> list[Example]:
     return [examples[index] for index in sorted(order[:count].tolist())]
 
 
+# --- labels ---------------------------------------------------------------------------------------
+
+#: What a label that is missing is often written as, in small letters.
+_MISSING = frozenset(("", "nan", "null", "none", "n/a", "na", "<na>", "empty"))
+#: Variation selectors, which choose how a character is drawn and are not seen themselves.
+_SELECTORS = "\ufe0e\ufe0f"
+# Of more labels than this, the most frequent and the rarest are shown.
+_SHOWN, _FREQUENT, _RARE = 20, 12, 4
+_WARNINGS, _LONGEST = 5, 40
+
+
+def number(text: str) -> float | None:
+    """The finite number that a text is, if it is one; Python's ``1_000`` is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and "_" not in text else None
+
+
+def essence(label: str) -> str:
+    """What is left of a label without case, spaces, invisible characters and normal form.
+
+    Of a number it is the value, however it is written.
+    """
+    value = number(label)
+    if value is not None:
+        return repr(value + 0.0)  # -0 is 0
+    folded = unicodedata.normalize("NFKC", label).casefold()
+    kept = (c for c in folded if not c.isspace() and c not in _SELECTORS)
+    return unicodedata.normalize(
+        "NFKC", "".join(c for c in kept if unicodedata.category(c) != "Cf")
+    )
+
+
+def shown_counts(counts: Mapping[str, int]) -> str:
+    """Each label with its count, the rarest last; of very many labels some."""
+    order = sorted(counts, key=lambda label: (-counts[label], label))
+    parts = [f"{_shown(label)} {counts[label]:,}" for label in order]
+    if len(parts) > _SHOWN:
+        left = len(parts) - _FREQUENT - _RARE
+        parts[_FREQUENT:-_RARE] = [f"… {left:,} more …"]
+        return f"{len(order):,} labels: {', '.join(parts)}"
+    return ", ".join(parts)
+
+
+def doubtful_labels(counts: Mapping[str, int]) -> list[str]:
+    """A line for each group of labels that may be one, and one for labels that may be missing."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for label in sorted(counts, key=lambda label: (-counts[label], label)):
+        groups[essence(label)].append(label)
+    lines = []
+    for same in (labels for labels in groups.values() if len(labels) > 1):
+        named = [f"{ascii(label)} ({counts[label]:,})" for label in same]
+        how = "only in case, spaces, invisible characters or Unicode's normal form"
+        if number(same[0]) is not None:
+            how = "only in how a number is written"
+        lines.append(
+            f"Warning: the labels {' and '.join(named)} differ {how}, and each is a class of its "
+            "own. If they are one, write them alike in the file."
+        )
+    if len(lines) > _WARNINGS:
+        lines[_WARNINGS:] = [f"Warning: {len(lines) - _WARNINGS:,} more such groups of labels."]
+    missing = [label for key, same in groups.items() if key in _MISSING for label in same]
+    if missing:
+        named = [f"{ascii(label)} ({counts[label]:,})" for label in missing]
+        lines.append(
+            f"Warning: {' and '.join(named)} may stand for labels that are missing; here that is a "
+            "class. If it is none, delete these rows."
+        )
+    return lines
+
+
+def _shown(label: str) -> str:
+    label = label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "…"
+    return label if label.isprintable() else ascii(label)
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
 def _rows(
     path: Path,
     text: str,
+    task: str,
     counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
@@ -177,14 +262,27 @@ def _rows(
     for group, (line, row) in enumerate(_table(path, text)):
         if not columns:
             columns = _columns(path, list(row), counts, text_columns, label_column)
-        values = []
-        for column in columns:
-            value = row.get(column)
-            if value is None or str(value).strip() == "":
-                _refuse(f"{path}:{line}", f"nothing in column {column!r}", "a value in each row")
-            values.append(str(value).strip())
-        *texts, label = values
-        yield Example(tuple(texts), label, group, f"{path}:{line}")
+        where, last = f"{path}:{line}", len(columns) - 1
+        *texts, label = (
+            _value(where, column, row.get(column), is_text=task == "seq2seq" or number < last)
+            for number, column in enumerate(columns)
+        )
+        yield Example(tuple(texts), label, group, where, line)
+
+
+def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
+    """The text or label in a column. JSON has other kinds of values, which are no text."""
+    if value is None or value != value or str(value).strip() == "":  # NaN is not equal to itself
+        _refuse(where, f"nothing in column {column!r}", "a value in each row")
+    kind = type(value).__name__
+    if isinstance(value, (list, dict)):
+        expected = "a text" if is_text else "a name or a number"
+        fix = "Make one value of it, or name another column."
+        _refuse(where, f"a {kind} in column {column!r}", expected, fix)
+    if is_text and not isinstance(value, str):
+        got = f"the {kind} {value!r} in column {column!r}"
+        _refuse(where, got, "a text", "Put it in quotation marks, or name another column.")
+    return str(value).strip()
 
 
 def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -202,6 +300,12 @@ def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         numbered = _csv_rows(path, body)
     if len(names) < 2:
         _refuse(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
+    # Several columns without a name are usual: spreadsheets write them, and nobody reads them.
+    found = [name for name, count in Counter(map(str.strip, names)).items() if name and count > 1]
+    if found:
+        places = [place for place, name in enumerate(names, 1) if name.strip() == found[0]]
+        got = f"the column {found[0]!r} {len(places)} times ({', '.join(map(str, places))})"
+        _refuse(f"{path}:1", got, "a name of its own for each column", "Rename or delete one.")
     for line, values in numbered:
         if values in ([], [""]):
             continue
@@ -211,7 +315,8 @@ def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(body, newline=""), strict=True)
+    # A lone "\r" ends no line, see ``lines_of``.
+    reader = csv.reader(io.StringIO(body, newline="\n"), strict=True)
     while True:
         line = reader.line_num + 2
         try:
@@ -219,6 +324,9 @@ def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
+            if str(error).startswith("new-line character"):
+                got, fix = "a carriage return inside a value", "Delete it, or quote the value."
+                _refuse(f"{path}:{line}", got, "comma-separated values", fix)
             _refuse(f"{path}:{line}", str(error), "comma-separated values")
 
 
@@ -230,19 +338,19 @@ def _columns(
     label_column: str | None,
 ) -> list[str]:
     """The columns of the texts, and last that of the label."""
-    lower = {name.strip().lower(): name for name in names}
+    lower = {name.strip().lower() for name in names}
     if text_columns is None:
         usual = [group for count in counts for group in _USUAL[count]]
         found = next((group for group in usual if all(name in lower for name in group)), None)
         if found is None:
             expected = f"{_either(counts)} of texts"
             _refuse(f"{path}:1", f"columns {names}", expected, "Name --text-columns.")
-        text_columns = [lower[name] for name in found]
+        text_columns = [_named_so(path, names, name, "--text-columns") for name in found]
     if label_column is None:
         found_label = next((name for name in _LABELS if name in lower), None)
         if found_label is None:
             _refuse(f"{path}:1", f"columns {names}", "one of labels", "Name --label-column.")
-        label_column = lower[found_label]
+        label_column = _named_so(path, names, found_label, "--label-column")
     for name in (*text_columns, label_column):
         if name not in names:
             _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
@@ -254,7 +362,23 @@ def _columns(
         f"{_either(counts)} of them",
         "Choose the task with that number of texts.",
     )
+    for argument, same, got in (
+        ("label_column", label_column in text_columns, f"{label_column!r}, a column of texts, too"),
+        ("text_columns", len({*text_columns}) < len(text_columns), f"{list(text_columns)}"),
+    ):
+        expected = "another column for each text and for the label"
+        fix = f"Name others of the columns {names} with --text-columns and --label-column."
+        check(not same, _WHERE, argument, f"{got} ({path}:1)", expected, fix)
     return [*text_columns, label_column]
+
+
+def _named_so(path: Path, names: Sequence[str], usual: str, option: str) -> str:
+    """The column with a usual name, whatever its case."""
+    found = [name for name in names if name.strip().lower() == usual]
+    if len(found) > 1:
+        got = f"the columns {found}, which differ only in case or spaces"
+        _refuse(f"{path}:1", got, f"one column {usual!r}", f"Rename one, or name {option}.")
+    return found[0]
 
 
 def _either(counts: Sequence[int]) -> str:
@@ -268,13 +392,15 @@ def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> 
     """The columns of sources and targets."""
     if columns is not None:
         expected = "two: that of the sources and that of the targets"
-        check(len(columns) == 2, _WHERE, "text_columns", list(columns), expected, "Name two.")
+        fits = len(columns) == 2 and columns[0] != columns[1]
+        check(fits, _WHERE, "text_columns", list(columns), expected, "Name two.")
         return columns[0], columns[1]
     _, row = next(_table(path, text), (0, {}))
-    names = {name.strip().lower(): name for name in row}
+    names, lower = list(row), {name.strip().lower() for name in row}
     for source, target in _SOURCES:
-        if source in names and target in names:
-            return names[source], names[target]
+        if source in lower and target in lower:
+            option = "--text-columns"
+            return _named_so(path, names, source, option), _named_so(path, names, target, option)
     got = f"columns {list(row)}" if row else "nothing"
     _refuse(f"{path}:1", got, "one of sources and one of targets", "Name --text-columns.")
 
@@ -287,7 +413,7 @@ def _aligned(path: Path, targets: Path) -> Iterator[Example]:
             if text is None or not text.strip():
                 got = "no such line" if text is None else "an empty line"
                 _refuse(f"{file}:{line}", got, f"as many lines as {path} and {targets} have texts")
-        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}")
+        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}", line)
 
 
 # --- sentences of tagged words --------------------------------------------------------------------
@@ -308,7 +434,7 @@ def _sentences(path: Path, text: str) -> Iterator[Example]:
             words.append(parts[0])
             tags.append(parts[1].strip())
         elif words:
-            yield Example(tuple(words), tuple(tags), group, f"{path}:{first}")
+            yield Example(tuple(words), tuple(tags), group, f"{path}:{first}", first)
             group, words, tags = group + 1, [], []
 
 
@@ -319,11 +445,15 @@ def _questions(path: Path, text: str) -> Iterator[Example]:
     content = _json(path, text)
     where = str(path)
     group = 0
-    for article in _listed(where, content, "data"):
-        for paragraph in _listed(where, article, "paragraphs"):
+    known: dict[str, tuple[str, Example]] = {}
+    again: list[str] = []
+    for i, article in enumerate(_listed(where, content, "data")):
+        for j, paragraph in enumerate(_listed(where, article, "paragraphs")):
             context = _named(where, paragraph, "context", str)
-            for question in _listed(where, paragraph, "qas"):
-                name = f"{path}, question {_named(where, question, 'id', str)}"
+            for k, question in enumerate(_listed(where, paragraph, "qas")):
+                place = f"data[{i}].paragraphs[{j}].qas[{k}]"
+                identity = _named(where, question, "id", str)
+                name = f"{path}, question {identity}"
                 answers = tuple(_answers(name, context, question))
                 if bool(answers) == (question.get("is_impossible") is True):
                     got = f"{len(answers)} answers and " + (
@@ -331,8 +461,22 @@ def _questions(path: Path, text: str) -> Iterator[Example]:
                     )
                     _refuse(name, got, "one of the two, as in SQuAD 2.0")
                 texts = (_named(name, question, "question", str).strip(), context)
-                yield Example(texts, answers, group, name)
+                example = Example(texts, answers, group, name, identity)
+                first, other = known.setdefault(identity, (place, example))
+                if other is example:
+                    yield example
+                elif (other.texts, other.target) == (texts, answers):
+                    again.append(f"{identity!r} ({first} and {place})")
+                else:
+                    got = f"the id {identity!r} of two different questions, {first} and {place}"
+                    fix = "Give each an id of its own: by it, predictions are told apart."
+                    _refuse(where, got, "an id for each question", fix)
             group += 1
+    if again:
+        say(
+            f"{path}: {len(again):,} questions are there twice, with the same id, context and "
+            f"answers, such as {again[0]}. Each of them is read once."
+        )
 
 
 def _answers(where: str, context: str, question: dict) -> Iterator[tuple[int, str]]:
@@ -384,7 +528,7 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
         if len(given) != count:
             _refuse(where, f"{len(given)} choices", f"{count}, as in the first line")
         texts = (question.strip(), *(choice.strip() for choice in given))
-        yield Example(texts, names.index(answer), group, where)
+        yield Example(texts, names.index(answer), group, where, line)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -392,7 +536,9 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
+        # As in ``lines_of``: a "\r" ends a line only in a file that has no "\n".
+        return text if "\n" in text else text.replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         _refuse(f"{path}:{line}", f"no UTF-8 ({error.reason})", "UTF-8 text")
@@ -400,12 +546,28 @@ def _read(path: Path) -> str:
         _refuse(str(path), f"a file that cannot be read ({error.strerror})", "a file of examples")
 
 
-def _json(path: Path, text: str, first_line: int = 1) -> Any:
+class _TwiceError(Exception):
+    """A name that a JSON object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python's JSON would keep the last one without a word
+        raise _TwiceError(next(name for name, n in Counter(n for n, _ in pairs).items() if n > 1))
+    return found
+
+
+def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+    except _TwiceError as error:
+        got = f"an object with {str(error)!r} twice"
+        _refuse(f"{path}:{first_line}" if first_line else str(path), got, "each name once")
     except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
+        line = (first_line or 1) + error.lineno - 1
         _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, for one
+        _refuse(f"{path}:{first_line or 1}", f"JSON that cannot be read ({error})", "JSON")
 
 
 def _json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:

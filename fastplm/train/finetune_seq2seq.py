@@ -37,6 +37,8 @@ class Seq2Seq(Task):
 
     auto = "AutoModelForSeq2SeqLM"
     metrics = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum")
+    # A few texts may differ, such as those of the longest sources.
+    same_answer = 0.9
 
     def prepare(self) -> None:
         """Find the tokenizers, some of which are trained on the texts."""
@@ -303,6 +305,14 @@ def _part(
         return auto.from_config(config, **options)
     options = {**options, "config": config, "dtype": torch.float32}
     options["ignore_mismatched_sizes"] = not encodes and args.target_vocab_size is not None
-    # What a decoder lacks is its cross-attention.
-    model, _ = weights_at("finetune", part, path, f"a checkpoint for the {part}", auto, **options)
+
+    def is_new(model: Any, name: str) -> bool:
+        """A decoder's cross-attention and head, its embeddings of other tokens, and a pooler."""
+        backbone = "" if encodes else f"{model.base_model_prefix}."
+        table = model.get_input_embeddings().weight if options["ignore_mismatched_sizes"] else None
+        is_table = table is not None and model.get_parameter(name) is table
+        return "cross" in name or "pooler." in name or is_table or not name.startswith(backbone)
+
+    expected = f"a checkpoint for the {part}"
+    model, _ = weights_at("finetune", part, path, expected, auto, is_new, **options)
     return model

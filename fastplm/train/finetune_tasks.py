@@ -8,7 +8,7 @@ import re
 import statistics
 import string
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from fastplm import ops
-from fastplm._checks import ArgumentValueError, DataError, message
+from fastplm._checks import ArgumentValueError, DataError, message, shown
 from fastplm.models._heads import shifted
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_data import Example
+from fastplm.train.finetune_data import Example, doubtful_labels, essence, number
 
 Feature = dict[str, Any]
 #: One feature's outputs of the model.
@@ -59,6 +59,9 @@ class Task:
     collator_class = "DataCollatorWithPadding"
     #: The names of the scores; the first is the main one.
     metrics: tuple[str, ...] = ("accuracy",)
+    #: A model that gives the same answer to this share of the examples has most likely learned
+    #: nothing of them; None where answers are numbers, which are seldom equal.
+    same_answer: float | None = 1.0
     #: The tokens of a feature at most, where no length is given.
     max_length = 128
     #: The labels of a feature, and the outputs of the model that ``score`` reads.
@@ -140,6 +143,79 @@ class Task:
         """The first metric's value for a model that has learned nothing."""
         return 0.0
 
+    def right(self, example: Example) -> Any:
+        """The right answer, in the form of a prediction."""
+        return example.target
+
+    def counted(self, answer: Any) -> list[Any]:
+        """The single answers in a right answer or a prediction, as they are counted."""
+        return [answer]
+
+    def baseline(self) -> dict[str, Any] | None:
+        """The most frequent answer of the examples to judge by, and the accuracy of always
+        giving it; None where the score is no accuracy."""
+        if self.metrics[0] != "accuracy":
+            return None
+        usual, share = self._most_frequent(map(self.right, self.test))
+        return {"label": usual, "accuracy": share}
+
+    def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
+        """The most frequent of the predictions, and its share; None where that says nothing."""
+        if self.same_answer is None:
+            return None
+        answer, share = self._most_frequent(self._listed(predictions))
+        return {"prediction": answer, "share": share}
+
+    def warning(self, most_frequent: Mapping[str, Any] | None) -> str:
+        """A line about a model that gives one answer to all examples, where several are right."""
+        if self.same_answer is None or most_frequent is None:
+            return ""
+        share = most_frequent["share"]
+        _, right = self._most_frequent(map(self.right, self.test))
+        if share < self.same_answer or right >= self.same_answer:
+            return ""
+        how_many = "all predictions are" if share == 1 else f"{share:.0%} of the predictions are"
+        return (
+            f"Warning: {how_many} {shown(most_frequent['prediction'])}, which is the right answer "
+            f"of {self._share_of(most_frequent['prediction']):.0%} of the examples: the model "
+            "tells none from another. Train longer, or with another --learning-rate."
+        )
+
+    def _share_of(self, answer: Any) -> float:
+        """How often an answer is right."""
+        right = [each for example in self.test for each in self.counted(self.right(example))]
+        return right.count(answer) / len(right)
+
+    def _most_frequent(self, answers: Iterable[Any]) -> tuple[Any, float]:
+        counts = Counter(each for answer in answers for each in self.counted(answer))
+        ((usual, count),) = counts.most_common(1)
+        return usual, count / counts.total()
+
+    @staticmethod
+    def _listed(predictions: Any) -> list[Any]:
+        """One prediction for each example to judge by."""
+        return list(predictions.values() if isinstance(predictions, dict) else predictions)
+
+    def records(self, predictions: Any) -> list[dict[str, Any]]:
+        """What is written of each example: where it is in its file, its texts and its answers."""
+        return [
+            {
+                "id" if isinstance(example.place, str) else "line": example.place,
+                "texts": list(example.texts),
+                "label": self.right(example),
+                "prediction": prediction,
+            }
+            for example, prediction in zip(self.test, self._listed(predictions), strict=True)
+        ]
+
+    def label_counts(self, examples: list[Example]) -> dict[str, int] | None:
+        """How often each label occurs; None of a task without."""
+        return None
+
+    def doubts(self) -> list[str]:
+        """A line for each thing about the labels that may be a mistake."""
+        return []
+
 
 def predict(trainer: Any, task: Task, features: list[Feature]) -> list[Logits]:
     """The outputs of the trained model for each feature, on the CPU."""
@@ -199,7 +275,24 @@ class Labelled(Task):
         """Check that a label to judge by is one of those to train on."""
         if label not in self.names:
             expected = f"one of the training {kind}s, {', '.join(self.names[:20])}"
-            raise _data_error(example.where, f"the {kind} {label!r}", expected, "eval_data")
+            got = f"the {kind} {label!r}"
+            alike = [name for name in self.names if essence(name) == essence(label)]
+            if alike:  # they may look the same
+                got = (
+                    f"the {kind} {ascii(label)}, which is written otherwise than {ascii(alike[0])}"
+                )
+            raise _data_error(example.where, got, expected, "eval_data")
+
+    def label_counts(self, examples: list[Example]) -> dict[str, int] | None:
+        return Counter(label for e in examples for label in self.counted(self.right(e)))
+
+    def doubts(self) -> list[str]:
+        return doubtful_labels(self.label_counts([*self.known, *self._others()]) or {})
+
+    def _others(self) -> list[Example]:
+        """The examples to judge by that are not among those whose labels the model knows."""
+        known = {id(example) for example in self.known}
+        return [example for example in self.test if id(example) not in known]
 
 
 class SequenceTask(Task):
@@ -297,6 +390,9 @@ class Classification(SequenceTask, Labelled):
     def answers(self, examples: list[Example]) -> list[int]:
         return [self.targets[id(example)] for example in examples]
 
+    def right(self, example: Example) -> str:
+        return self.names[self.targets[id(example)]]
+
 
 class Pair(Classification):
     """One label for two texts. F1 is that of the second of two classes, else the classes' mean."""
@@ -308,8 +404,11 @@ class Regression(SequenceTask):
     """A score for a text or a pair of texts; the loss is the mean squared error."""
 
     metrics = ("pearson", "spearman", "mse")
+    same_answer = None
 
     def prepare(self) -> None:
+        # What is no number is refused now, and not after the training.
+        self.answers([*self.known, *self.test])
         self.args.check(
             "both_orders",
             not self.args.both_orders or len(self.train[0].texts) == 2,
@@ -326,6 +425,9 @@ class Regression(SequenceTask):
 
     def answers(self, examples: list[Example]) -> list[float]:
         return [_score(example) for example in examples]
+
+    def right(self, example: Example) -> float:
+        return _score(example)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         found = [float(score) for (score,) in logits]
@@ -395,6 +497,9 @@ class Tagging(Labelled):
     def answers(self, examples: list[Example]) -> list[str]:
         return [tag for example in examples for tag in example.target]
 
+    def counted(self, answer: Any) -> list[Any]:
+        return list(answer)
+
 
 class QuestionAnswering(Task):
     """The place of the answer in a text (SQuAD 1.1 and 2.0), see docs/finetuning.md."""
@@ -404,6 +509,8 @@ class QuestionAnswering(Task):
     max_length = 384
     label_names = ("start_positions", "end_positions")
     output_names = ("start_logits", "end_logits")
+    # Most questions of a file may have no answer.
+    same_answer = 0.95
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
 
@@ -503,8 +610,14 @@ class QuestionAnswering(Task):
             pairs = zip(overlaps, examples, strict=True)
             parts[name] = [overlap for overlap, e in pairs if bool(e.target) == kind]
         scores = {name: statistics.fmean(parts[name]) for name in self.metrics}
-        names = [example.where.rpartition(", question ")[2] for example in examples]
+        names = [example.place for example in examples]
         return scores | given, dict(zip(names, texts, strict=True))
+
+    def right(self, example: Example) -> list[str]:
+        return [words for _, words in example.target] or [""]
+
+    def counted(self, answer: Any) -> list[Any]:
+        return answer[:1]  # the best one
 
 
 def _best(metric: Callable[[str, str], float], answer: str, example: Example) -> float:
@@ -807,20 +920,12 @@ def _unzipped(encoded: Any) -> list[Feature]:
     ]
 
 
-def number(text: str) -> float | None:
-    """The finite number that a text is, if it is one."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
 def _score(example: Example) -> float:
     """A label that is a score."""
     score = number(example.target)
     if score is None:
-        raise _data_error(example.where, f"the label {example.target!r}", "a number")
+        expected = 'a number, such as 1200.5: finite, and without "_" or ","'
+        raise _data_error(example.where, f"the label {example.target!r}", expected)
     return score
 
 

@@ -60,7 +60,7 @@ def test_byte_order_mark_is_no_text(tmp_path):
     assert list(read_documents([write(tmp_path / "a.txt", "\ufeffone")])) == ["one"]
 
 
-STORIES = "Größe – 😀 one.\n\ntwo, naïve.\r\nits second line\r\rthree\u2028four"
+STORIES = "Größe – 😀 one.\n\ntwo, naïve.\r\nits second line\r\n\r\nthree\u2028four"
 
 
 def halves(compress):

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import runpy
+import shutil
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ from fastplm.train.finetune import (
     student_t,
     summary,
 )
-from fastplm.train.finetune_data import hold_out, read_examples
+from fastplm.train.finetune_data import doubtful_labels, hold_out, read_examples, shown_counts
 from fastplm.train.finetune_tasks import (
     TASKS,
     QuestionAnswering,
@@ -167,6 +169,11 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
+def copied(path: Path) -> Path:
+    """The same examples in another file: those to train on are refused as those to judge by."""
+    return Path(shutil.copy(path, path.with_name(f"copied-{path.name}")))
+
+
 @pytest.fixture
 def arguments(checkpoint, files, tmp_path):
     def build(task: str, out: str = "out", **options: object) -> FinetuneArguments:
@@ -211,7 +218,12 @@ def test_from_file_to_score(task, checkpoint, files, tmp_path, capsys):
 @pytest.mark.parametrize("task", ["classification", "tagging"])
 def test_learns(task, arguments, files):
     args = arguments(
-        task, eval_data=files[task], steps=40, batch_size=16, learning_rate=3e-3, dropout=0.0
+        task,
+        eval_data=copied(files[task]),
+        steps=40,
+        batch_size=16,
+        learning_rate=3e-3,
+        dropout=0.0,
     )
     metrics = finetune(args)
     assert metrics["chance"] < metrics["scores"]["accuracy"]["mean"] == 1
@@ -531,7 +543,7 @@ def test_several_answers_and_windows_count_once(arguments):
     example = task.train[0]
     context = example.texts[1]
     start = context.index("then")
-    more = type(example)(example.texts, (*example.target, (start, "then")), 0, example.where)
+    more = replace(example, target=(*example.target, (start, "then")))
     places = [(0, 3), (start, start + 4)]
     logits = [(torch.tensor([0.0, 2]),) * 2, (torch.tensor([5.0, 1]),) * 2]
     # The best span of both windows is characters 0 to 3 of the second.
@@ -557,7 +569,7 @@ def test_questions_without_an_answer(arguments, tmp_path):
     """Four questions by hand: (logits of no answer, of the best span) and the right answer."""
     path = tmp_path / "squad2.json"
     path.write_text(_qa_with_null())
-    task = prepare_task(arguments("qa", data=path, eval_data=path))
+    task = prepare_task(arguments("qa", data=path, eval_data=copied(path)))
     assert task.metrics == ("f1", "exact_match", "has_answer_f1", "no_answer_f1")
     features, notes = task.features(task.test)
     for feature, (sample, _) in zip(features, notes, strict=True):
@@ -606,7 +618,7 @@ def test_a_run_with_questions_without_an_answer(arguments, tmp_path):
     assert metrics["scores"].keys() == {"f1", "exact_match", "has_answer_f1", "no_answer_f1"}
     assert result["scores"].keys() - metrics["scores"].keys() == {"null_threshold"}
     predictions = json.loads((tmp_path / "out" / "seed-0" / "predictions.json").read_text())
-    assert all(texts.count("") == 1 for texts in predictions["predictions"].values())
+    assert all(found["prediction"].count("") == 1 for found in predictions["predictions"])
     with pytest.raises(ArgumentValueError, match="`null_threshold` got 1, and every question"):
         prepare_task(arguments("qa", null_threshold=1))
 
@@ -650,13 +662,13 @@ def test_scores_are_not_classes(arguments, tmp_path):
     path = tmp_path / "scores.tsv"
     texts = [f"{score}\t{sentence(i)}" for i, score in enumerate((4.8, 0.5, 1.2, 2.6, 0, 5))]
     path.write_text("\n".join(("score\ttext", *texts)))
-    for options in ({}, {"eval_data": path}):
+    for options in ({}, {"eval_data": copied(path)}):
         expected = r"`task` got classification, and labels with fractions, such as 4.8 .*tsv:2"
         with pytest.raises(DataError, match=expected + ".*--task regression.*--threshold"):
             prepare_task(arguments("classification", data=path, **options))
-    task = prepare_task(arguments("classification", data=path, eval_data=path, threshold=1))
+    task = prepare_task(arguments("classification", data=path, eval_data=copied(path), threshold=1))
     assert [f["labels"] for f in task.features(task.train)[0]] == [1, 0, 1, 1, 0, 1]
-    task = prepare_task(arguments("regression", data=path, eval_data=path))
+    task = prepare_task(arguments("regression", data=path, eval_data=copied(path)))
     assert [f["labels"] for f in task.features(task.train)[0]] == [4.8, 0.5, 1.2, 2.6, 0, 5]
     found = [(torch.tensor([score]),) for score in (5.0, 1.0, 1.0, 2.0, 0.0, 5.0)]
     scores, predictions = task.score(task.test, [], found)
@@ -698,6 +710,62 @@ MALFORMED = {
     "one label": ("classification", "text\tlabel\na\tx\nb\tx\nc\tx\n", "one label alone"),
     "no number": ("regression", "text\tlabel\na\t.5\nb\t2\nc\t?\n", r":4: .*a number"),
     "one score": ("regression", "text\tlabel\na\t.5\nb\t.5\n", "one score alone"),
+    "underscore": (
+        "regression",
+        "text\tlabel\na\t.5\nb\t1_000\n",
+        r":3: the label '1_000'; .*\"_\"",
+    ),
+    "nan": ("regression", "text\tlabel\na\t.5\nb\tnan\n", r":3: the label 'nan'; .*finite"),
+    "inf": ("regression", "text\tlabel\na\t.5\nb\t-inf\n", r":3: the label '-inf'; .*finite"),
+    "two headers": (
+        "classification",
+        "text,label,Note,label\na,x,y,z\n",
+        r":1: the column 'label' 2 times \(2, 4\)",
+    ),
+    "two cases": ("classification", "Text\ttext\tlabel\na\tb\tc\n", r"columns \['Text', 'text'\]"),
+    "two keys": (
+        "classification",
+        '{"text": "a", "label": 1}\n{"text": "a", "label": 1, "label": 2}\n',
+        r":2: an object with 'label' twice",
+    ),
+    "a list of texts": (
+        "classification",
+        '{"text": "a", "label": 1}\n{"text": ["a", "b"], "label": 2}\n',
+        r":2: a list in column 'text'; expected a text",
+    ),
+    "an object as text": (
+        "classification",
+        '{"text": {"a": 1}, "label": 1}',
+        r":1: a dict in column",
+    ),
+    "a number as text": ("classification", '{"text": 3, "label": 1}', r":1: the int 3 .*quotation"),
+    "true as text": ("pair", '{"text1": "a", "text2": true, "label": 1}', r":1: the bool True"),
+    "a list of labels": (
+        "classification",
+        '{"text": "a", "label": [1]}',
+        r":1: a list in column 'la",
+    ),
+    "NaN as label": (
+        "classification",
+        '{"text": "a", "label": NaN}',
+        r":1: nothing in column 'label",
+    ),
+    "a long number": (
+        "classification",
+        '{"text": "a", "label": 1' + "0" * 5000,
+        ":1: JSON that cannot",
+    ),
+    "lone \\r": (
+        "classification",
+        "text,label\na,x\nb\rc,y\n",
+        ":3: a carriage return inside a value",
+    ),
+    "two questions": (
+        "qa",
+        _qa().replace('"0 1"', '"0 0"'),
+        r"the id '0 0' of two different questions, data\[0\].paragraphs\[0\].qas\[0\] and "
+        r"data\[0\].paragraphs\[0\].qas\[1\]",
+    ),
     "no texts": ("regression", "a\tlabel\na\t.5\n", "2 or 1 of texts"),
     "a word": ("tagging", "a\tX\n\nb\tY\nword\n", r":4: 'word'"),
     "three": ("tagging", "a\tX\n\nb\tY\nc\tX\tY\n", r":4: "),
@@ -734,7 +802,7 @@ def test_malformed_files(task, content, expected, arguments, tmp_path):
     path = tmp_path / "broken.txt"
     path.write_text(content)
     with pytest.raises(DataError, match=expected) as raised:
-        prepare_task(arguments(task, data=path, eval_data=path))
+        prepare_task(arguments(task, data=path, eval_data=copied(path)))
     assert str(path) in str(raised.value)
 
 
@@ -751,16 +819,211 @@ def test_labels(tmp_path, arguments):
     path = tmp_path / "data.tsv"
     path.write_text("stars\tsaid\n10\ta\n9\tb\n-1\tc\n9\td\n")
     given = dict(data=path, text_columns=["said"], label_column="stars")
-    task = prepare_task(arguments("classification", eval_data=path, **given))
+    task = prepare_task(arguments("classification", eval_data=copied(path), **given))
     assert task.names == ["-1", "9", "10"]
     assert [f["labels"] for f in task.features(task.train)[0]] == [2, 1, 0, 1]
-    task = prepare_task(arguments("classification", eval_data=path, threshold=9, **given))
+    task = prepare_task(arguments("classification", eval_data=copied(path), threshold=9, **given))
     assert task.names == ["negative", "positive"]
     assert [f["labels"] for f in task.features(task.train)[0]] == [1, 0, 0, 0]
     other = tmp_path / "other.tsv"
     other.write_text("stars\tsaid\n8\ta\n")
     with pytest.raises(DataError, match=r"other.tsv:2: the label '8'; expected .*-1, 9, 10"):
         prepare_task(arguments("classification", eval_data=other, **given))
+
+
+def test_columns_are_different(tmp_path):
+    path = tmp_path / "data.tsv"
+    path.write_text("text\tlabel\tother\na\t1\tb\n")
+    with pytest.raises(ArgumentValueError, match=r"`label_column` got 'text', .*data.tsv:1\)"):
+        read_examples("classification", path, ["text"], "text")
+    with pytest.raises(ArgumentValueError, match=r"`text_columns` got \['text', 'text'\]"):
+        read_examples("pair", path, ["text", "text"], "label")
+    with pytest.raises(ArgumentValueError, match=r"`text_columns` got \['text', 'text'\]"):
+        read_examples("seq2seq", path, ["text", "text"])
+    # Columns without a name are usual, and nobody reads them.
+    path.write_text("text,label,,\na,1,,\n")
+    assert read_examples("classification", path)[0].texts == ("a",)
+    path.write_text('{"source": "a", "target": 3}')
+    with pytest.raises(DataError, match=r"data.tsv:1: the int 3 in column 'target'"):
+        read_examples("seq2seq", path)
+
+
+def test_a_carriage_return_ends_a_line_only_where_no_other_does(tmp_path):
+    path = tmp_path / "data.tsv"
+    path.write_bytes(b"text\tlabel\na\rb\t1\r\nc\t2\n")
+    assert [e.texts for e in read_examples("classification", path)] == [("a\rb",), ("c",)]
+    path.write_bytes(b"text\tlabel\ra\t1\rc\t2\r")
+    assert [e.texts for e in read_examples("classification", path)] == [("a",), ("c",)]
+
+
+def test_the_training_file_is_not_judged_by(arguments, files, tmp_path):
+    link = tmp_path / "link.tsv"
+    link.symlink_to(files["pair"])
+    for eval_data in (files["pair"], link):
+        with pytest.raises(ArgumentValueError, match="`eval_data` got .*, the file of --data; "):
+            prepare_task(arguments("pair", eval_data=eval_data))
+
+
+def test_the_same_question_twice_is_read_once(tmp_path, capsys):
+    path = tmp_path / "squad.json"
+    content = json.loads(_qa())
+    content["data"].append({"paragraphs": content["data"][0]["paragraphs"][:1]})
+    path.write_text(json.dumps(content))
+    examples = read_examples("qa", path)
+    assert len(examples) == len({example.place for example in examples}) == COUNT
+    said = capsys.readouterr().err
+    assert "2 questions are there twice" in said and said.count("\n") == 1
+    assert "'0 0' (data[0].paragraphs[0].qas[0] and data[1].paragraphs[0].qas[0])" in said
+
+
+def test_labels_that_may_be_one():
+    alike = [
+        ("good", "Good"),
+        ("not sure", "not  sure"),
+        ("caf\u00e9", "cafe\u0301"),
+        ("good", "go\u200bod"),
+        ("1", "01"),
+        ("1", "1.0"),
+        ("\u2764", "\u2764\ufe0f"),
+        ("\uff21", "a"),
+    ]
+    for pair in alike:
+        (line,) = doubtful_labels({pair[0]: 20, pair[1]: 3, "other": 9})
+        assert f"{ascii(pair[0])} (20) and {ascii(pair[1])} (3) differ only in " in line
+        assert ("how a number is written" in line) == (pair[0] == "1")
+    assert (
+        doubtful_labels(dict.fromkeys(["1", "-1", "10", "a", "b", "1_0", "good", "goods"], 1)) == []
+    )
+    for missing in ("nan", "None", "NULL", "n/a", "\u200b"):
+        (line,) = doubtful_labels({"a": 1, missing: 2})
+        assert f"{ascii(missing)} (2) may stand for labels that are missing" in line
+    many = {f"{letter}{i}": 1 for i in range(9) for letter in "aA"}
+    lines = doubtful_labels(many)
+    assert len(lines) == 6 and "4 more such groups" in lines[-1]
+
+
+def test_counts_of_labels():
+    assert shown_counts({"rare": 1, "usual": 2000, "b": 7}) == "usual 2,000, b 7, rare 1"
+    shown = shown_counts({f"l{i}": 100 - i for i in range(50)} | {"x" * 100: 200})
+    assert shown.startswith(f"51 labels: {'x' * 39}… 200, l0 100, ")
+    assert shown.endswith(", l10 90, … 35 more …, l46 54, l47 53, l48 52, l49 51")
+    assert shown_counts({"a\tb": 1}) == r"'a\tb' 1"
+
+
+def test_a_label_to_judge_by_that_looks_the_same(arguments, tmp_path):
+    paths = [tmp_path / "train.tsv", tmp_path / "eval.tsv"]
+    paths[0].write_text("text\tlabel\na\tcaf\u00e9\nb\tbar\n", encoding="utf-8")
+    paths[1].write_text("text\tlabel\na\tcafe\u0301\n", encoding="utf-8")
+    expected = r"eval.tsv:2: the label 'cafe\\u0301', which is written otherwise than 'caf\\xe9'"
+    with pytest.raises(DataError, match=expected):
+        prepare_task(arguments("classification", data=paths[0], eval_data=paths[1]))
+
+
+def test_scores_to_judge_by_are_checked_before_the_training(arguments, tmp_path):
+    path = tmp_path / "eval.tsv"
+    path.write_text("sentence1\tsentence2\tscore\na\tb\t1\na\tb\tinf\n")
+    with pytest.raises(DataError, match=r"eval.tsv:3: the label 'inf'; expected a number"):
+        prepare_task(arguments("regression", eval_data=path))
+
+
+def test_labels_are_announced(arguments, tmp_path, capsys):
+    path = tmp_path / "data.tsv"
+    labels = ["yes"] * 5 + ["no"] * 20 + ["No", "nan"] * 2
+    rows = (f"{sentence(i)}\t{label}" for i, label in enumerate(labels))
+    path.write_text("\n".join(("text\tlabel", *rows)))
+    finetune(arguments("classification", data=path, steps=1))
+    said = capsys.readouterr().err
+    assert re.search(r"(?m)^labels +no 18, yes 4, No 2, nan 2; to judge by: no 2, yes 1$", said), (
+        said
+    )
+    assert "labels 'no' (20) and 'No' (2) differ only in case" in said
+    assert "Warning: 'nan' (2) may stand for labels that are missing" in said
+    finetune(arguments("regression", "scores", steps=1))
+    assert "\nlabels" not in capsys.readouterr().err
+
+
+# --- the baseline and what is written -------------------------------------------------------------
+
+
+def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
+    """A model whose answer is always the same has the accuracy of the most frequent label."""
+    score = TASKS["classification"].score
+
+    def constant(self, examples, notes, logits):
+        return score(self, examples, notes, [(torch.tensor([0.0, 1.0]),)] * len(logits))
+
+    path = tmp_path / "data.tsv"
+    rows = (f"{sentence(i)}\t{'bad' if i % 4 else 'good'}" for i in range(COUNT))
+    path.write_text("\n".join(("text\tlabel", *rows)))
+    args = arguments("classification", data=path, eval_data=copied(path), steps=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(TASKS["classification"], "score", constant)
+        metrics = finetune(args)
+    assert metrics["most_frequent_label"] == {"label": "bad", "accuracy": 0.75}
+    (result,) = metrics["seeds"]
+    assert result["most_frequent_prediction"] == {"prediction": "good", "share": 1.0}
+    assert json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text()) == result
+    shown = "(1 seed, no interval; always the most frequent label: accuracy 0.7500)"
+    assert summary(metrics).endswith(shown)
+    said = capsys.readouterr().err
+    expected = "all predictions are 'good', which is the right answer of 25% of the examples"
+    assert f"Warning: {expected}" in said and said.count("Warning") == 1
+
+
+@pytest.mark.parametrize("task", FILES)
+def test_one_answer_of_each_task(task, arguments):
+    """The warning is of one answer to all examples, unless that is the right one of all."""
+    task = prepare_task(arguments(task))
+    right = [task.right(example) for example in task.test]
+    assert task.warning(task.most_frequent(right)) == ""
+    assert (task.baseline() is None) == (task.metrics[0] != "accuracy")
+    one = [
+        [right[0][0]] * len(each) if isinstance(each, list | tuple) else right[0] for each in right
+    ]
+    if isinstance(task, Regression):
+        assert task.most_frequent(one) is None
+        return
+    assert task.most_frequent(one)["share"] == 1
+    assert "Warning: all predictions are " in task.warning(task.most_frequent(one))
+    if not isinstance(task, Tagging):  # of which one example has several answers
+        task.test = task.test[:1]
+        assert task.warning(task.most_frequent(one[:1])) == ""
+    assert task.warning(None) == ""  # the result of an older version
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+@pytest.mark.parametrize("task", FILES)
+def test_predictions_lead_back_to_the_file(task, held_out, arguments, files, tmp_path):
+    path = files[task]
+    if not held_out:
+        path = copied(path)
+    args = arguments(task, steps=1, **({} if held_out else {"eval_data": path}))
+    finetune(args)
+    text = (tmp_path / "out" / "seed-0" / "predictions.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert found["file"] == str(path)
+    records = found["predictions"]
+    assert len(records) == COUNT // (10 if held_out else 1) == text.count("\n") - 3
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    prepared = prepare_task(args)
+    for record, example in zip(records, prepared.test, strict=True):
+        assert record["texts"] == list(example.texts)
+        assert type(record["prediction"]) is type(record["label"])
+        if task == "qa":
+            assert record["label"] == [words for _, words in example.target]
+            assert f"question {record['id']}" in example.where
+            continue
+        line = lines[record["line"] - 1]
+        if task == "choice":
+            assert str(record["texts"][0]) in line and record["label"] == example.target
+        elif task == "tagging":
+            tagged = [
+                f"{word}\t{tag}" for word, tag in zip(record["texts"], record["label"], strict=True)
+            ]
+            assert lines[record["line"] - 1 : record["line"] - 1 + len(tagged)] == tagged
+        else:
+            values = set(re.split("[\t,]", line.replace('"', "")))
+            assert values == {*record["texts"], str(record["label"])}
 
 
 def test_held_out_examples(files):
@@ -854,7 +1117,7 @@ def test_wrong_models(arguments, checkpoint, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     for name, lacks, expected in (
-        ("other", "", r"lacks \d+ weights, such as \['bert\."),
+        ("other", "", r"lacks \d+ weights of a \w+, such as bert\."),
         ("small", "embeddings", "a tokenizer of"),
     ):
         path = tmp_path / name

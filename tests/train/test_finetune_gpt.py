@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,13 +72,17 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {task: folder / task for task in contents}
 
 
+def copied(path: Path) -> Path:
+    return Path(shutil.copy(path, path.with_name(f"copied-{path.name}")))
+
+
 @pytest.fixture
 def arguments(checkpoints, files, tmp_path):
     def build(family: str, task: str, **options: object) -> FinetuneArguments:
         settings = {
             "model": checkpoints[family],
             "data": files[task],
-            "eval_data": files[task],
+            "eval_data": shutil.copy(files[task], tmp_path / f"eval-{task}"),
             "out": tmp_path / "out",
             "batch_size": 4,
             "steps": 3,
@@ -122,7 +127,7 @@ def test_two_texts_are_kept_apart(arguments):
 def test_long_texts_are_cut_before_the_extract_token(arguments, tmp_path):
     path = tmp_path / "long"
     path.write_text(f"text1\ttext2\tlabel\n{'a' * 40}\t{'b' * 40}\t0\na\tb\t1\n")
-    task = prepare_task(arguments("gpt2", "pair", data=path, eval_data=path, max_length=16))
+    task = prepare_task(arguments("gpt2", "pair", data=path, max_length=16, eval_data=copied(path)))
     (first, _), _ = task.features(task.train)
     tokens = task.tokenizer.convert_ids_to_tokens(first["input_ids"])
     assert len(tokens) == 16 and tokens[0] == START and tokens[-1] == EXTRACT
@@ -290,7 +295,7 @@ def test_wrong_settings(arguments, files, tmp_path):
     with pytest.raises(ArgumentValueError, match="`both_orders` got True with --task choice"):
         arguments("gpt2", "choice", both_orders=True)
     path = files["classification"]
-    args = arguments("gpt2", "regression", data=path, eval_data=path, both_orders=True)
+    args = arguments("gpt2", "regression", data=path, eval_data=copied(path), both_orders=True)
     with pytest.raises(ArgumentValueError, match="`both_orders` got True with one text"):
         prepare_task(args)
     bert = tmp_path / "bert"

@@ -168,6 +168,29 @@ def arguments(folder, tmp_path):
     return build
 
 
+def test_one_text_for_all_is_said(arguments):
+    task = prepare_task(arguments("bart"))
+    right = [task.right(example) for example in task.test]
+    assert task.most_frequent(right)["share"] == 0.2 and task.baseline() is None
+    assert task.warning(task.most_frequent(right)) == ""
+    for written, share in ((["der"] * 9 + ["das"], "90%"), (["der"] * 17 + ["das"] * 3, "")):
+        said = task.warning(task.most_frequent(written))
+        assert (f"{share} of the predictions are 'der'" in said) if share else said == ""
+    assert "all predictions are ''" in task.warning(task.most_frequent([""] * 5))
+
+
+def test_targets_to_judge_by_are_others(arguments, folder, tmp_path):
+    files = {"data": folder / "sources.txt", "targets": folder / "targets.txt"}
+    other = tmp_path / "other.txt"
+    other.write_text("x\n" * len(SOURCES))
+    for name, paths in (
+        ("eval_data", {"eval_data": files["data"], "eval_targets": other}),
+        ("eval_targets", {"eval_data": other, "eval_targets": files["targets"]}),
+    ):
+        with pytest.raises(ArgumentValueError, match=f"`{name}` got .*, the file of --"):
+            prepare_task(arguments("bart", **files, **paths))
+
+
 def lines(folder: Path, name: str) -> list[str]:
     return json.loads((folder / "seed-0" / name).read_text())
 
@@ -177,7 +200,11 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
     args = arguments(start, data=folder / "sources.txt", targets=folder / "targets.txt")
     metrics = finetune(args)
     task = prepare_task(args)
-    written = lines(args.out, "predictions.json")["predictions"]
+    written = [found["prediction"] for found in lines(args.out, "predictions.json")["predictions"]]
+    records = lines(args.out, "predictions.json")["predictions"]
+    assert [(r["texts"], r["label"]) for r in records] == [
+        ([SOURCES[r["line"] - 1]], TARGETS[r["line"] - 1]) for r in records
+    ]
     references = [example.target for example in task.test]
     assert len(written) == len(references) == 5
     scores = metrics["seeds"][0]["scores"]
