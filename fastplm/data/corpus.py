@@ -67,7 +67,8 @@ class _CachedFiles(TextFiles):
         self._parts: list[tuple[int, int]] = []
         self._text: mmap.mmap | bytes = b""
         self._state = self._state_of_files()
-        key = hashlib.sha256(self._state.encode()).hexdigest()
+        # Version 2: a lone carriage return ends no line.
+        key = hashlib.sha256(f"2 {self._state}".encode()).hexdigest()
         folder = build_once(cache, f"corpus-{key[:32]}", self._build)
         known = json.loads((folder / "corpus.json").read_text())
         self.boundaries: list[Boundary | None] = known["boundaries"]
