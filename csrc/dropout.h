@@ -1,5 +1,6 @@
 // Dropout of a tensor's elements: each is multiplied by 1 / (1 - p) or becomes 0, by the bits of
-// fastplm/reference/dropout.py. The backward draws them again, so nothing is saved for it.
+// fastplm/reference/dropout.py. The backward draws them again, so nothing is saved for it. Elements are
+// counted through the tensor, or in each row, whose sample and position then count, too.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -7,11 +8,8 @@ constexpr int64_t kDraws = 16;  // side by side, a lane each, whatever the width
 constexpr int64_t kChoices = 8;    // of a draw: 16 bits each
 constexpr int64_t kDropBlock = kChoices * kDraws;
 
-// Elements first … first + kDropBlock - 1, those that kDraws draws decide for. Choice j of draw i is that
-// of element j * kDraws + i, so that lanes stay where they are.
-template <typename T>
-FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_t first, const T* in,
-                           T* out) {
+// The counters of the draws of a block, that of elements `first` … of the tensor.
+FASTPLM_HD WordLanes<kDraws> counter_of_elements(int64_t first) {
   WordLanes<kDraws> counter;
   for (int64_t lane = 0; lane < kDraws; ++lane) {
     const uint64_t draw = static_cast<uint64_t>(first / kChoices + lane);
@@ -20,6 +18,27 @@ FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_
     counter.z[lane] = 0;
     counter.w[lane] = static_cast<uint32_t>(Stream::kHidden);
   }
+  return counter;
+}
+
+// The same of elements `first` … of a row.
+FASTPLM_HD WordLanes<kDraws> counter_of_row(int64_t sample, int64_t position, int64_t first) {
+  WordLanes<kDraws> counter;
+  for (int64_t lane = 0; lane < kDraws; ++lane) {
+    counter.x[lane] = static_cast<uint32_t>(position);
+    counter.y[lane] = static_cast<uint32_t>(sample);
+    counter.z[lane] = static_cast<uint32_t>(static_cast<uint64_t>(sample) >> 32);
+    counter.w[lane] = static_cast<uint32_t>(first / kChoices + lane) << 4 |
+                      static_cast<uint32_t>(Stream::kHidden);
+  }
+  return counter;
+}
+
+// The kDropBlock elements that kDraws draws decide for. Choice j of draw i is that of element
+// j * kDraws + i, so that lanes stay where they are.
+template <typename T>
+FASTPLM_HD void drop_block(uint64_t seed, WordLanes<kDraws> counter, int32_t threshold, float scale,
+                           const T* in, T* out) {
   philox4x32<kDraws, kDropoutRounds>(seed, counter);
   const uint32_t* words[4] = {counter.x, counter.y, counter.z, counter.w};
   float room[kDropBlock];
@@ -38,20 +57,36 @@ FASTPLM_HD void drop_block(uint64_t seed, int32_t threshold, float scale, int64_
   narrow(kDropBlock, to, out);
 }
 
-// `count` elements from number `first` on, a multiple of kDropBlock.
-template <typename T>
-FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
-                              int64_t count, const T* in, T* out) {
+// `count` elements, whose block at `first` has the counters counter_at(first).
+template <typename T, typename CounterAt>
+FASTPLM_HD void drop_blocks(uint64_t seed, int32_t threshold, float scale, int64_t count, const T* in,
+                            T* out, const CounterAt& counter_at) {
   int64_t i = 0;
   for (; i + kDropBlock <= count; i += kDropBlock) {
-    drop_block(seed, threshold, scale, first + i, in + i, out + i);
+    drop_block(seed, counter_at(i), threshold, scale, in + i, out + i);
   }
   if (i < count) {
     T block[kDropBlock] = {};
     std::copy(in + i, in + count, block);
-    drop_block(seed, threshold, scale, first + i, block, block);
+    drop_block(seed, counter_at(i), threshold, scale, block, block);
     std::copy(block, block + (count - i), out + i);
   }
+}
+
+// `count` elements from number `first` on, a multiple of kDropBlock.
+template <typename T>
+FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
+                              int64_t count, const T* in, T* out) {
+  drop_blocks(seed, threshold, scale, count, in, out,
+              [&](int64_t i) { return counter_of_elements(first + i); });
+}
+
+// A row of `width` elements.
+template <typename T>
+FASTPLM_HD void drop_row(uint64_t seed, int32_t threshold, float scale, int64_t sample, int64_t position,
+                         int64_t width, const T* in, T* out) {
+  drop_blocks(seed, threshold, scale, width, in, out,
+              [&](int64_t i) { return counter_of_row(sample, position, i); });
 }
 
 }  // namespace fastplm::FASTPLM_LEVEL

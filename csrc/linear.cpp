@@ -53,12 +53,14 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
   Tensor buffer = empty_tensor(out, {cut.packed_size()});
   float* packed = buffer.mutable_data_ptr<float>();
   float* c = out.mutable_data_ptr<float>();
-  in_parallel(ceil_div(cut.tiles, cut.group_tiles), [&](int64_t group) {
-    const int64_t tile = group * cut.group_tiles;
-    pack_tiles(cut, left, tile, std::min(tile + cut.group_tiles, cut.tiles), packed);
-  });
-  in_parallel(cut.blocks_down * cut.blocks_across, [&](int64_t block) {
-    block_product(cut, packed, right, first.data(), c, b.columns, block);
+  with_height(cut, [&](auto rows) {
+    in_parallel(ceil_div(cut.tiles, cut.group_tiles), [&](int64_t group) {
+      const int64_t tile = group * cut.group_tiles;
+      pack_tiles<rows.value>(cut, left, tile, std::min(tile + cut.group_tiles, cut.tiles), packed);
+    });
+    in_parallel(cut.blocks_down * cut.blocks_across, [&](int64_t block) {
+      block_product<rows.value>(cut, packed, right, first.data(), c, b.columns, block);
+    });
   });
 }
 

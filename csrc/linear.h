@@ -2,17 +2,20 @@
 //
 //   C [M, N] = A [M, K] B [K, N] + bias [N]
 //
-// A tile is kTileRows x kTileColumns of C. K is cut into slices, so that a tile's rows of A stay in the
-// first-level cache while panels of B, kTileColumns wide, come from the second; between slices the sums
-// are in C. A and B are first copied into the order in which a tile reads them ("packed"), and the last
-// rows and columns are filled up with zeros.
+// A tile is kRows x kTileColumns of C, all of one height. K is cut into slices, so that a tile's rows of A
+// stay in the first-level cache while panels of B, kTileColumns wide, come from the second; between slices
+// the sums are in C. A and B are first copied into the order in which a tile reads them ("packed"), and the
+// last rows and columns are filled up with zeros.
 //
 // Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Sums in registers, beside a row of B and an element of A.
+// Sums in registers, beside a row of B and an element of A: at most this many rows of them.
 constexpr int64_t kTileRows = kRegisters == 32 ? 12 : 6;
+// Fewer have too few sums to keep the unit busy; heights are kLeastRows and whole steps above it.
+constexpr int64_t kHeightStep = kTileRows / 6;
+constexpr int64_t kLeastRows = 4 * kHeightStep;
 constexpr int64_t kTileWide = 2;
 constexpr int64_t kTileColumns = kTileWide * kWidth;
 constexpr int64_t kSliceDepth = 384;
@@ -40,6 +43,8 @@ struct Cut {
   Cut(int64_t rows, int64_t columns, int64_t depth, int64_t threads)
       : rows(rows), columns(columns), depth(depth) {
     tiles = ceil_div(rows, kTileRows);
+    // All of one height, so that of few rows as few as possible are filled up: 38 are four times 10.
+    tile_rows = std::max(kLeastRows, round_up(ceil_div(rows, tiles), kHeightStep));
     slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kCacheLine);
     blocks_down = ceil_div(tiles, kBlockTiles);
     block_tiles = ceil_div(tiles, blocks_down);
@@ -58,13 +63,14 @@ struct Cut {
   }
   // Where the packed rows of a tile begin, of the slice from `k` on.
   int64_t packed(int64_t tile, int64_t k) const {
-    return k * tiles * kTileRows + tile * kTileRows * depth_at(k);
+    return k * tiles * tile_rows + tile * tile_rows * depth_at(k);
   }
-  int64_t packed_size() const { return tiles * kTileRows * depth; }
+  int64_t packed_size() const { return tiles * tile_rows * depth; }
   int64_t depth_at(int64_t k) const { return std::min(slice, depth - k); }
 
   int64_t rows, columns, depth;                     // M, N, K
-  int64_t tiles, slice;                             // down C; the depth of a slice but the last
+  int64_t tiles, tile_rows;                         // down C, and the rows of one
+  int64_t slice;                                    // the depth of a slice but the last
   int64_t blocks_down, blocks_across;               // blocks of C
   int64_t block_tiles, block_columns;               // of one: tiles downwards, columns
   int64_t group_tiles;                              // that a thread packs at a time
@@ -114,17 +120,29 @@ FASTPLM_HD int64_t steps_of(int64_t across, int64_t depth) {
   return across == 1 ? kPackSteps : depth;
 }
 
+// function(kRows) with the height of a tile as a constant.
+template <typename Function>
+FASTPLM_HD void with_height(const Cut& cut, const Function& function) {
+  if (cut.tile_rows == kLeastRows) {
+    function(std::integral_constant<int64_t, kLeastRows>());
+  } else if (cut.tile_rows == kLeastRows + kHeightStep) {
+    function(std::integral_constant<int64_t, kLeastRows + kHeightStep>());
+  } else {
+    function(std::integral_constant<int64_t, kTileRows>());
+  }
+}
+
 // Tiles first … last - 1 of A, all their slices.
+template <int64_t kRows>
 FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64_t last,
                            float* packed) {
   for (int64_t k = 0; k < cut.depth; k += cut.slice) {
     const int64_t depth = cut.depth_at(k), steps = steps_of(a.row, depth);
     for (int64_t step = 0; step < depth; step += steps) {
       for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t row = tile * kTileRows;
-        pack<kTileRows>(a.at(row, k + step), a.row, a.col, std::min(kTileRows, cut.rows - row),
-                        std::min(steps, depth - step),
-                        packed + cut.packed(tile, k) + step * kTileRows);
+        const int64_t row = tile * kRows;
+        pack<kRows>(a.at(row, k + step), a.row, a.col, std::min(kRows, cut.rows - row),
+                    std::min(steps, depth - step), packed + cut.packed(tile, k) + step * kRows);
       }
     }
   }
@@ -145,22 +163,23 @@ FASTPLM_HD void pack_panels(const Matrix& b, int64_t k, int64_t depth, int64_t f
 
 // --- tiles ----------------------------------------------------------------------------------------
 
-// C [kTileRows, kTileColumns] = start + A B, of packed A [depth, kTileRows] and B [depth,
-// kTileColumns]; `start` is what C holds, or one row for all.
+// C [kRows, kTileColumns] = start + A B, of packed A [depth, kRows] and B [depth, kTileColumns]; `start`
+// is what C holds, or one row for all.
+template <int64_t kRows>
 FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, const float* start,
                              int64_t start_row, float* c, int64_t c_row) {
-  Floats sum[kTileRows][kTileWide] = {};
+  Floats sum[kRows][kTileWide] = {};
   for (int64_t k = 0; k < depth; ++k) {
     for (int64_t n = 0; n < kTileWide; ++n) {
       __builtin_prefetch(b + kAhead * kTileColumns + n * kWidth);
     }
-    for (int64_t m = 0; m < kTileRows; ++m) {
+    for (int64_t m = 0; m < kRows; ++m) {
       for (int64_t n = 0; n < kTileWide; ++n) sum[m][n] += a[m] * at(b + n * kWidth);
     }
-    a += kTileRows;
+    a += kRows;
     b += kTileColumns;
   }
-  for (int64_t m = 0; m < kTileRows; ++m) {
+  for (int64_t m = 0; m < kRows; ++m) {
     for (int64_t n = 0; n < kTileWide; ++n) {
       at(c + m * c_row + n * kWidth) = at(start + m * start_row + n * kWidth) + sum[m][n];
     }
@@ -168,6 +187,7 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
 }
 
 // The block of C with this number.
+template <int64_t kRows>
 FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
                               const float* bias, float* c, int64_t c_row, int64_t block) {
   const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
@@ -175,7 +195,7 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
   const int64_t first_column = block % cut.blocks_across * cut.block_columns;
   const int64_t last_column = std::min(first_column + cut.block_columns, cut.columns);
   alignas(64) float panels[kSliceDepth * kBlockColumns];
-  alignas(64) float edge[kTileRows * kTileColumns];
+  alignas(64) float edge[kRows * kTileColumns];
   alignas(64) float first[kBlockColumns] = {};
   if (bias != nullptr) {
     std::memcpy(first, bias + first_column, sizeof(float) * (last_column - first_column));
@@ -184,8 +204,8 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
     const int64_t depth = cut.depth_at(k);
     pack_panels(b, k, depth, first_column, last_column, panels);
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      const int64_t row = tile * kTileRows;
-      const int64_t rows = std::min(kTileRows, cut.rows - row);
+      const int64_t row = tile * kRows;
+      const int64_t rows = std::min(kRows, cut.rows - row);
       const float* tile_a = packed + cut.packed(tile, k);
       for (int64_t column = first_column; column < last_column; column += kTileColumns) {
         const int64_t columns = std::min(kTileColumns, last_column - column);
@@ -194,14 +214,14 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
         // What the sums of this slice start from: one row for all, or what C holds.
         const float* start = k == 0 ? first + (column - first_column) : out;
         const int64_t start_row = k == 0 ? 0 : c_row;
-        if (rows == kTileRows && columns == kTileColumns) {
-          tile_product(depth, tile_a, panel, start, start_row, out, c_row);
+        if (rows == kRows && columns == kTileColumns) {
+          tile_product<kRows>(depth, tile_a, panel, start, start_row, out, c_row);
           continue;
         }
         for (int64_t m = 0; m < rows; ++m) {
           std::memcpy(edge + m * kTileColumns, start + m * start_row, sizeof(float) * columns);
         }
-        tile_product(depth, tile_a, panel, edge, kTileColumns, edge, kTileColumns);
+        tile_product<kRows>(depth, tile_a, panel, edge, kTileColumns, edge, kTileColumns);
         for (int64_t m = 0; m < rows; ++m) {
           std::memcpy(out + m * c_row, edge + m * kTileColumns, sizeof(float) * columns);
         }

@@ -6,9 +6,11 @@ fails with the same words in eager mode, under ``torch.compile`` and on a meta t
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
@@ -25,7 +27,13 @@ from fastplm.errors import (  # noqa: F401 (checks and errors are taken from her
     check_choice,
     fail,
     message,
+    shown,
 )
+
+_STRIDED = torch.strided
+_LEAST_INT, _LARGEST_INT = -(2**63), 2**63 - 1
+#: No float is as large.
+_HUGE = 1 << 1024
 
 
 def values_are_known(tensor: torch.Tensor) -> bool:
@@ -46,14 +54,31 @@ def values_exist(tensor: torch.Tensor) -> bool:
     return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
+def are_dense(first: object, second: object, third: object, ndim: int) -> bool:
+    """Whether ``check_tensor`` finds no error in three tensors, in less time than three calls."""
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and isinstance(third, Tensor)
+        and first.dim() == second.dim() == third.dim() == ndim
+        and first.layout is second.layout is third.layout is _STRIDED
+        and not (first.is_nested or second.is_nested or third.is_nested)
+    )
+
+
 def check_tensor(where: str, argument: str, value: object, *, ndim: int | None = None) -> None:
-    """``value`` is a tensor, of ``ndim`` dimensions where that is given."""
-    if not isinstance(value, torch.Tensor):
+    """``value`` is a dense tensor, of ``ndim`` dimensions where that is given."""
+    if not isinstance(value, Tensor):
         raise ArgumentTypeError(
             message(
                 where, argument, f"a {type(value).__name__}", "a torch.Tensor", "Pass a tensor."
             )
         )
+    if value.layout is not _STRIDED or value.is_nested:
+        got, fix = f"a tensor of layout {value.layout}", "Call .to_dense()."
+        if value.is_nested:
+            got, fix = "a nested tensor", "Pad it (.to_padded_tensor), or pass its values packed."
+        fail(where, argument, got, "a dense torch.Tensor", fix, ArgumentTypeError)
     if ndim is not None and value.dim() != ndim:
         raise ArgumentValueError(
             message(
@@ -156,9 +181,46 @@ def check_int(where: str, argument: str, value: int, low: int, high: int, fix: s
     """An int in ``[low, high)``."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or not low <= value < high:
-        got, expected = value if is_int else repr(value), f"an int from {low} to {high - 1}"
+        got, expected = value if is_int else shown(value), f"an int from {low} to {high - 1}"
         error = ArgumentValueError if is_int else ArgumentTypeError
         fail(where, argument, got, expected, fix, error)
+
+
+def is_bool(value: object) -> bool:
+    """Whether an operator takes this as a bool."""
+    return isinstance(value, (bool, torch.SymBool))
+
+
+def is_int(value: object) -> bool:
+    """Whether an operator takes this as an int."""
+    # Inside of ``torch.jit.trace`` sizes are tensors.
+    sizes = (torch.Tensor,) if torch.jit.is_tracing() else ()
+    kinds = (int, torch.SymInt, numbers.Integral, *sizes)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether an operator takes this as a float."""
+    return is_int(value) or isinstance(value, (float, torch.SymFloat, numbers.Real))
+
+
+def check_bool(where: str, argument: str, value: object) -> None:
+    """True or False; a number or a text is neither."""
+    if not is_bool(value):
+        fail(where, argument, shown(value), "a bool", "Pass True or False.", ArgumentTypeError)
+
+
+def check_scalar(where: str, argument: str, value: object, kind: type) -> None:
+    """``value`` is what the schema of an operator calls a bool, int or float."""
+    if kind is bool:
+        check_bool(where, argument, value)
+    elif kind is int:
+        if not is_int(value):
+            fail(where, argument, shown(value), "an int", "Pass an int.", ArgumentTypeError)
+        if isinstance(value, int) and not _LEAST_INT <= value <= _LARGEST_INT:
+            fail(where, argument, value, "an int of 64 bits", "Pass a smaller one.")
+    elif not is_number(value):
+        fail(where, argument, shown(value), "a number", "Pass a float.", ArgumentTypeError)
 
 
 def check_number(
@@ -171,8 +233,9 @@ def check_number(
     if torch.jit.is_tracing() and isinstance(value, torch.Tensor):
         value = value.item()
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ArgumentTypeError(message(where, argument, repr(value), expected, fix))
-    if not low <= value <= high:
+        raise ArgumentTypeError(message(where, argument, shown(value), expected, fix))
+    # The second test is of an int that no float can hold.
+    if not low <= value <= high or (type(value) is int and not -_HUGE < value < _HUGE):
         fail(where, argument, value, expected, fix)
 
 

@@ -24,7 +24,11 @@ from fastplm._checks import (
     check_dtype,
     check_same,
     check_same_device,
+    check_scalar,
     check_tensor,
+    is_bool,
+    is_int,
+    is_number,
     same_size,
 )
 from fastplm.errors import ArgumentValueError, message
@@ -77,6 +81,21 @@ class _TensorArgument(NamedTuple):
     fix: str
 
 
+class _Scalar(NamedTuple):
+    place: int
+    name: str
+    kind: type
+
+
+#: For each kind of scalar, whether a value that is not just of this type fits all the same.
+#: A str is one of some choices, which each op checks itself.
+_FITS_TOO: dict[type, str] = {
+    bool: "is_bool(a{0})",
+    int: "is_int(a{0})",
+    float: "is_number(a{0})",
+}
+
+
 class Signature:
     """The arguments of an operator, as a ``NamedTuple`` declares them.
 
@@ -101,8 +120,15 @@ class Signature:
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
         #: What to check of the tensors, in calls of padded and of packed rows.
         self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
+        kinds = {**{kind: kind for kind in _FITS_TOO}, Size: int}
+        #: What to check of the other arguments.
+        self.scalars = tuple(
+            _Scalar(place, name, kinds[hint])
+            for place, (name, hint) in enumerate(hints.items())
+            if hint in kinds
+        )
         self._fits, self._fits_traced = (
-            [_compiled(len(hints), tensors, traced) for tensors in self.tensors]
+            [_compiled(len(hints), tensors, self.scalars, traced) for tensors in self.tensors]
             for traced in (False, True)
         )
 
@@ -125,7 +151,8 @@ class Signature:
         return self.declared(*values)
 
     def check(self, where: str, call: Any, packed: bool = False) -> None:
-        """Every tensor of a call is what its ``Arg`` says, and on the device of the first one.
+        """Every tensor of a call is what its ``Arg`` says, and on the device of the first one;
+        every bool, int and float is of its type.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
@@ -149,10 +176,12 @@ class Signature:
             else:
                 check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
             check_same_device(where, **{self.names[0]: call[0], name: tensor})
+        for place, name, kind in self.scalars:
+            check_scalar(where, name, call[place], kind)
 
 
 def _compiled(
-    count: int, tensors: Sequence[_TensorArgument], traced: bool
+    count: int, tensors: Sequence[_TensorArgument], scalars: Sequence[_Scalar], traced: bool
 ) -> Callable[[Any], bool]:
     """``fits(call)``: whether ``_explain`` would find no error in a call of so many fields.
 
@@ -166,15 +195,19 @@ def _compiled(
     lines += [f"{letter} = None" for letter in sorted(maybe)]
     for at, (place, _, optional, _, dtype_of, shape, _) in enumerate(tensors):
         tensor = f"a{place}"
-        wrong = [f"not isinstance({tensor}, Tensor)"]
+        wrong = [f"not isinstance({tensor}, Tensor)", f"{tensor}.layout is not strided"]
         wrong.append(
             f"{tensor}.dtype not in dtypes[{at}]"
             if dtype_of is None
             else f"{tensor}.dtype is not a{dtype_of}.dtype"
         )
         if place:
-            wrong.append(f"{tensor}.device != a0.device")
+            wrong.append(f"{tensor}.device != device")
+        if shape is None:
+            wrong.append(f"{tensor}.is_nested")  # else its shape is asked for, which raises
         body = [f"if {' or '.join(wrong)}: return False"]
+        if not place and len(tensors) > 1:
+            body.append("device = a0.device")
         if shape is not None:
             body.append(f"shape = {tensor}.shape")
             count = len(shape.sizes)
@@ -194,9 +227,20 @@ def _compiled(
         if optional:
             body = [f"if {tensor} is not None:", *(f"    {line}" for line in body)]
         lines += body
-    source = "\n    ".join(["def fits(call):", *lines, "return True"])
+    for place, _, kind in scalars:
+        value, fits = f"a{place}", _FITS_TOO[kind].format(place)
+        lines.append(f"if type({value}) is not {kind.__name__} and not {fits}: return False")
+        if kind is int and not traced:
+            lines.append(
+                f"if type({value}) is int and not {-(2**63)} <= {value} < {2**63}: return False"
+            )
+    lines.append("return True")
+    if not traced:  # a nested tensor raises where its shape is asked for
+        lines = ["try:", *(f"    {line}" for line in lines), "except RuntimeError: return False"]
+    source = "\n    ".join(["def fits(call):", *lines])
     names: dict[str, Any] = {"Tensor": Tensor, "dtypes": [frozenset(one.dtypes) for one in tensors]}
-    names |= {"same_size": same_size, "guard_or_false": guard_or_false}
+    names |= {"same_size": same_size, "guard_or_false": guard_or_false, "strided": torch.strided}
+    names |= {"is_bool": is_bool, "is_int": is_int, "is_number": is_number}
     exec(source, names)  # of this file's own words and the letters of declarations
     return names["fits"]
 

@@ -200,7 +200,7 @@ def table() -> Table:
     for path, of_this_cpu in ((own_table(), True), (shipped_table(), False)):
         try:
             contents = json.loads(path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if not of_this_cpu or contents.get("cpu") == cpu_model():
             return Table(path, contents)

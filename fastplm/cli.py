@@ -7,45 +7,121 @@ import contextlib
 import difflib
 import errno
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import fastplm
-from fastplm.errors import DivergenceError, FastplmError
+from fastplm.errors import DivergenceError, FastplmError, fail
+
+#: What torchrun tells the processes of a training.
+_NUMBERS = ("MASTER_PORT", "RANK")
+_LAUNCH = ("MASTER_ADDR", *_NUMBERS)
+_FOLDERS = frozenset(("out", "cache", "tokenizer", "model", "teacher", "encoder", "decoder"))
+_A_MOMENT = 2.0  # seconds
+_MORE_FILES = "Allow more (ulimit -n 4096), or take fewer --workers."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code.
 
     0: done. 1: the demo did not show all that it should, or a training diverged. 2: one line said
-    what is wrong with the input or the machine. 130: Ctrl-C.
+    what is wrong with the input or the machine. 130: Ctrl-C. 143: SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     args = vars(_parser().parse_args(words))
     command = args.pop("command")
     try:
+        _check_names(command.__name__.lstrip("_"), args)
         if "out" not in args or args.get("dry_run"):
             return command(**args)
         from fastplm.train._interrupt import interruptible
 
         with interruptible(words, args["out"]):
             return command(**args)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except Exception as error:
         line = _line_of(error)
         if line is None or os.environ.get("FASTPLM_TRACEBACK") == "1":
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"fastplm: error: {' '.join(line.split())}", file=sys.stderr)
-        return 1 if isinstance(error, DivergenceError) else 2
+        diverged, rank = isinstance(error, DivergenceError), ""
+        if _processes() > 1:
+            rank = f"rank {os.environ.get('RANK', '0')}: "
+        # All processes diverge together, and only the first one knows of checkpoints.
+        if not diverged or os.environ.get("RANK", "0") == "0":
+            print(f"fastplm: error: {rank}{' '.join(line.split())}", file=sys.stderr, flush=True)
+        return 1 if diverged else 2
+
+
+def _processes() -> int:
+    """The processes of this training, as torchrun says; 1 without it."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
+
+
+def _check_launch(command: str) -> None:
+    """The variables by which the processes of one training find each other are all there."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in _LAUNCH if not os.environ.get(name)]
+    wrong = [name for name in _NUMBERS if not os.environ.get(name, "").isdecimal()]
+    got = ""
+    if not given.isdecimal() or int(given) < 1:
+        got = repr(given)
+    elif int(given) > 1 and missing:
+        got = f"{given} without {', '.join(missing)}"
+    elif int(given) > 1 and wrong:
+        got = f"{given} with {wrong[0]}={os.environ[wrong[0]]!r}"
+    if got:
+        count = given if given.isdecimal() else "N"
+        fix = f"Start it with torchrun --nproc-per-node {count} -m fastplm {command} …"
+        fix += ", or unset WORLD_SIZE to train with one process."
+        fail(command, "WORLD_SIZE", got, "the variables that torchrun sets", fix)
+
+
+def _check_names(command: str, args: dict[str, Any]) -> None:
+    """The libraries that write to a folder, or load a checkpoint, take its name as UTF-8."""
+    for name in _FOLDERS.intersection(args):
+        word = str(args[name])
+        if not _is_text(word):
+            got = f"{ascii(word)}, with a byte that is not UTF-8"
+            fix = "Rename the file or folder, or choose another one."
+            fail(command, name, got, "a name in UTF-8", fix)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # Python keeps a byte that is no UTF-8 as half a surrogate pair
+        return False
+    return True
+
+
+def _show(text: str, end: str = "\n") -> None:
+    """Print a result. If nobody reads it any more (`| head`), the work is done all the same."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        # Python would write what is left when it ends, and fail again.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _line_of(error: Exception) -> str | None:
     """One line about an error of the input or the machine; None for a bug of the program."""
     if isinstance(error, FastplmError):
         return str(error)
+    if _lost_another(error):
+        # The process that failed is to end first: torchrun names the first as the cause, and ends
+        # the others.
+        time.sleep(_A_MOMENT)
+        return "it lost another process of this training, which ended: see the line of that one."
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        where = f", at {error.filename}" if error.filename else ""
+        return f"this process has too many open files{where}. {_MORE_FILES}"
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     # The libraries written in Rust have errors of their own for what the system says.
     if isinstance(error, OSError) or "(os error " in str(error):
@@ -58,16 +134,28 @@ def _line_of(error: Exception) -> str | None:
     return None
 
 
+def _lost_another(error: Exception) -> bool:
+    """Whether an error is only the consequence of what happened in another process."""
+    if _processes() == 1 or not isinstance(error, RuntimeError):
+        return False
+    import torch
+
+    # What NCCL and the store raise is of this class; Gloo raises RuntimeErrors.
+    kinds = getattr(torch.distributed, "DistError", ())
+    said = str(error)
+    return isinstance(error, kinds) or any(word in said for word in ("gloo", "Gloo", "NCCL"))
+
+
 def _info(*, all: bool) -> int:
-    print(fastplm.info(all=all))
+    _show(fastplm.info(all=all))
     return 0
 
 
 def _measure(ops: list[str]) -> int:
     from fastplm._measure import measure
 
-    path = measure(lambda line: print(line, flush=True), tuple(ops))
-    print(f"Written to {path}; fastplm uses it on this machine from now on.")
+    path = measure(_show, tuple(ops))
+    _show(f"Written to {path}; fastplm uses it on this machine from now on.")
     return 0
 
 
@@ -75,12 +163,12 @@ def _pretrain(**settings: Any) -> int:
     from fastplm.train import dry_run, report
     from fastplm.train.pretrain import PretrainArguments, pretrain
 
-    with _running():
+    with _running("pretrain"):
         args = PretrainArguments(**settings)
         metrics = dry_run.dry_run(args) if args.dry_run else pretrain(args)
     summary = dry_run.summary if args.dry_run else report.summary
     if metrics:
-        print(summary(metrics))
+        _show(summary(metrics))
     return 0
 
 
@@ -88,10 +176,10 @@ def _distill(**settings: Any) -> int:
     from fastplm.train.distill import DistillArguments, distill
     from fastplm.train.report import summary
 
-    with _running():
+    with _running("distill"):
         metrics = distill(DistillArguments(**settings))
     if metrics:
-        print(summary(metrics))
+        _show(summary(metrics))
     return 0
 
 
@@ -100,9 +188,9 @@ def _finetune(**settings: Any) -> int:
 
     def print_line(line: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            print(line, flush=True)
+            _show(line)
 
-    with _running():
+    with _running("finetune"):
         metrics = finetune(FinetuneArguments(**settings), print_line)
     print_line(summary(metrics))
     return 0
@@ -114,7 +202,7 @@ def _classic(**settings: Any) -> int:
 
     with _running():
         metrics = classic(ClassicArguments(**settings))
-    print(summary(metrics))
+    _show(summary(metrics))
     return 0
 
 
@@ -123,7 +211,7 @@ def _embed(**settings: Any) -> int:
     from fastplm.inference.embed import embed_file
 
     with _running():
-        print(embed_file(EmbedArguments(**settings)))
+        _show(embed_file(EmbedArguments(**settings)))
     return 0
 
 
@@ -132,7 +220,7 @@ def _prompt(**settings: Any) -> int:
     from fastplm.inference.prompt import run_prompt
 
     with _running():
-        print(run_prompt(PromptArguments(**settings)))
+        _show(run_prompt(PromptArguments(**settings)))
     return 0
 
 
@@ -141,12 +229,15 @@ def _score(**settings: Any) -> int:
     from fastplm.inference.score_command import score_file
 
     with _running():
-        print(score_file(ScoreArguments(**settings)), end="")
+        _show(score_file(ScoreArguments(**settings)), end="")
     return 0
 
 
 @contextlib.contextmanager
-def _running() -> Iterator[None]:
+def _running(training: str = "") -> Iterator[None]:
+    """Where a command runs; ``training`` is its name if it may have several processes."""
+    if training:
+        _check_launch(training)
     import torch
     from transformers.utils import logging
 

@@ -201,7 +201,8 @@ def fastplm_attention_forward(
             or a full 4-D mask, one for all heads or for each, boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
-            checkpointing restores.
+            checkpointing restores. The samples are those of ``rows`` of fastplm's models, or the
+            places in the batch.
         scaling: factor on the scores.
         is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored where the mask says it.
         kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op),
@@ -225,14 +226,16 @@ def fastplm_attention_forward(
         attention_mask is None
         and not dropout
         and not (causal and query.shape[2] > 1)
-        and _SPECIAL.isdisjoint(kwargs)
+        and (_SPECIAL.isdisjoint(kwargs) or _says_only_samples(kwargs))
     ):
         plain = plain_attention(query, key, value, scaling)
         if plain is not None:
             return plain.transpose(1, 2), None
     complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
-    lengths = None if complete else _lengths(query, causal, kwargs)
+    lengths = None if complete else _lengths(query, key, causal, kwargs)
+    rows = kwargs.get(ROWS)
+    sample_index = None if rows is None or not dropout else rows.sample_index
     with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
@@ -274,6 +277,7 @@ def fastplm_attention_forward(
             dropout_p=dropout,
             scale=scaling,
             relative_bias=relative_bias,
+            sample_index=sample_index,
         )
         return out[None], None
     if fused:
@@ -287,6 +291,7 @@ def fastplm_attention_forward(
             dropout_p=dropout,
             scale=scaling,
             relative_bias=relative_bias,
+            sample_index=sample_index,
         )
         return out.transpose(1, 2), None
 
@@ -401,13 +406,26 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         check_dtype(_WHERE, "attention_mask", mask, FLOATING, fix)
 
 
+def _says_only_samples(kwargs: dict[str, Any]) -> bool:
+    """Whether the only special argument is ``rows`` of a padded batch, which matters to dropout."""
+    rows = kwargs.get(ROWS)
+    return (
+        rows is not None
+        and _SPECIAL.intersection(kwargs) == {ROWS}
+        and rows.lengths(causal=True) is None
+    )
+
+
 def _lengths(
-    query: Tensor, causal: bool, kwargs: dict[str, Any]
+    query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, int, int] | None:
     """(cu_seqlens of queries and keys, max_seqlen of both); None if they are not packed."""
     rows = kwargs.get(ROWS)
-    if rows is not None:
-        return rows.lengths(causal)
+    # The self-attention of a decoder with a single row is not called causal: it has a single key.
+    own = causal or query.shape[2] == key.shape[2] == 1
+    lengths = None if rows is None else rows.lengths(own)
+    if lengths is not None:
+        return lengths
     if all(kwargs.get(name) is None for name in _PACKED):
         return None
     for name in _PACKED:

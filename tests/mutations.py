@@ -683,6 +683,19 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/dropout.h",
+        "counter.z[lane] = static_cast<uint32_t>(static_cast<uint64_t>(sample) >> 32);",
+        "counter.z[lane] = 0;",
+        "tests/ops/test_dropout.py",
+        5,
+    ),
+    Mutation(
+        "fastplm/models/_ragged.py",
+        "rows % seqlen",
+        "rows",
+        "tests/models/test_dropout.py",
+    ),
+    Mutation(
+        "csrc/dropout.h",
         "& 0xFFFF) - threshold) >> 31",
         "& 0xFFFF) - threshold - 1) >> 31",
         "tests/ops/test_dropout.py",

@@ -198,6 +198,11 @@ def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), p=0.3, seed=torch.tensor(5))
 
 
+def dropped_rows(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows = torch.arange(size)
+    return dropped(size, dtype) | dict(sample_index=rows // 3 << 33, position=rows % 3)
+
+
 # --- tokens ---------------------------------------------------------------------------------------
 
 
@@ -305,6 +310,7 @@ def _samples() -> dict[str, Sample]:
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
         ("dropout", ops.dropout, dropped, ("input",)),
+        ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
         *((op, function, make, ()) for op, (function, make, _) in of_tokens.items()),
         *(
             (f"{op}, packed", function, packed_rows_of(make, longest), ())

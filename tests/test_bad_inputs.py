@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -241,8 +242,14 @@ OPS = {
     ),
     "gelu": (dict(input=ROWS), {"input": (1.0, ROWS.int()), "approximate": ("exact", None)}),
     "dropout": (
-        dict(input=ROWS, p=0.1),
-        {"p": SHARES, "seed": [seed for seed in SEEDS if seed is not None], "input": (ROWS.int(),)},
+        dict(input=ROWS, p=0.1, sample_index=zeros(len(ROWS), dtype=LONG)),
+        {
+            "p": SHARES,
+            "seed": [seed for seed in SEEDS if seed is not None],
+            "input": (ROWS.int(),),
+            "sample_index": (zeros(len(ROWS)), zeros(len(ROWS) + 1, dtype=LONG), [0]),
+            "position": (zeros(len(ROWS)), zeros(len(ROWS) + 1, dtype=LONG), 0),
+        },
     ),
     "mask_tokens": (
         dict(input_ids=TOKENS, vocab_size=20, mask_token_id=4, seed=0),
@@ -434,6 +441,58 @@ def test_declared_tensors_name_themselves(sample):
                 size = [length + (place == at) for place, length in enumerate(tensor.shape)]
                 said = fails(sample.function, inputs | {field: tensor.new_zeros(size)})
                 assert said.startswith("ArgumentValue") and " got shape (" in said
+
+
+#: What makes of a dense tensor one of another kind.
+OTHER_TENSORS = {
+    "sparse": lambda value: value.to_sparse(),
+    "csr": lambda value: value.to_sparse_csr(),
+    "nested": lambda value: torch.nested.nested_tensor([value, value]),
+    "jagged": lambda value: torch.nested.nested_tensor([value, value], layout=torch.jagged),
+}
+
+
+def wrong_kinds():
+    """(op, argument, a value of another kind), of every argument that an annotation describes."""
+    for op, (given, _) in OPS.items():
+        for name, parameter in inspect.signature(getattr(ops, op)).parameters.items():
+            kinds, value = parameter.annotation.split(" | "), given.get(name)
+            wrong = []
+            if "bool" in kinds:
+                wrong = ["yes", 1, None, [1.0], zeros(2)]
+            elif "Tensor" not in kinds and {"int", "float"}.intersection(kinds):
+                wrong = ["1", [1.0], {}, 1j, zeros(2), *([] if "None" in kinds else [None])]
+                wrong += [INF, HUGE, 10**5000] if kinds == ["int"] else []
+            elif isinstance(value, torch.Tensor):
+                # Rows that are compressed need a matrix, and a ragged one something to be cut.
+                least = {"csr": 2, "jagged": 1}
+                wrong = [kind for kind in OTHER_TENSORS if value.dim() >= least.get(kind, 0)]
+                wrong = [kind for kind in wrong if kind != "csr" or value.dim() == 2]
+            for place, value in enumerate(wrong):
+                yield pytest.param(op, name, value, id=f"{op}-{name}-{place}")
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state)")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("op, argument, value", list(wrong_kinds()))
+def test_every_kind_of_argument_is_checked(op, argument, value, device):
+    given = dict(OPS[op][0])
+    if isinstance(given.get(argument), torch.Tensor):
+        value = OTHER_TENSORS[value](given[argument])
+    if device == "meta":
+        given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    said = fails(getattr(ops, op), given | {argument: value})
+    assert f"`{argument}` got " in said and "\n" not in said and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    "op, argument, value", [("attention", "is_causal", "yes"), ("maxsim", "normalize", "yes")]
+)
+def test_kinds_are_checked_where_a_call_is_compiled(op, argument, value):
+    function = getattr(ops, op)
+    call = torch.compile(lambda given: function(**given, **{argument: value}), backend="eager")
+    with pytest.raises(TypeError, match=rf"`{argument}` got 'yes'; expected a bool"):
+        call(OPS[op][0])
 
 
 def test_hundreds_of_them():

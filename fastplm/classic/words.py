@@ -83,7 +83,7 @@ class Words:
         path = Path(folder) / _FILE
         try:
             names = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             expected, fix = "a folder that `fastplm classic` wrote", "Check the path."
             raise DataError(message("Words.load", "folder", path, expected, fix)) from error
         return cls(names)

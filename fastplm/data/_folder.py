@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -36,6 +37,11 @@ def say(line: str) -> None:
     """Print a line about what is done on stderr, beside the results."""
     if line and first_process():
         print(line, file=sys.stderr, flush=True)
+
+
+def too_many_files(error: OSError) -> bool:
+    """Whether this process has too many open files, which says nothing about the one it opens."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 # --- files that are whole -------------------------------------------------------------------------
@@ -109,6 +115,8 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
     except FileNotFoundError:
         return f"there is no {MANIFEST}, which is written last, or it is of an older version"
     except OSError as error:
+        if too_many_files(error):
+            raise
         return f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
     # A manifest with other contents is no JSON, no dict or has no such keys.
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
@@ -233,6 +241,8 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
                 else:
                     path.unlink(missing_ok=True)
     except OSError as error:
+        if too_many_files(error):
+            raise
         raise DataError(
             message(
                 "build_once",

@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from fastplm._checks import DataError, message
+from fastplm.data._folder import too_many_files
 
 _AT_ONCE = 1 << 20  # numbers that are read in one step, so that memory is bounded
 
@@ -29,7 +30,7 @@ def map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
         # A plain array over the same memory: indexing a memmap costs several times more.
         return np.memmap(path, dtype, "r").view(np.ndarray)
     except OSError as error:
-        refuse_file(path, f"which cannot be read ({error.strerror})", expected)
+        refuse_unread(path, error, expected)
 
 
 def new_file(path: Path) -> Callable[..., np.ndarray]:
@@ -50,6 +51,17 @@ def refuse_file(path: Path, got: str, expected: str) -> NoReturn:
     """Raise the error of a file of a token store that is not what it should be."""
     fix = f"Delete the folder {path.parent}: it is built again when it is missing."
     raise DataError(message("TokenStore", "directory", f"{path}, {got}", expected, fix))
+
+
+def refuse_unread(path: Path, error: OSError, expected: str) -> NoReturn:
+    """Raise the error of such a file that could not be read."""
+    if too_many_files(error):
+        raise error
+    got = f"which cannot be read ({error.strerror})"
+    if isinstance(error, PermissionError):  # what it holds may be right
+        fix = "Check who may read the file and its folder, or choose another cache."
+        raise DataError(message("TokenStore", "directory", f"{path}, {got}", expected, fix))
+    refuse_file(path, got, expected)
 
 
 def first_descent(boundaries: np.ndarray) -> int:

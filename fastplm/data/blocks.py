@@ -17,7 +17,13 @@ from torch.utils.data import Dataset
 
 from fastplm._checks import TooLittleTextError, UnsupportedError, check
 from fastplm.data._folder import MANIFEST, build_once, damage
-from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file
+from fastplm.data._numbers import (
+    first_descent,
+    first_outside,
+    map_file,
+    refuse_file,
+    refuse_unread,
+)
 from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
@@ -27,6 +33,9 @@ if TYPE_CHECKING:
 # the pieces joined are the text, so that a tokenizer that looks at spaces sees the same words.
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
 _DOCUMENTS_AT_ONCE = 256
+#: The longest text, in letters, that the tokenizers library is given at once. It keeps dozens of
+#: bytes for each letter, and ends the process where there is no room for them.
+LONGEST_TEXT = 1 << 20
 _FILES = ("meta.json", "tokens.bin", "sentences.bin", "documents.bin")
 _TOKEN_TYPES: dict[str, type[np.generic]] = {"uint16": np.uint16, "int32": np.int32}
 _MOST_TOKENS = 1 << 31  # different ones, that int32 has room for
@@ -147,6 +156,9 @@ def tokenize(
 ) -> TokenStore:
     """Turn documents into token ids, once for each pair of corpus and tokenizer.
 
+    A sentence of more than a million letters (2^20), such as a file without spaces or ends of
+    lines, is cut into several, so that memory is bounded.
+
     Args:
         documents: an iterable that can be iterated several times.
         tokenizer: a fast Transformers tokenizer; no special tokens are added.
@@ -247,8 +259,30 @@ def check_enough_tokens(where: str, store: TokenStore, needed: int) -> None:
 
 
 def split_sentences(document: str) -> list[str]:
-    """The pieces of a document that end with a sentence; joined they are the document."""
-    return [piece for piece in _SENTENCE_END.split(document) if piece]
+    """The pieces of a document that end with a sentence; joined they are the document.
+
+    A sentence of more than ``LONGEST_TEXT`` letters is cut, before a space where it has one.
+    """
+    pieces = [piece for piece in _SENTENCE_END.split(document) if piece]
+    if len(document) <= LONGEST_TEXT:
+        return pieces
+    return [part for piece in pieces for part in short_texts(piece)]
+
+
+def short_texts(text: str) -> Iterator[str]:
+    """The parts of a text that have ``LONGEST_TEXT`` letters at most; joined they are the text.
+
+    They are cut before a space, which tokenizers take with the word after it; a word that is too
+    long is cut inside.
+    """
+    begin = 0
+    while len(text) - begin > LONGEST_TEXT:
+        end = text.rfind(" ", begin + 1, begin + LONGEST_TEXT + 1)
+        end = begin + LONGEST_TEXT if end < 0 else end
+        yield text[begin:end]
+        begin = end
+    if begin < len(text):
+        yield text[begin:]
 
 
 def _write_tokens(directory: Path, documents: Iterable[str], description: str) -> None:
@@ -270,7 +304,7 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
         for batch in _batches(documents, _DOCUMENTS_AT_ONCE):
             split = [split_sentences(document) for document in batch]
             pieces = [piece for document in split for piece in document]
-            encoded = iter(backend.encode_batch_fast(pieces, add_special_tokens=False))
+            encoded = _encoded(backend, pieces)
             for document in split:
                 lengths = []
                 for encoding in islice(encoded, len(document)):
@@ -290,6 +324,16 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
     (directory / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab_size}))
 
 
+def _encoded(backend: Any, pieces: list[str]) -> Iterator[Any]:
+    """The encodings of texts, so many at once as have a few times ``LONGEST_TEXT`` letters."""
+    begin = letters = 0
+    for end, piece in enumerate(pieces, 1):
+        letters += len(piece)
+        if letters >= 4 * LONGEST_TEXT or end == len(pieces):
+            yield from backend.encode_batch_fast(pieces[begin:end], add_special_tokens=False)
+            begin, letters = end, 0
+
+
 def _read_meta(path: Path) -> tuple[type[np.generic], int]:
     """The type of the ids and the number that they are below."""
     expected = '{"dtype": "uint16" or "int32", "vocab_size": 1 to 2^31}'
@@ -298,7 +342,7 @@ def _read_meta(path: Path) -> tuple[type[np.generic], int]:
         dtype = _TOKEN_TYPES[meta["dtype"]]
         vocab_size = meta.get("vocab_size", _MOST_TOKENS)  # older versions did not record it
     except OSError as error:
-        refuse_file(path, f"which cannot be read ({error.strerror})", expected)
+        refuse_unread(path, error, expected)
     # A file of another kind is no JSON, no dict, or has no such keys.
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
         refuse_file(path, "which has other contents", expected)

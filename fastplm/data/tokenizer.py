@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastplm._checks import DataError, check, check_choice, message
 from fastplm.data._folder import build_once, say
+from fastplm.data.blocks import short_texts
 from fastplm.data.corpus import check_documents, fingerprint
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def train_tokenizer(
     builders = {"wordpiece": _wordpiece, "bytelevel": _bytelevel, "unigram": _unigram}
 
     def build(directory: Path) -> None:
-        tokenizer = builders[kind](documents, vocab_size)
+        tokenizer = builders[kind](_ShortTexts(documents), vocab_size)
         try:
             tokenizer.save_pretrained(directory)
         except Exception as error:
@@ -139,6 +140,17 @@ def train_tokenizer(
 
     key = f"{kind}-{vocab_size}-{fingerprint(documents)[:24]}"
     return AutoTokenizer.from_pretrained(build_once(cache, key, build), local_files_only=True)
+
+
+class _ShortTexts(Iterable[str]):
+    """Documents, those of more than ``LONGEST_TEXT`` letters in parts."""
+
+    def __init__(self, documents: Iterable[str]) -> None:
+        self.documents = documents
+
+    def __iter__(self) -> Iterator[str]:
+        for document in self.documents:
+            yield from short_texts(document)
 
 
 class _ReportedWords(Iterable[str]):

@@ -20,7 +20,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import needs_dispatch
+from fastplm._registry import is_eager, needs_dispatch
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -31,12 +31,17 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._ragged import (
+    NUMBERED,
     LastRows,
+    OnRows,
     RaggedBatch,
     Rows,
     Unpad,
+    are_on_rows,
+    check_sample_index,
     for_caller,
     mask_at,
+    numbers_of_rows,
     rows_at,
     rows_computed,
     unpadded,
@@ -44,6 +49,7 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
+from fastplm.nn.dropout import on_rows
 
 # If the head reads more than this share of the rows, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
@@ -67,6 +73,7 @@ class EncoderModel(FastplmModel):
     embeddings: Any
     encoder: Any
     pooler: Any
+    training: bool
 
     @can_return_tuple
     def forward(
@@ -85,6 +92,7 @@ class EncoderModel(FastplmModel):
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
         lookup: Callable[[Tensor], Tensor] | None = None,
+        sample_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Like the parent, with these additional arguments.
@@ -98,6 +106,8 @@ class EncoderModel(FastplmModel):
             extra_rows: bool [B, T], rows to compute although they are masked as keys.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
             lookup: replaces the word embeddings.
+            sample_index: int64 [B], the sample indices in the training, of which dropout is drawn;
+                of a batch that is packed already, one of each sequence. Default: 0 ... B - 1.
 
         Returns:
             Like the parent. With ``output_rows``, the last hidden state is [P, 1, E]. With a
@@ -126,12 +136,16 @@ class EncoderModel(FastplmModel):
             full = attention_mask is None or _all_known(attention_mask)
             if full and not self._is_causal():
                 attention_mask = None  # which the layers need not look at
+        offsets = kwargs.get("cu_seq_lens_q")
+        check_sample_index(where, sample_index, batch if offsets is None else len(offsets) - 1)
+        # A compiled program draws the dropout of hidden states by element.
+        drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
         rows = first = ragged = last = kept = None
         mask = attention_mask
         # A batch without padding costs what it costs the parent.
-        if not full or output_rows is not None or encoder_rows is not None:
+        if not full or output_rows is not None or encoder_rows is not None or drops:
             if position_ids is None and past_key_values is None:
                 position_ids = self._positions(input_ids, given)
             masks = (attention_mask, encoder_attention_mask)
@@ -156,6 +170,9 @@ class EncoderModel(FastplmModel):
                 last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
 
         note(lambda: rows_computed(self, (batch, seqlen), mask, ragged, last, kept))
+        numbers = None
+        if drops and kept in NUMBERED and self._layers_are_on_rows():
+            numbers = numbers_of_rows(given, sample_index, ragged, offsets)
 
         # --- the parent's forward on these rows ---
         if ragged is not None:
@@ -172,8 +189,13 @@ class EncoderModel(FastplmModel):
                 encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged
             )
             kwargs.update(states)
-        if ragged is not None or last is not None:
-            kwargs["rows"] = Rows(ragged, cross, last)
+        numbered = numbers is not None or (drops and sample_index is not None and kept in NUMBERED)
+        if not numbered:
+            sample_index = None
+        elif last is not None:
+            last.sample_index = sample_index
+        if ragged is not None or last is not None or numbered:
+            kwargs["rows"] = Rows(ragged, cross, last, sample_index, numbers)
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         if use_cache is not None:
@@ -182,7 +204,9 @@ class EncoderModel(FastplmModel):
             if position_ids is None and past_key_values is None:
                 position_ids = self._positions(input_ids, given)  # RoBERTa's follow from the ids
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
-        outputs = super().forward(  # type: ignore[misc]
+        outputs = on_rows(
+            numbers,
+            super().forward,  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -225,6 +249,10 @@ class EncoderModel(FastplmModel):
             isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
             for block in blocks
         )
+
+    def _layers_are_on_rows(self) -> bool:
+        """Whether all layers tell their dropout which rows they compute."""
+        return are_on_rows(self.encoder.layer)
 
     def _is_causal(self) -> bool:
         """Whether attention is causal."""
@@ -285,7 +313,12 @@ class EncoderModel(FastplmModel):
             return None
         # While a graph for all sizes is made, neither is known, and the rows are cut.
         none = statically_known_true(capacity == 0)
-        if none or statically_known_true(capacity > _WORTH_CUTTING * total):
+        worth = _WORTH_CUTTING
+        if self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0:
+            # Attention counts the queries that it computes, so whether these are cut may not depend
+            # on the batch.
+            worth = 1.0
+        if none or statically_known_true(capacity > worth * total):
             return None
         mask = None if mask is None else mask.bool()
         return LastRows.of(index, needed, capacity, longest, ragged, mask)
@@ -351,7 +384,7 @@ def cross_inputs(
     return given, encoder_rows
 
 
-class EncoderLayer:
+class EncoderLayer(OnRows):
     """Mixin of a layer, for small batches: Transformers' own inspects the signature of the
     feed-forward in every call, for the sake of chunks, which takes as long as a small product."""
 
@@ -370,7 +403,7 @@ class EncoderLayer:
         **kwargs: Any,
     ) -> Tensor:
         if self.is_decoder or self.chunk_size_feed_forward:
-            return super().forward(  # type: ignore[misc]
+            return super().forward(
                 hidden_states,
                 attention_mask,
                 encoder_hidden_states,
@@ -378,6 +411,21 @@ class EncoderLayer:
                 past_key_values,
                 **kwargs,
             )
+        rows: Rows | None = kwargs.get("rows")
+        if rows is None or rows.numbers is None:
+            return self._on_rows(hidden_states, attention_mask, past_key_values, **kwargs)
+        numbers = rows.numbers_of(rows.in_layer(self.attention.self.layer_idx))
+        return on_rows(
+            numbers, self._on_rows, hidden_states, attention_mask, past_key_values, **kwargs
+        )
+
+    def _on_rows(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         hidden_states, _ = self.attention(
             hidden_states, attention_mask, past_key_values=past_key_values, **kwargs
         )

@@ -24,7 +24,7 @@ from fastplm._checks import (
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import requested_rows, shifted
-from fastplm.models._ragged import mask_at
+from fastplm.models._ragged import are_on_rows, mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import linear_if_faster
 
@@ -105,6 +105,9 @@ class CausalModel(EncoderModel):
 
     def _is_causal(self) -> bool:
         return True
+
+    def _layers_are_on_rows(self) -> bool:
+        return are_on_rows(self.h)
 
     def _layers_are_ours(self) -> bool:
         return all(isinstance(getattr(block, "attn", None), self._attention) for block in self.h)

@@ -22,6 +22,7 @@ from fastplm._checks import (
     fail,
 )
 from fastplm.models._base import FastplmModel, TiedLookup
+from fastplm.models._ragged import numbers_of_rows
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_normalizer,
@@ -30,7 +31,10 @@ from fastplm.nn._rows import (
     labels_at,
     vocabulary_loss,
 )
+from fastplm.nn.dropout import on_rows
 
+#: Where a model finds its batch.
+_GIVEN = ("inputs_embeds", "input_ids")
 #: How the losses of the labels become one.
 REDUCTIONS = ("mean", "none")
 
@@ -288,7 +292,8 @@ class SequencePairPreTraining(FastplmModel):
         if labelled is not None:
             hidden, dense = outputs.last_hidden_state, masked_positions is not None
             loss = labelled.loss(hidden, transform, num_items_in_batch, dense=dense)
-        pair_logits = self._pair_head()(outputs.pooler_output)
+        pair_head = self._pair_head()
+        pair_logits = of_samples(self, inputs, lambda: pair_head(outputs.pooler_output))
         if pair_label is not None:
             pair_loss = _pair_loss(
                 type(self).__name__,
@@ -433,6 +438,24 @@ def shifted(labels: Tensor | None) -> Tensor | None:
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def of_samples(
+    model: Any, inputs: dict[str, Any], function: Callable, *, positions: bool = False, **given: Any
+) -> Any:
+    """``function(**given)``, whose dropout is of a row a sequence: a head's.
+
+    Args:
+        model: the model with the head.
+        inputs: of the model, of which the first that is there says the batch.
+        positions: of the row of each position instead, [B, T, E].
+    """
+    ids = next((inputs[name] for name in _GIVEN if isinstance(inputs.get(name), Tensor)), None)
+    if ids is None or not model.training or not model._has_our_attention():
+        return function(**given)
+    *lead, seqlen = ids.shape[:-1] if ids.is_floating_point() else ids.shape
+    first = ids.new_empty(()).expand(math.prod(lead), seqlen if positions else 1)
+    return on_rows(numbers_of_rows(first, inputs.get("sample_index"), None), function, **given)
+
+
 class ScaledLoss(FastplmModel):
     """Mixin of a head with the parent's loss, a mean over labels.
 
@@ -461,7 +484,7 @@ class SequenceClassification(ScaledLoss):
         **inputs: Any,
     ) -> Any:
         inputs = {"output_rows": "first", **inputs, "labels": labels, "return_dict": True}
-        outputs = super().forward(**inputs)  # type: ignore[misc]
+        outputs = of_samples(self, inputs, super().forward, **inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 
@@ -492,7 +515,9 @@ class TokenClassification(ScaledLoss):
             labelled = labelled_rows(type(self).__name__, labels, shape)
             if inputs.get("attention_mask") is not None:
                 inputs["extra_rows"] = labelled
-        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
+        inputs.update(labels=labels, return_dict=True)
+        forward = super().forward  # type: ignore[misc]
+        outputs = of_samples(self, inputs, forward, positions=True, **inputs)
         return self._scaled(outputs, labels, num_items_in_batch)
 
 

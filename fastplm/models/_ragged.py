@@ -7,6 +7,7 @@ A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after anoth
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -16,7 +17,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
 from fastplm._backends import is_written_down
-from fastplm._checks import UnsupportedError, fail, values_are_known, values_exist
+from fastplm._checks import (
+    UnsupportedError,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    fail,
+    values_are_known,
+    values_exist,
+)
+from fastplm._registry import is_eager
+from fastplm.nn.dropout import RowNumbers, on_rows
 
 _WHERE = "unpad"
 #: Why a backbone computes padding, too: what docs/faq.md lists.
@@ -32,6 +43,8 @@ KEPT = {
     "sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
+#: With which of these a backbone also knows what its rows are.
+NUMBERED = (None, "packed")
 #: What ``unpad`` of a model may be; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
@@ -187,11 +200,15 @@ class Rows(_Movable):
         own: the packed batch of the model; None = the batch is padded.
         cross: the packed encoder batch, if a decoder attends to one.
         last: the rows of the last layer; None = all.
+        sample_index: int64 [B], of which attention draws its dropout; None = 0 ... B - 1.
+        numbers: what the rows are, for the dropout of hidden states; None = it does not matter.
     """
 
     own: RaggedBatch | None = None
     cross: RaggedBatch | None = None
     last: LastRows | None = None
+    sample_index: Tensor | None = None
+    numbers: RowNumbers | None = None
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
@@ -210,7 +227,14 @@ class Rows(_Movable):
 
     def of_others(self) -> Rows:
         """The rows of the layers before the last one."""
-        return Rows(self.own, self.cross)
+        return replace(self, last=None)
+
+    def numbers_of(self, last: LastRows | None) -> RowNumbers | None:
+        """``numbers``, or those of the rows of a last layer."""
+        if last is None or self.numbers is None:
+            return self.numbers
+        source = last.source.clamp(min=0)
+        return RowNumbers(self.numbers.sample_index[source], self.numbers.position[source])
 
 
 @dataclass
@@ -228,6 +252,7 @@ class LastRows(_Movable):
         max_seqlen_k: an upper bound of their number.
         key_mask: bool [N], None = all.
         rank: int64 [B * T], the index of a flat position in ``source``, -1 if it is not there.
+        sample_index: as in ``Rows``.
     """
 
     layer: int
@@ -238,6 +263,7 @@ class LastRows(_Movable):
     max_seqlen_k: int
     key_mask: Tensor | None
     rank: Tensor
+    sample_index: Tensor | None = None
 
     @classmethod
     def of(
@@ -292,6 +318,65 @@ class LastRows(_Movable):
         mask = None if self.key_mask is None else self.key_mask[None]
         others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
         return ops.gather_rows(states, self.source)[None], others
+
+
+def numbers_of_rows(
+    given: Tensor,
+    sample_index: Tensor | None,
+    ragged: RaggedBatch | None,
+    cu_seqlens: Tensor | None = None,
+) -> RowNumbers | None:
+    """What the rows are that a backbone computes; None where no dropout asks for it.
+
+    Args:
+        given: the input [B, T, …].
+        sample_index: int64 [B]; None = the places in the batch.
+        ragged: the rows that are computed; None = all.
+        cu_seqlens: int32 [B + 1], the sequences of a ``given`` [1, N, …] that is packed.
+    """
+    if given.device.type != "cpu" or not is_eager(given):
+        return None
+    batch, seqlen = given.shape[:2]
+    if cu_seqlens is not None:
+        rows, batch = torch.arange(seqlen), cu_seqlens.shape[0] - 1
+        sample = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=batch - 1)
+        position = rows - cu_seqlens[sample]
+    else:
+        rows = torch.arange(batch * seqlen) if ragged is None else ragged.positions
+        sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
+    return RowNumbers(sample if sample_index is None else sample_index[sample], position)
+
+
+def check_sample_index(where: str, sample_index: Any, batch: int) -> None:
+    """Check the sample indices int64 [B] of a batch; None = there are none."""
+    if sample_index is None:
+        return
+    check_tensor(where, "sample_index", sample_index)
+    check_dtype(where, "sample_index", sample_index, (torch.int64,))
+    fix = "Pass one of each sequence, as the collators return them."
+    check_shape(where, "sample_index", sample_index, (batch,), "[batch]", fix)
+
+
+class OnRows:
+    """Mixin of a layer that tells its dropout which rows it computes.
+
+    It takes that from the keyword ``rows`` of its call, so that a checkpointed layer draws the same
+    again in the backward.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
+        numbers = None if rows is None else rows.numbers_of(self._last(rows))
+        return on_rows(numbers, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+    def _last(self, rows: Rows) -> LastRows | None:
+        """The rows of this layer, if it is the last one and computes only some."""
+        return rows.last
+
+
+def are_on_rows(layers: Iterable[Any]) -> bool:
+    """Whether all of these layers tell their dropout which rows they compute."""
+    return all(isinstance(layer, OnRows) for layer in layers)
 
 
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
 from fastplm._checks import check_choice, check_shape, check_tensor
+from fastplm._registry import is_eager
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -29,13 +30,17 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
-from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of
+from fastplm.models._heads import REDUCTIONS, ScaledLoss, of_samples, shape_of
 from fastplm.models._ragged import (
+    NUMBERED,
     RaggedBatch,
     Rows,
     Unpad,
+    are_on_rows,
+    check_sample_index,
     for_caller,
     mask_at,
+    numbers_of_rows,
     rows_at,
     rows_computed,
     unpadded,
@@ -44,6 +49,7 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
+from fastplm.nn.dropout import on_rows
 
 _CACHING = ("past_key_values", "use_cache")
 
@@ -135,6 +141,13 @@ class Stack(FastplmModel):
     _takes_cache = True
     #: Whether attention depends on distances, so that rows between tokens must be computed.
     contiguous = False
+    def _layers(self) -> Any:
+        raise NotImplementedError
+
+    def _drops_by_function(self) -> bool:
+        """Whether the parent drops by PyTorch's function, so that only ``_on_rows`` can tell it
+        which rows it has. Then a batch without padding is packed, too."""
+        return False
 
     def _keeps_padding(
         self,
@@ -175,6 +188,7 @@ class Stack(FastplmModel):
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
         lookup: Callable[[Tensor], Tensor] | None = None,
+        sample_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Like the parent, with these additional arguments.
@@ -187,6 +201,8 @@ class Stack(FastplmModel):
                 last hidden state is [P, 1, E].
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
             lookup: replaces the word embeddings.
+            sample_index: int64 [B], the sample indices in the training, of which dropout is drawn;
+                of a batch that is packed already, one of each sequence. Default: 0 ... B - 1.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -212,6 +228,8 @@ class Stack(FastplmModel):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["return_dict"] = True
+        offsets = kwargs.get("cu_seq_lens_q")
+        check_sample_index(where, sample_index, batch if offsets is None else len(offsets) - 1)
 
         # --- which rows are computed ---
         if output_rows is not None:
@@ -227,6 +245,13 @@ class Stack(FastplmModel):
                 rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
 
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, rows, None, kept))
+        numbers = None
+        if self.training and kept in NUMBERED and are_on_rows(self._layers()):
+            if rows is None and kept is None and self._drops_by_function() and is_eager(given):
+                rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
+            numbers = numbers_of_rows(given, sample_index, rows, offsets)
+        numbered = numbers is not None or (self.training and kept in NUMBERED)
+        sample_index = sample_index if numbered else None
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
@@ -241,14 +266,22 @@ class Stack(FastplmModel):
                 encoder_hidden_states, encoder_attention_mask, encoder_rows, rows
             )
             kwargs.update(states)
+        told = Rows(rows, cross, None, sample_index, numbers)
         if rows is None:
-            outputs = super().forward(  # type: ignore[misc]
-                inputs_embeds=inputs_embeds, attention_mask=attention_mask, **caching, **kwargs
+            if numbers is not None or sample_index is not None:
+                kwargs["rows"] = told
+            outputs = on_rows(
+                numbers,
+                super().forward,  # type: ignore[misc]
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                **caching,
+                **kwargs,
             )
         else:
             if self._takes_cache:
                 kwargs["use_cache"] = False
-            outputs = self._on_rows(inputs_embeds, Rows(rows, cross), **kwargs)
+            outputs = on_rows(numbers, self._on_rows, inputs_embeds, told, **kwargs)
 
         changed, _ = for_caller(outputs, rows, None, output_rows, unpad)
         return type(outputs)(**{**outputs, **changed})
@@ -454,7 +487,8 @@ class LastEosClassification(ScaledLoss):
         input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
         if input_ids is not None and (shape is None or shape == input_ids.shape):
             inputs["read_rows"] = input_ids == self.config.eos_token_id
-        outputs = super().forward(labels=labels, return_dict=True, **inputs)  # type: ignore[misc]
+        inputs.update(labels=labels, return_dict=True)
+        outputs = of_samples(self, inputs, super().forward, **inputs)  # type: ignore[misc]
         return self._scaled(outputs, labels, num_items_in_batch)
 
 

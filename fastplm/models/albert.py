@@ -54,7 +54,7 @@ from fastplm.models._heads import (
     SequencePairPreTraining,
     TokenClassification,
 )
-from fastplm.models._ragged import Rows
+from fastplm.models._ragged import OnRows, Rows, are_on_rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -186,7 +186,7 @@ class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
 
 
 @drop_in
-class AlbertLayer(GradientCheckpointingLayer, modeling_albert.AlbertLayer):
+class AlbertLayer(OnRows, GradientCheckpointingLayer, modeling_albert.AlbertLayer):
     """The layer, with gradient checkpointing."""
 
 
@@ -255,6 +255,9 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
             )
             for group in encoder.albert_layer_groups
         )
+
+    def _layers_are_on_rows(self) -> bool:
+        return all(are_on_rows(group.albert_layers) for group in self.encoder.albert_layer_groups)
 
     def _last_layer(self) -> int | None:
         # The index of the last call of a group.

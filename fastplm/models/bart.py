@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from fastplm.models._base import drop_in
 from fastplm.models._heads import CausalLM
-from fastplm.models._ragged import Rows
+from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -29,6 +29,85 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
+from fastplm.nn.dropout import dropout
+
+
+class _Layer(OnRows):
+    """Mixin of a layer: the parent's forward, with a dropout that knows the rows."""
+
+    training: bool
+    dropout: float
+    activation_dropout: float
+    activation_fn: Any
+    fc1: Any
+    fc2: Any
+    final_layer_norm: Any
+
+    def _dropped(self, hidden: Tensor) -> Tensor:
+        return dropout(hidden, self.dropout, self.training)
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        inner = self.activation_fn(self.fc1(hidden))
+        inner = dropout(inner, self.activation_dropout, self.training)
+        return self.final_layer_norm(hidden + self._dropped(self.fc2(inner)))
+
+
+class _ComputesEncoderLayer:
+    self_attn: Any
+    self_attn_layer_norm: Any
+    _dropped: Any
+    _feed_forward: Any
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+        hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
+        hidden = self._feed_forward(hidden)
+        if hidden.dtype is torch.float16 and not hidden.isfinite().all():
+            most = torch.finfo(hidden.dtype).max - 1000
+            hidden = hidden.clamp(-most, most)
+        return hidden
+
+
+class _ComputesDecoderLayer:
+    self_attn: Any
+    self_attn_layer_norm: Any
+    encoder_attn: Any
+    encoder_attn_layer_norm: Any
+    _dropped: Any
+    _feed_forward: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        kwargs["past_key_values"] = past_key_values
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+        hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
+        if encoder_hidden_states is not None:
+            attended, _ = self.encoder_attn(
+                hidden,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                **kwargs,
+            )
+            hidden = self.encoder_attn_layer_norm(hidden + self._dropped(attended))
+        return self._feed_forward(hidden)
+
+
+@drop_in
+class BartEncoderLayer(_Layer, _ComputesEncoderLayer, modeling_bart.BartEncoderLayer):
+    """A layer of the encoder, whose dropout knows the rows."""
+
+
+@drop_in
+class BartDecoderLayer(_Layer, _ComputesDecoderLayer, modeling_bart.BartDecoderLayer):
+    """A layer of the decoder, whose dropout knows the rows."""
 
 
 class _AddsPositions(Stack):
@@ -41,6 +120,12 @@ class _AddsPositions(Stack):
     layerdrop: float
     _output: type[ModelOutput] = BaseModelOutput
 
+    def _layers(self) -> Any:
+        return self.layers
+
+    def _drops_by_function(self) -> bool:
+        return self.dropout > 0.0
+
     @capture_outputs
     def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
         assert rows.own is not None
@@ -48,7 +133,7 @@ class _AddsPositions(Stack):
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
         positions = self.embed_positions(embeds, position_ids=rows.own.positions % rows.own.seqlen)
         hidden = self.layernorm_embedding(embeds + positions.to(embeds.device))
-        hidden = nn.functional.dropout(hidden, p=self.dropout, training=self.training)
+        hidden = dropout(hidden, self.dropout, self.training)
         mask = rows.own.key_mask_row()
         for layer in self.layers:
             if self.training and self.layerdrop > 0.0 and torch.rand([]) < self.layerdrop:

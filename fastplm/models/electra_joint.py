@@ -479,7 +479,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
             sample_index: int64 [B], the sample indices in the training. The replacements depend
                 only on (``config.sampling_seed``, sample index, position) and the generator's
-                logits. Default: drawn from torch's generator.
+                logits. Default: drawn from torch's generator. Dropout is drawn of them, too, by
+                default of 0 ... B - 1.
             num_items_in_batch: the denominator of losses over labels: the number of labels of all
                 batches over which gradients are accumulated. Default: of this batch.
             num_tokens_in_batch: the same for losses over all tokens. If only
@@ -513,6 +514,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             "unpad": False if ragged is None else ragged,
             **kwargs,
         }
+        if sample_index is not None:
+            encoder_arguments["sample_index"] = sample_index
 
         if self.generator is None:
             mlm_loss, sampled = None, self._draw_by_frequency(targets, counters)

@@ -14,6 +14,7 @@ from fastplm.hf import WITH_WEIGHTS
 from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
+from fastplm.models._ragged import OnRows
 
 
 class _States(NamedTuple):
@@ -38,7 +39,7 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 
 @drop_in
-class GPT2Block(modeling_gpt2.GPT2Block):
+class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
     """A layer that passes the arguments of attention on to its cross-attention too."""
 
     def forward(self, *, encoder_hidden_states: Any = None, **kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ from fastplm.hf import fastplm_attention_forward
 from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
-from fastplm.models._ragged import Rows
+from fastplm.models._ragged import OnRows, Rows
+from fastplm.nn.dropout import on_rows
 from fastplm.nn.gelu import gelu
 
 
@@ -67,6 +68,19 @@ class MLP(modeling_openai.MLP):
         if type(self.act) is not NewGELUActivation:
             return super().forward(x)
         return self.dropout(self.c_proj(gelu(self.c_fc(x), "tanh")))
+
+
+@drop_in
+class Block(OnRows, modeling_openai.Block):
+    """A layer whose dropout knows the rows."""
+
+    def forward(
+        self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
+    ) -> list[Tensor]:
+        rows = attention_mask.rows if isinstance(attention_mask, _Keys) else None
+        numbers = None if rows is None else rows.numbers
+        compute = modeling_openai.Block.forward
+        return on_rows(numbers, compute, self, x, attention_mask, output_attentions)
 
 
 class _FusedLayers:

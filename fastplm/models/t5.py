@@ -24,7 +24,7 @@ from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
 from fastplm.models._base import FastplmModel, drop_in, wants_output
 from fastplm.models._heads import TokenClassification
-from fastplm.models._ragged import Unpad
+from fastplm.models._ragged import OnRows, Unpad
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -91,10 +91,18 @@ class T5Attention(modeling_t5.T5Attention):
 
 
 @drop_in
+class T5Block(OnRows, modeling_t5.T5Block):
+    """A layer whose dropout knows the rows."""
+
+
+@drop_in
 class T5Stack(Stack, modeling_t5.T5Stack):
     """An encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed."""
 
     contiguous = True
+
+    def _layers(self) -> Any:
+        return self.block
 
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
         """Like ``Stack``, with one additional argument.

@@ -16,6 +16,7 @@ from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down,
 from fastplm._checks import (
     FLOATING,
     ArgumentTypeError,
+    are_dense,
     check_number,
     check_probability,
     check_seed_form,
@@ -50,6 +51,7 @@ from fastplm.reference.attention import (
 _MAX_HEAD_DIM = {2: 256, 4: 128}
 #: In place of a backend: PyTorch's own attention, with its own gradient.
 _SDPA = "scaled_dot_product_attention"
+_NUMBER = (float, int)
 # Arguments that backends need with a last stride of 1.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
@@ -130,12 +132,15 @@ def attention(
     Reference: ``fastplm.reference.attention.attention_ref``.
     """
     where = "attention"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(where, name, tensor, ndim=4)
+    if not are_dense(query, key, value, 4):
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(where, name, tensor, ndim=4)
+    # What has another type is left to ``_prepared``, which says so.
     if (
         key_mask is attn_mask is relative_bias is seed is sample_index is None
+        and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
-        and not (is_causal and query.shape[2] > 1)
+        and (is_causal is False or (is_causal is True and query.shape[2] <= 1))
     ):
         out = plain_attention(query, key, value, scale)
         if out is not None:
@@ -222,11 +227,16 @@ def attention_varlen(
     Reference: ``fastplm.reference.attention.attention_varlen_ref``.
     """
     where = "attention_varlen"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(where, name, tensor, ndim=3)
+    if not are_dense(query, key, value, 3):
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(where, name, tensor, ndim=3)
     check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
     check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
-    if relative_bias is seed is sample_index is None and dropout_p == 0.0:
+    if (
+        relative_bias is seed is sample_index is None
+        and isinstance(dropout_p, _NUMBER)
+        and dropout_p == 0.0
+    ):
         out = _short_varlen(
             (query, key, value),
             (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -380,7 +390,7 @@ def plain_attention(
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
         or not (key.shape == value.shape == (batch, heads, key.shape[2], dim) and dim > 0)
-        or not (scale is None or isinstance(scale, (float, int)) and scale == scale)
+        or not (scale is None or isinstance(scale, float) and scale == scale)
         or torch._C._is_any_autocast_enabled()
         or is_written_down()
         or is_transformed()
@@ -441,10 +451,16 @@ def _short_varlen(
         or not (key.shape == value.shape and query.shape[1:] == (heads, dim) and dim > 0)
         or not (cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32)
         or not (cu_seqlens_q.shape == cu_seqlens_k.shape != (0,))
-        or not all(tensor is None or tensor.is_cpu for tensor in given)
-        or not (key_mask is None or key_mask.dtype is torch.bool and key_mask.shape == (rows,))
-        or not (isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int))
-        or not (scale is None or isinstance(scale, (float, int)) and scale == scale)
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or not (cu_seqlens_q.is_cpu and cu_seqlens_k.is_cpu)
+        or not (type(max_seqlen_q) is type(max_seqlen_k) is int and type(is_causal) is bool)
+        or not (scale is None or isinstance(scale, float) and scale == scale)
+    ):
+        return None
+    if key_mask is not None and (
+        not isinstance(key_mask, Tensor)
+        or key_mask.is_nested
+        or not (key_mask.is_cpu and key_mask.dtype is torch.bool and key_mask.shape == (rows,))
     ):
         return None
     try:
@@ -454,10 +470,10 @@ def _short_varlen(
             None,
             cu_seqlens_q.contiguous(),
             cu_seqlens_k.contiguous(),
-            *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, bool(is_causal)),
+            *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, is_causal),
             dim**-0.5 if scale is None else float(scale),
         )
-    except RuntimeError:  # lengths that do not fit
+    except (RuntimeError, ValueError):  # lengths that do not fit
         return None
     return out
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm._backends import of_any_size
-from fastplm._checks import check_probability, check_tensor
+from fastplm._backends import of_any_size, requested
+from fastplm._checks import check_probability, check_shape, check_tensor, fail
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, training
-from fastplm._registry import Op
+from fastplm._registry import Op, is_eager
 from fastplm.ops._common import csrc_rejects, seed_tensor
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
 
@@ -19,18 +20,44 @@ from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_thresh
 _MANY = 1 << 19
 
 
+_ROW_INDEX = Arg("[N]", (torch.int64,))
+
+
 class Call(NamedTuple):
     input: Annotated[Tensor, Arg()]
     p: float
     seed: Annotated[Tensor, Arg("[]", (torch.int64,))]
+    sample_index: Annotated[Tensor | None, _ROW_INDEX]
+    position: Annotated[Tensor | None, _ROW_INDEX]
+
+    def check(self, where: str) -> None:
+        if self.sample_index is None:
+            if self.position is not None:
+                fix = "Say of which samples the rows are, too."
+                fail(where, "position", "a value without sample_index", "None", fix)
+            return
+        if self.input.dim() == 0:
+            fail(where, "input", "a scalar with sample_index", "rows [..., E]", "Unsqueeze it.")
+        fix = "Repeat the index of a sample for each of its rows."
+        rows = (math.prod(self.input.shape[:-1]),)
+        check_shape(where, "sample_index", self.sample_index, rows, "[rows of input]", fix)
 
 
 class Saved(NamedTuple):
     p: float
     seed: Tensor
+    sample_index: Tensor | None
+    position: Tensor | None
 
 
-def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) -> Tensor:
+def dropout(
+    input: Tensor,
+    p: float = 0.5,
+    *,
+    seed: int | Tensor | None = None,
+    sample_index: Tensor | None = None,
+    position: Tensor | None = None,
+) -> Tensor:
     """Dropout that a seed repeats, and of which nothing but the seed is kept for the backward.
 
     ``out = input / (1 - p)`` where an element survives, else 0
@@ -41,6 +68,10 @@ def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) 
             always).
         seed: int, or 0-d int64 tensor on the device of ``input``; default a new one from PyTorch's
             generator. The same seed drops the same elements, on every backend and device.
+        sample_index: int64 [N], the sample indices of the rows of ``input`` [..., E]. Then what is
+            dropped of a row depends only on the seed, its sample and its position, not on where in
+            a batch it is. Default: elements are counted through ``input``.
+        position: int64 [N], the positions of the rows in their samples, below 2^32; default 0.
 
     Returns:
         The shape and dtype of ``input``. What is dropped is 0 even if it was not finite, and passes
@@ -50,7 +81,7 @@ def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) 
         Elements that survive are multiplied in fp32 (fp64 in fp64) and rounded once.
 
     Determinism:
-        Forward and backward are functions of the input and the seed, bit for bit.
+        Forward and backward are functions of the arguments, bit for bit.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: arguments that do not fit.
@@ -66,7 +97,8 @@ def dropout(input: Tensor, p: float = 0.5, *, seed: int | Tensor | None = None) 
     """
     check_tensor("dropout", "input", input)
     check_probability("dropout", "p", p, "Pass the share of elements to drop.")
-    call = Call(input, float(p), seed_tensor("dropout", seed, input, optional=True))
+    seed = seed_tensor("dropout", seed, input, optional=True)
+    call = Call(input, float(p), seed, sample_index, position)
     if p > 0.0:
         return OP(call)
     OP.check(call)
@@ -78,7 +110,17 @@ def is_faster(input: Tensor, p: float) -> bool:
 
     For layers, which may draw the random bits of either.
     """
-    return 0.0 < p < 1.0 and OP.is_faster(input, p, None)
+    return 0.0 < p < 1.0 and OP.is_faster(input, p, None, None, None)
+
+
+def draws_by_row(input: Tensor) -> bool:
+    """Whether a layer may draw by the samples and positions of rows: that it does not is slower
+    only where csrc/ does not run, as on a GPU and in fp64."""
+    wanted = requested("dropout")
+    if wanted not in ("auto", "cpp", "eager") or not is_eager(input):
+        return False
+    cpp = OP.backends["cpp"]
+    return wanted == "eager" or cpp.rejects((input,), forced=False) is None
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------
@@ -92,7 +134,15 @@ def _cpp_forward(call: Call) -> Tensor:
     input = call.input.contiguous()
     out = torch.empty_like(input)
     threshold = dropout_threshold(call.p)
-    torch.ops.fastplm_C.dropout(input, call.seed, threshold, dropout_scale(threshold), out)
+    scale = dropout_scale(threshold)
+    if call.sample_index is None:
+        torch.ops.fastplm_C.dropout(input, call.seed, threshold, scale, out)
+        return out
+    sample_index = call.sample_index.contiguous()
+    position = torch.zeros_like(sample_index) if call.position is None else call.position
+    torch.ops.fastplm_C.dropout_rows(
+        input, call.seed, threshold, scale, sample_index, position.contiguous(), out
+    )
     return out
 
 
@@ -121,7 +171,13 @@ OP = Op(
     Call,
     fake=_fake,
     reference=dropout_ref,
-    eager=lambda call: dropout_ref(call.input, call.p, seed=call.seed),
+    eager=lambda call: dropout_ref(
+        call.input,
+        call.p,
+        seed=call.seed,
+        sample_index=call.sample_index,
+        position=call.position,
+    ),
     smoke=_smoke,
     saved=Saved,
     gradients=("input",),

@@ -19,6 +19,7 @@ from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear import linear_ref
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_STRIDED = torch.strided
 #: That a tensor made in csrc/ may have.
 _MOST_DIMS = 8
 #: Of fewer rows a product of halves is no faster.
@@ -106,11 +107,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         1904.06376) for products of bf16.
     Reference: ``fastplm.reference.linear.linear_ref``.
     """
-    check_tensor("linear", "input", input)
-    check_tensor("linear", "weight", weight, ndim=2)
-    if bias is not None:
-        check_tensor("linear", "bias", bias)
-    out = _fast_path(input, weight, bias)
+    # Most of what ``_check_tensors`` asks, in less time than the call takes.
+    if not (
+        isinstance(input, Tensor)
+        and isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and input.layout is weight.layout is _STRIDED
+        and (bias is None or isinstance(bias, Tensor))
+    ):
+        _check_tensors(input, weight, bias)
+    try:
+        out = _fast_path(input, weight, bias)
+    except RuntimeError:  # a nested tensor raises where its shape is asked for
+        _check_tensors(input, weight, bias)
+        raise
     if out is not None:
         return out
     call = Call(input, weight, bias)
@@ -121,6 +131,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = OP(Call(dense(rows), dense(weight), bias), backend)
     return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _check_tensors(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_tensor("linear", "input", input)
+    check_tensor("linear", "weight", weight, ndim=2)
+    if bias is not None:
+        check_tensor("linear", "bias", bias)
 
 
 def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fastplm._checks import check_number, check_tensor, fail, values_are_known
+from fastplm._checks import check_bool, check_number, check_tensor, fail, values_are_known
 from fastplm._registry import Op, autocast, needs_dispatch
 from fastplm.ops._common import (
     check_reduction,
@@ -273,6 +273,7 @@ def _vocabulary_pass(
     if operands[2] is not None:
         check_tensor(where, "linear_bias", operands[2], ndim=1)
     check_reduction(where, operands[0], reduction, normalizer)
+    check_bool(where, "return_statistics", return_statistics)
     hint = "Usual values are 0.0 and 0.1."
     check_number(where, "label_smoothing", label_smoothing, 0.0, 1.0, "a share in [0, 1]", hint)
     for name, value, unit, hint in (

@@ -19,10 +19,12 @@ from fastplm._checks import (
     check_dtype,
     check_number,
     check_same_device,
+    check_scalar,
     check_shape,
     check_tensor,
     fail,
     message,
+    shown,
     values_are_known,
 )
 from fastplm._registry import Op, needs_dispatch
@@ -242,7 +244,7 @@ def linear_distillation_topk(
     if not isinstance(renormalize, bool):
         fix = "True divides the probabilities of a row by their sum."
         expected = "True or False"
-        raise ArgumentTypeError(message(where, "renormalize", repr(renormalize), expected, fix))
+        raise ArgumentTypeError(message(where, "renormalize", shown(renormalize), expected, fix))
     return _distilled(
         where,
         (input, linear_weight, linear_bias),
@@ -292,6 +294,7 @@ def _distilled(
         if tensor is not None:
             check_tensor(where, name, tensor, ndim=1)
     check_reduction(where, student[0], reduction, normalizer)
+    check_scalar(where, "ignore_index", ignore_index, int)
     check_choice(where, "divergence", divergence, DIVERGENCES)
     share = "0.5 is the ordinary one; near 0 it goes to the forward KL."
     check_number(where, "beta", beta, 0.0, 1.0, "a share in [0, 1]", share)

@@ -261,8 +261,7 @@ def _check_unit(unit: str, has_words: bool, max_ngram: int) -> None:
             f"{'none' if unit == 'token' else 'a tensor'} with unit={unit!r}",
             "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
         )
-    if unit == "ngram":
-        check_int(_WHERE, "max_ngram", max_ngram, 2, MAX_NGRAM + 1, "ALBERT uses 3.")
+    check_int(_WHERE, "max_ngram", max_ngram, 2, MAX_NGRAM + 1, "ALBERT uses 3.")
 
 
 def _check_numbers(

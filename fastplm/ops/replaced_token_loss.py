@@ -16,6 +16,7 @@ from torch import Tensor
 from fastplm._checks import (
     INTEGER,
     ArgumentTypeError,
+    check_bool,
     check_dtype,
     check_shape,
     check_tensor,
@@ -138,6 +139,7 @@ def replaced_token_loss(
         bias = bias.reshape(())
     check_tensor(where, "input", input, ndim=2)
     check_reduction(where, input, reduction, normalizer)
+    check_bool(where, "return_counts", return_counts)
     input, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
     call = Call(
         input, weight, bias, flags, original, mask, normalizer, reduction, return_counts, False

@@ -39,27 +39,75 @@ def keep_mask(seed: int | Tensor, size: int, p: float, device: torch.device) -> 
         p: see ``dropout_threshold``.
         device: of the mask.
     """
-    blocks = -(-size // (_LANES * _CHOICES))
-    number = torch.arange(blocks * _LANES, device=device).view(blocks, _LANES)
+    number = _draws(size, device)
+    return _keep(seed, number >> 32, number, 0, size, p)
+
+
+def keep_mask_of_rows(
+    seed: int | Tensor, sample_index: Tensor, position: Tensor, width: int, p: float
+) -> Tensor:
+    """Which elements of rows survive, by what the rows are: bool [N, width].
+
+    The elements of a row are counted from 0, and its draws are those of its sample and position
+    with these numbers as the step. So neither the batch nor the layout of the rows matters.
+
+    Args:
+        seed: int or 0-d int64 tensor.
+        sample_index, position: int64 [N].
+        width: the elements of a row.
+        p: see ``dropout_threshold``.
+    """
+    number = _draws(width, sample_index.device)
+    return _keep(seed, sample_index[:, None], position[:, None], number, width, p)
+
+
+def _draws(size: int, device: torch.device) -> Tensor:
+    """The numbers of the draws for so many elements: whole blocks of them."""
+    return torch.arange(-(-size // (_LANES * _CHOICES)) * _LANES, device=device)
+
+
+def _keep(
+    seed: int | Tensor, sample: Tensor, position: Tensor, step: int | Tensor, size: int, p: float
+) -> Tensor:
     words = draw(
-        seed, Stream.HIDDEN, sample_index=number >> 32, position=number, rounds=DROPOUT_ROUNDS
+        seed,
+        Stream.HIDDEN,
+        sample_index=sample,
+        position=position,
+        step=step,
+        rounds=DROPOUT_ROUNDS,
     )
-    halves = torch.stack([word >> shift & 0xFFFF for word in words for shift in (0, 16)], 1)
-    return halves.flatten()[:size] >= dropout_threshold(p)
+    halves = torch.stack([word >> shift & 0xFFFF for word in words for shift in (0, 16)], -2)
+    blocks = halves.unflatten(-1, (-1, _LANES)).transpose(-3, -2)  # [..., blocks, choices, lanes]
+    return blocks.flatten(-3)[..., :size] >= dropout_threshold(p)
 
 
-def dropout_ref(input: Tensor, p: float = 0.5, *, seed: int | Tensor) -> Tensor:
+def dropout_ref(
+    input: Tensor,
+    p: float = 0.5,
+    *,
+    seed: int | Tensor,
+    sample_index: Tensor | None = None,
+    position: Tensor | None = None,
+) -> Tensor:
     """``out = input / (1 - p)`` where an element survives, else 0.
 
     Args:
-        input: of any shape, floating.
+        input: of any shape, floating; [..., E] with ``sample_index``.
         p: see ``dropout_threshold``.
         seed: int or 0-d int64 tensor.
+        sample_index, position: int64 [N], see ``keep_mask_of_rows``, of the N rows of ``input``;
+            None = the elements are counted through all of it. The default of ``position`` is 0.
 
     Returns:
         The shape and dtype of ``input``. What is dropped is 0 even if it was not finite, and passes
         no gradient.
     """
-    keep = keep_mask(seed, input.numel(), p, input.device).view(input.shape)
+    if sample_index is None:
+        keep = keep_mask(seed, input.numel(), p, input.device)
+    else:
+        position = torch.zeros_like(sample_index) if position is None else position
+        keep = keep_mask_of_rows(seed, sample_index, position, input.shape[-1], p)
     wide = input if input.dtype is torch.float64 else input.float()
-    return torch.where(keep, wide * dropout_scale(dropout_threshold(p)), 0.0).to(input.dtype)
+    scaled = wide * dropout_scale(dropout_threshold(p))
+    return torch.where(keep.view(input.shape), scaled, 0.0).to(input.dtype)

@@ -2,8 +2,8 @@
 
 Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``). The counter is made of
 logical indices, such as sample and position, never of the thread, tile or worker that draws. So the
-same seed gives the same bits on CPU and GPU, eager and fused, padded and packed, at any world size,
-and after a resume.
+same seed and sample indices give the same bits on CPU and GPU, eager and fused, padded and packed,
+at any world size, and after a resume.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """

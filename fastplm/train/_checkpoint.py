@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastplm.errors import DataError, message
+from fastplm._checks import is_number
+from fastplm.errors import DataError, message, shown
 from fastplm.train._run_folder import loaded
 
 #: What others put before the names of weights, and who.
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _LAYER = re.compile(r"\.\d+\.")
 
+#: The commands that need a model of a language; ELECTRA's discriminator is none.
+_LANGUAGE_MODELS = ("score", "prompt")
 _DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -40,8 +44,48 @@ def config_at(where: str, argument: str, path: str | Path, **settings: Any) -> A
     """
     from transformers import AutoConfig
 
+    expected = "a checkpoint with its config.json"
+    _refuse_joint(where, argument, path, expected)
     load = functools.partial(AutoConfig.from_pretrained, path, local_files_only=True, **settings)
-    return loaded(where, argument, path, "a checkpoint with its config.json", load)
+    config = loaded(where, argument, path, expected, load)
+    _check_config(where, argument, path, config)
+    return config
+
+
+def _refuse_joint(where: str, argument: str, path: str | Path, expected: str) -> None:
+    """Say of a checkpoint of ELECTRA's pre-training where its models are."""
+    try:
+        kind = json.loads((Path(path) / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return  # who loads it says what is wrong
+    if kind == "fastplm-electra-joint":
+        name = "generator" if where in _LANGUAGE_MODELS else "discriminator"
+        model = Path(path).resolve().parent / name
+        got = f"{path}, a state of ELECTRA's pre-training, which is two models in one"
+        there = "" if model.is_dir() else ", which the run writes when it ends"
+        raise DataError(
+            message(where, argument, got, expected, f"Give its {name}: {model}{there}.")
+        )
+
+
+def _check_config(where: str, argument: str, path: str | Path, config: Any) -> None:
+    """What Transformers reads from config.json without a look, and fails on later."""
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(map(_is_str, names))):
+        got = f"{path}, whose config.json has architectures: {shown(names)}"
+        fix = 'Correct it: ["BertForMaskedLM"], say.'
+        raise DataError(message(where, argument, got, "a list of names of classes", fix))
+    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+        for name in _DROPOUTS:
+            rate = getattr(each, name, None)
+            if rate is not None and not (is_number(rate) and 0.0 <= rate <= 1.0):
+                got = f"{path}, whose config.json has {name}: {shown(rate)}"
+                expected = "a probability from 0 to 1"
+                raise DataError(message(where, argument, got, expected, "Correct it."))
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def weights_at(
@@ -72,14 +116,16 @@ def weights_at(
     """
     from transformers.utils import logging
 
+    _refuse_joint(where, argument, path, expected)
     options |= {"local_files_only": True, "output_loading_info": True}
-    shown = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        load = functools.partial(kind.from_pretrained, path, **options)
+        load = functools.partial(_load, kind, path, options)
         model, info = loaded(where, argument, path, expected, load)
     finally:
-        logging.set_verbosity(shown)
+        logging.set_verbosity(verbosity)
+    _check_config(where, argument, path, model.config)
     # What ``ignore_mismatched_sizes`` lets pass is random, too.
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
 
@@ -99,6 +145,20 @@ def weights_at(
         what = f"whose weight {bad} holds NaN or infinity"
         refuse(what, "Take an earlier checkpoint: the training that wrote it has diverged.")
     return model, missing
+
+
+def _load(kind: Any, path: str | Path, options: dict[str, Any]) -> Any:
+    """``kind.from_pretrained``, which names a weight of another shape."""
+    try:
+        return kind.from_pretrained(path, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        # The message is about a table that was not printed, as it is of many lines.
+        _, info = kind.from_pretrained(path, **options | {"ignore_mismatched_sizes": True})
+        name, there, here = sorted(info["mismatched_keys"])[0]
+        reason = f"its weight {name} has shape {tuple(there)}, and {tuple(here)} by config.json"
+        raise RuntimeError(reason) from error
 
 
 def _why_lost(unexpected: list[str], config: Any) -> str:

@@ -100,13 +100,13 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         f"{tokens:,} tokens, the text {epochs:,.{1 if epochs < 10 else 0}f} times",
         "learning rate": announce.learning_rate(args),
         "FLOPs": f"{flops * tokens:.3g}",
-        "memory": _gigabytes(memory),
+        "memory": _bytes_of(memory),
         "precision": announce._precision(args, trainer.args),
         "device": announce._device(trainer.args),
-        "speed": f"{a_step_takes:.3g} s a step (median of {timed}), "
+        "speed": f"{_duration(a_step_takes)} a step (median of {timed}), "
         f"{figures['tokens_per_second']:,.0f} tokens/s, "
         f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",
-        "time": f"{seconds / 3600:,.3g} hours at this speed, without checkpoints",
+        "time": f"{_duration(seconds)} at this speed, without checkpoints",
         "written": "nothing",
     }
     return figures if first_process() else {}
@@ -143,11 +143,27 @@ def _memory(trainer: Any) -> dict[str, int]:
     return parts | {"memory_bytes": sum(parts.values())}
 
 
-def _gigabytes(memory: dict[str, int]) -> str:
+def _amount(value: float, units: dict[str, float]) -> str:
+    """A number in the largest of these units of which it has one at least, with three digits."""
+    fitting = [name for name, size in units.items() if value >= size]
+    name = fitting[-1] if fitting else next(iter(units))
+    number = value / units[name]
+    return f"{number:,.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {name}"
+
+
+def _duration(seconds: float) -> str:
+    return _amount(seconds, {"ms": 1e-3, "s": 1, "minutes": 60, "hours": 3600, "days": 86400})
+
+
+def _bytes(count: int) -> str:
+    return _amount(count, {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})
+
+
+def _bytes_of(memory: dict[str, int]) -> str:
     def shown(name: str) -> str:
-        return f"{memory[name] / 2**30:,.2f}"
+        return _bytes(memory[name])
 
     return (
-        f"{shown('memory_bytes')} GiB of tensors: weights {shown('weights_bytes')}, optimizer "
+        f"{shown('memory_bytes')} of tensors: weights {shown('weights_bytes')}, optimizer "
         f"{shown('optimizer_bytes')}, gradients and activations {shown('micro_batch_bytes')}"
     )

@@ -17,6 +17,7 @@ import torch
 from fastplm import _extension
 from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.train._interrupt import saved_when_stopped
 from fastplm.train._run import begin, describe, started
 from fastplm.train._run_folder import (
     RECORD,
@@ -184,7 +185,8 @@ def _train(
                 f"step {done + 1} on its learning rate is that of a schedule over all of them."
             )
         begin(args, run, text, training_arguments.device, make_room)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with saved_when_stopped(trainer):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {}
     if writes:
         with writing(args.where, out):
@@ -455,9 +457,11 @@ def _finish(
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),
     }
+    if not plot_losses(out / "loss.png", training.title, history):
+        metrics["picture"] = None
     if data.held_out is not None:
         metrics["held_out"] = training.held_out(model, data.held_out, collator)
-    plot_losses(out / "loss.png", training.title, history)
     write_json(out / "metrics.json", metrics)
-    seal(out, [*models, "tokenizer", "loss.png", "metrics.json", RECORD])
+    picture = ["loss.png"] if metrics["picture"] else []
+    seal(out, [*models, "tokenizer", *picture, "metrics.json", RECORD])
     return metrics

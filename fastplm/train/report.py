@@ -10,6 +10,15 @@ from typing import Any
 
 import torch
 
+from fastplm.data._folder import say
+
+#: How a summary calls the figures of ``evaluate.detection_at_base_rate``, and what they are.
+_BY_SHARE = "by share"
+_WHAT_BY_SHARE = (
+    "only tokens that may be replaced, found if their probability is above the share replaced; the "
+    "other figures are of all tokens, found if it is above 0.5"
+)
+
 
 def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
     """The logged steps of a Trainer's history: step, losses, learning rate, tokens/s."""
@@ -42,8 +51,23 @@ def versions() -> dict[str, str]:
     }
 
 
-def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:
-    """One panel for the loss, or one for each part where it has parts."""
+def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> bool:
+    """One panel for the loss, or one for each part where it has parts.
+
+    Returns whether the picture was drawn: where matplotlib fails, a line on stderr says why, as the
+    result of a run is worth more than its picture.
+    """
+    try:
+        _draw_losses(path, title, history)
+    except Exception as error:  # of whatever kind, from its settings to the fonts of the system
+        path.unlink(missing_ok=True)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        say(f"fastplm: {path} was not drawn, as matplotlib failed: {reason:.200}")
+        return False
+    return True
+
+
+def _draw_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:
     from matplotlib.figure import Figure
 
     names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
@@ -69,18 +93,20 @@ def summary(metrics: dict[str, Any]) -> str:
         first = next(entry[name] for entry in history if name in entry)
         rows.append((name.replace("_", " "), f"{first:.4f} -> {history[-1][name]:.4f}"))
     held_out = dict(metrics.get("held_out", {}))
-    words = held_out.pop("words", {})
-    held_out.update({f"words: {name}": value for name, value in words.items()})
-    for name, value in held_out.items():
-        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        rows.append((f"held out: {name.replace('_', ' ')}", shown))
+    by_share = held_out.pop("words", {})
+    for title, values in (("held out", held_out), (f"held out, {_BY_SHARE}", by_share)):
+        for name, value in values.items():
+            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+            rows.append((f"{title}: {name.replace('_', ' ')}", shown))
+    if by_share:
+        rows.append((f"({_BY_SHARE}", f"{_WHAT_BY_SHARE})"))
     rows += [
         ("parameters", f"{metrics['parameters']:,}"),
         ("precision", metrics["precision"]),
         ("tokens/s", f"{metrics['tokens_per_second']:,.0f}{_of_all(metrics)}"),
         ("training time", f"{metrics['train_seconds']:.1f} s{_of_all(metrics)}"),
         *metrics["models"].items(),
-        ("picture", metrics["picture"]),
+        ("picture", metrics["picture"] or "none was drawn"),
     ]
     return block(dict(rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import math
 import os
@@ -27,6 +28,8 @@ from transformers.trainer_callback import PrinterCallback
 from fastplm._checks import DivergenceError
 from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import say
+from fastplm.models._base import FastplmModel
+from fastplm.ops.dropout import draws_by_row
 from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
 from fastplm.train.losses import (
     PAIR_LABELS,
@@ -72,6 +75,19 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         # If the newest is damaged, a run goes on from the one before.
         **{"lr_scheduler_type": "linear", "save_total_limit": 2} | settings,
     )
+
+
+@contextlib.contextmanager
+def _drawing(seed: int, step: int) -> Iterator[None]:
+    """PyTorch's generator of the CPU begins anew with a number of the step, and is put back."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    number = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    generator.manual_seed(int.from_bytes(number, "little") >> 1)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 class RunTrainer(Trainer):
@@ -130,10 +146,24 @@ class RunTrainer(Trainer):
             self._window_began, self._window_step = time.perf_counter(), self.state.global_step
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        numbered: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.draws_by_sample(inputs):
+            # One seed for all micro-batches and processes of a step.
+            numbered = _drawing(self.args.seed, self.state.global_step)
+        with numbered:
+            loss = super().training_step(model, inputs, *args, **kwargs)
         self._check_finite("the loss", loss)
         return loss
+
+    def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
+        """Whether all dropout of the model is drawn by the samples of this batch.
+
+        Where it is not, one seed for a step would drop the same in all its micro-batches.
+        """
+        return False
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -183,6 +213,11 @@ class RunTrainer(Trainer):
         out = Path(self.args.output_dir)
         last = last_checkpoint(out) if self.args.should_save else None
         kept = "no checkpoint was written yet" if last is None else f"{last} is the last good state"
+        if self.state.global_step == 0:  # no learning rate has changed a weight yet
+            raise DivergenceError(
+                f"{self.where}: at step {step} {what}, before any weight was changed: "
+                f"{why_not_finite(self.model)} No model was written."
+            )
         raise DivergenceError(
             f"{self.where}: at step {step} {what}: the training has diverged. {kept[0].upper()}"
             f"{kept[1:]}, and no model was written. Start again with a lower learning rate (it was "
@@ -246,6 +281,24 @@ class RunTrainer(Trainer):
                 shutil.rmtree(scratch, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._window_began += time.perf_counter() - began
+
+
+def why_not_finite(model: nn.Module) -> str:
+    """What in a model makes a loss that is not finite, and what to do, in one or two sentences."""
+    size, largest = 0.0, ""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return (
+                f"the weight {name} holds NaN or infinity. Start from another checkpoint, or from "
+                "new weights."
+            )
+        of_this = weight.detach().abs().max().item() if weight.numel() else 0.0
+        size, largest = max((size, largest), (of_this, name))
+    return (
+        f"all weights are finite, the largest is {size:.3g} in {largest}. If that is too large for "
+        "the products of this precision, start from another checkpoint or with --precision fp32; "
+        "else look at the data."
+    )
 
 
 def all_finite(model: nn.Module) -> bool:
@@ -364,6 +417,15 @@ class PretrainingTrainer(RunTrainer):
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._in_step = {"num_tokens_in_batch": counts[0], "num_sequences_in_batch": counts[1]}
         return counts[0] + counts[2]
+
+    def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
+        if "sample_index" not in inputs:
+            return False
+        part: Any = getattr(self.model, "discriminator", self.model)
+        if self.args.device.type != "cpu" or not isinstance(part, FastplmModel):
+            return False
+        weight = next(self.model.parameters())
+        return part._has_our_attention() and draws_by_row(weight.new_empty(0))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -47,13 +47,16 @@ double run(int64_t rows, int64_t columns, int64_t depth, int layout, int64_t thr
   const std::unique_ptr<float[]> packed(new float[cut.packed_size()]);
   const std::unique_ptr<float[]> c(new float[rows * columns]);
   std::fill_n(c.get(), rows * columns, std::numeric_limits<float>::quiet_NaN());
-  for (int64_t tile = 0; tile < cut.tiles; tile += cut.group_tiles) {
-    pack_tiles(cut, a.matrix(), tile, std::min(tile + cut.group_tiles, cut.tiles), packed.get());
-  }
-  for (int64_t block = 0; block < cut.blocks_down * cut.blocks_across; ++block) {
-    block_product(cut, packed.get(), b.matrix(), biased ? bias.data.get() : nullptr, c.get(),
-                  columns, block);
-  }
+  with_height(cut, [&](auto height) {
+    for (int64_t tile = 0; tile < cut.tiles; tile += cut.group_tiles) {
+      const int64_t last = std::min(tile + cut.group_tiles, cut.tiles);
+      pack_tiles<height.value>(cut, a.matrix(), tile, last, packed.get());
+    }
+    for (int64_t block = 0; block < cut.blocks_down * cut.blocks_across; ++block) {
+      block_product<height.value>(cut, packed.get(), b.matrix(),
+                                  biased ? bias.data.get() : nullptr, c.get(), columns, block);
+    }
+  });
   double worst = 0.0;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < columns; ++j) {
@@ -155,7 +158,7 @@ int main() {
   run_few_sizes<kMostOuterRows, float>(random);
   run_few_sizes<kMostOuterRows, Fp16>(random);
   // Around the sizes of a tile, of what is packed at a time, and of a block; then of a slice.
-  for (int64_t rows : {1, 11, 12, 13, 97, 541}) {
+  for (int64_t rows : {1, 7, 11, 12, 13, 19, 97, 541}) {
     for (int64_t columns : {1, 31, 32, 33, 129, 384}) {
       for (int64_t depth : {1, 15, 16, 33}) {
         worst = std::max(worst, run(rows, columns, depth, runs % 8, 1 + runs % 5, random));

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastplm._checks import DataError
-from fastplm.data import load_tokenizer, train_tokenizer
+from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
 from fastplm.data.tokenizer import KINDS
 
 
@@ -220,3 +220,25 @@ def test_load_asks_for_what_is_needed(trained, tmp_path):
     for need in missing:
         with pytest.raises(DataError, match=f"without a {need}"):
             load_tokenizer(tmp_path, needs=("pad", need))
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bytelevel", "unigram"])
+def test_a_line_without_an_end_is_given_to_the_tokenizer_in_parts(kind, tmp_path, monkeypatch):
+    """The library keeps dozens of bytes a letter, and ends the process where they have no room."""
+    text = " ".join(f"{word}{number % 7}" for number in range(400) for word in ("ab", "river"))
+    expected = train_tokenizer([text], 400, tmp_path / "whole", kind)
+    whole = tokenize([text], expected, tmp_path / "whole").tokens.tolist()
+    monkeypatch.setattr(blocks, "LONGEST_TEXT", 50)
+    assert max(map(len, blocks.short_texts(text))) <= 50
+    assert "".join(blocks.short_texts(text)) == text
+    given = train_tokenizer([text], 400, tmp_path / "parts", kind)
+    assert given.get_vocab() == expected.get_vocab()
+    assert max(map(len, blocks.split_sentences(text))) <= 50
+    assert tokenize([text], given, tmp_path / "parts").tokens.tolist() == whole
+
+
+def test_a_word_without_an_end_is_cut(monkeypatch):
+    monkeypatch.setattr(blocks, "LONGEST_TEXT", 50)
+    assert list(map(len, blocks.short_texts("a" * 120))) == [50, 50, 20]
+    assert list(map(len, blocks.short_texts(" " + "a" * 60))) == [50, 11]
+    assert list(blocks.short_texts("")) == []

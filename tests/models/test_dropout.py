@@ -1,4 +1,5 @@
-"""Training mode: the same seed repeats every class, and dropout is as strong as the parent's."""
+"""Training mode: the same seed repeats every class, dropout is as strong as the parent's, and what
+is dropped of a sample does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -9,9 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastplm import models
+import fastplm
+from fastplm import _extension, models
+from fastplm.nn import Dropout
+from fastplm.nn.dropout import _ROWS
 
-from .conftest import CLASSES, PADDINGS, PREFIXES, config_of, gradients, inputs_of, pair, same
+from .conftest import (
+    CLASSES,
+    PADDINGS,
+    PREFIXES,
+    ROWS,
+    config_of,
+    gradients,
+    inputs_of,
+    pair,
+    same,
+)
 
 # Much attention dropout, so that a missing or wrong one shows in few runs.
 ENCODER: dict[str, Any] = dict(
@@ -92,3 +106,183 @@ def test_dropout_has_the_parents_mean_and_variance(name):
     # Of so many numbers the largest would pass 5 by chance once in ten thousand times.
     assert z.abs().max() < 5, z.abs().max()
     assert (mine.var(0) > 0).all()
+
+
+# --- the batch does not matter --------------------------------------------------------------------
+
+needs_csrc = pytest.mark.skipif(
+    _extension.lacks("dropout_rows", "CPU") is not None, reason="csrc/ is not there"
+)
+#: The classes whose dropout is of tokens and of whole sequences.
+SPLIT = [
+    f"{PREFIXES[family]}{head}"
+    for family, heads in {
+        "bert": ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification"),
+        "roberta": ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"),
+        "albert": ("ForMaskedLM", "ForPreTraining"),
+        "electra": ("ForMaskedLM", "ForSequenceClassification"),
+        "openai": ("LMHeadModel",),
+        "gpt2": ("LMHeadModel", "ForTokenClassification"),
+        "bart": ("ForConditionalGeneration",),
+        "t5": ("ForConditionalGeneration",),
+    }.items()
+    for head in heads
+]
+DROPS = ("_dropout_prob", "_pdrop", "classifier_dropout")
+ALL_DROP = {
+    "bart": dict(dropout=0.2, activation_dropout=0.2, attention_dropout=0.2, encoder_layerdrop=0.3),
+    "t5": dict(dropout_rate=0.2),
+}
+
+
+def of_samples(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model whose every dropout is on, and a batch padded at the right, with a loss a label."""
+    family = CLASSES[name]
+    made = config_of(name)
+    own = ALL_DROP.get(family)
+    if own is None:
+        own = {key: 0.2 for key in made.to_dict() if key.endswith(DROPS)}
+        own["initializer_range"] = 0.2
+    made.update(own | ({"pad_token_id": 0} if family == "roberta" else {}))
+    if "SequenceClassification" in name:
+        made.problem_type = "single_label_classification"
+    given = inputs_of(name, made, PADDINGS["right"])
+    return getattr(models, name)(made).train(), given
+
+
+def step(name: str, model: nn.Module, batch: dict, parts: list, index: Tensor, **options: Any):
+    """(the loss of each sample, summed; the gradients) of a step over parts of a batch."""
+    model.zero_grad()
+    total = torch.zeros(())
+    labels = {key: batch[key] for key in batch if "label" in key}
+    for part in parts:
+        torch.manual_seed(5)  # each part of a step begins with the same seed
+        given = {key: value[part] for key, value in batch.items() if isinstance(value, Tensor)}
+        counts = {"num_items_in_batch": (labels["labels"] != -100).sum()}
+        if len(labels) > 1:
+            counts["num_sequences_in_batch"] = torch.tensor(len(index))
+        loss = model(**given, **counts, **options, sample_index=index[part]).loss
+        loss.backward()
+        total = total + loss.detach()
+    return total, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@needs_csrc
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_sample_drops_the_same_in_every_batch(name):
+    """Packed or padded, accumulated, in another order: losses and gradients of a step agree."""
+    torch.manual_seed(0)
+    model, batch = of_samples(name)
+    index = 2**40 + torch.arange(ROWS) * 7
+    rows = torch.arange(ROWS)
+    padded = {"unpad": False}
+    if name.endswith("ForConditionalGeneration"):
+        padded["decoder_unpad"] = False
+    loss, gold = step(name, model, batch, [rows], index)
+    runs = {
+        "padded": step(name, model, batch, [rows], index, **padded),
+        "halves": step(name, model, batch, list(rows.chunk(2)), index),
+        "halves, padded": step(name, model, batch, list(rows.chunk(2)), index, **padded),
+        "one each": step(name, model, batch, list(rows.split(1)), index),
+        "reversed": step(name, model, batch, [rows.flip(0)], index),
+    }
+    model.gradient_checkpointing = False
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        runs["checkpointed"] = step(name, model, batch, list(rows.chunk(2)), index)
+        model.gradient_checkpointing_disable()
+    for what, (found, grads) in runs.items():
+        torch.testing.assert_close(found, loss, rtol=2e-5, atol=1e-6, msg=what)
+        assert grads.keys() <= gold.keys()
+        largest = max(float(value.abs().max()) for value in gold.values())
+        for key, value in grads.items():
+            assert (value - gold[key]).abs().max() < 1e-4 * largest, (what, key)
+    other, _ = step(name, model, batch, [rows], index + 1)
+    assert (other - loss).abs() > 2e-4 * loss.abs(), "other samples drop something else"
+
+
+@needs_csrc
+@pytest.mark.parametrize("name", SPLIT)
+def test_every_dropout_of_a_training_step_knows_its_rows(name, monkeypatch):
+    """None is drawn by the place in the tensor, by PyTorch's function or ours."""
+    model, batch = of_samples(name)
+    index = torch.arange(ROWS)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("drawn by the place in the tensor")
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", refuse)
+    monkeypatch.setattr("fastplm.nn.dropout.is_faster", refuse)
+    for unpad in (None, False):
+        step(name, model, batch, [torch.arange(ROWS)], index, unpad=unpad)
+    assert _ROWS.get() is None
+
+
+@needs_csrc
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_the_reference_drops_the_same(name):
+    model, batch = of_samples(name)
+    index = torch.arange(ROWS)
+    loss, _ = step(name, model, batch, [torch.arange(ROWS)], index)
+    with fastplm.use_backend("eager", "dropout", "attention"):
+        found, _ = step(name, model, batch, [torch.arange(ROWS)], index)
+    torch.testing.assert_close(found, loss)
+
+
+@needs_csrc
+def test_packed_sequences_are_their_samples():
+    """Rows of a batch that the caller packed drop what they drop in a padded one."""
+    model, batch = of_samples("BertForMaskedLM")
+    model = model.bert
+    mask, index = batch["attention_mask"].bool(), torch.arange(ROWS) + 50
+    ids = batch["input_ids"]
+    lengths = mask.sum(1)
+    offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    torch.manual_seed(1)
+    padded = model(ids, attention_mask=mask.long(), sample_index=index).last_hidden_state[mask]
+    torch.manual_seed(1)
+    packed = model(
+        ids[mask][None],
+        position_ids=(mask.cumsum(1) - 1)[mask][None],
+        cu_seq_lens_q=offsets,
+        cu_seq_lens_k=offsets,
+        max_length_q=longest,
+        max_length_k=longest,
+        sample_index=index,
+    ).last_hidden_state[0]
+    torch.testing.assert_close(packed, padded)
+
+
+def test_a_sample_index_is_of_each_sequence():
+    model, batch = of_samples("BertForMaskedLM")
+    for wrong in (torch.arange(ROWS + 1), torch.arange(ROWS).float(), 3):
+        with pytest.raises((ValueError, TypeError), match="sample_index"):
+            model(**batch, sample_index=wrong)
+
+
+@needs_csrc
+def test_a_users_layer_draws_as_before():
+    """One that passes no rows on could not repeat their dropout in a checkpoint."""
+    model, batch = of_samples("BertForMaskedLM")
+    layer = model.bert.encoder.layer[0]
+    seen = []
+    layer.output.dropout.register_forward_hook(lambda *_: seen.append(_ROWS.get()))
+    model(**batch)
+    layer.__class__ = type("Own", (type(layer).__mro__[3],), {})
+    assert isinstance(layer.output.dropout, Dropout)
+    model(**batch)
+    assert seen[0] is not None and seen[1] is None
+
+
+@needs_csrc
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_packed_decoder_of_one_row(family):
+    """Its self-attention, which has one query, is not taken for the attention to the encoder."""
+    name = f"{PREFIXES[family]}ForConditionalGeneration"
+    model = getattr(models, name)(config_of(name)).train()
+    ids, mask = torch.randint(5, 20, (1, 9)), torch.tensor([[1, 1] + [0] * 7])
+    labels = torch.tensor([[5] + [-100] * 6])
+    packed = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    padded = model(input_ids=ids[:, :2], labels=labels, decoder_unpad=False).loss
+    torch.testing.assert_close(packed, padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 import fastplm
 from fastplm import _extension, ops
 from fastplm.nn import Dropout
-from fastplm.reference.dropout import dropout_ref, dropout_threshold, keep_mask
+from fastplm.nn.dropout import RowNumbers, on_rows
+from fastplm.reference import philox
+from fastplm.reference.dropout import (
+    dropout_ref,
+    dropout_threshold,
+    keep_mask,
+    keep_mask_of_rows,
+)
 from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..samples import backends_of
@@ -114,6 +122,137 @@ def test_without_p_nothing_happens():
     input = torch.randn(4)
     out = ops.dropout(input, 0.0)
     assert torch.equal(out, input) and out is not input
+
+
+# --- by rows --------------------------------------------------------------------------------------
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Rows of samples and positions as large as they may be."""
+    rows = torch.Size(shape[:-1]).numel()
+    return {
+        "input": torch.randn(shape).to(dtype),
+        "sample_index": torch.randint(-(2**62), 2**62, (rows,)),
+        "position": torch.randint(2**32, (rows,)),
+    }
+
+
+def test_the_formula_of_a_row():
+    """One Philox draw for 8 elements, of the row's sample and position."""
+    sample, position, p = torch.tensor([3, 2**40 + 5]), torch.tensor([7, 2**32 - 1]), 0.4
+    keep = keep_mask_of_rows(9, sample, position, 300, p)
+    for row in range(2):
+        for element in (0, 1, 16, 127, 128, 299):
+            block, rest = divmod(element, 128)
+            choice, lane = divmod(rest, 16)
+            words = philox.draw(
+                9,
+                philox.Stream.HIDDEN,
+                sample_index=int(sample[row]),
+                position=int(position[row]),
+                step=16 * block + lane,
+                rounds=7,
+            )
+            half = int(words[choice // 2]) >> 16 * (choice % 2) & 0xFFFF
+            assert keep[row, element] == (half >= dropout_threshold(p))
+
+
+@needs_csrc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0, 5), (5, 0), (7, 1), (3, 5, 7), (4, 128), (2, 3, 129), (9, 300), (600, 640)]
+)
+def test_rows_equal_the_reference(shape, dtype):
+    given = numbered(*shape, dtype=dtype)
+    with poisoned_memory(), fastplm.use_backend("cpp"):
+        out = ops.dropout(p=0.3, seed=5, **given)
+    assert torch.equal(out, dropout_ref(p=0.3, seed=5, **given)) and out.dtype is dtype
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=needs_csrc), "eager"])
+def test_a_row_drops_the_same_wherever_it_is(backend):
+    given = numbered(40, 50)
+    given["input"] = torch.ones(40, 50)
+    with fastplm.use_backend(backend):
+        whole = ops.dropout(p=0.3, seed=5, **given)
+        order = torch.randperm(40)
+        for rows in (order, order[:7], order[-1:]):
+            part = ops.dropout(p=0.3, seed=5, **{name: of[rows] for name, of in given.items()})
+            assert torch.equal(part, whole[rows])
+        strided = {name: of.repeat_interleave(2, 0)[::2] for name, of in given.items()}
+        assert torch.equal(ops.dropout(p=0.3, seed=5, **strided), whole)
+        padded = given | {"input": torch.ones(5, 8, 50)}
+        assert torch.equal(ops.dropout(p=0.3, seed=5, **padded).flatten(0, 1), whole)
+        first = {name: of for name, of in given.items() if name != "position"}
+        at_0 = first | {"position": torch.zeros(40, dtype=torch.int64)}
+        assert torch.equal(ops.dropout(p=0.3, seed=5, **first), ops.dropout(p=0.3, seed=5, **at_0))
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(whole))
+
+
+def test_rows_samples_and_positions_are_independent():
+    rows = torch.arange(4096)
+    zeros = torch.zeros_like(rows)
+    masks = [
+        keep_mask_of_rows(7, *numbers, 256, 0.5)
+        for numbers in ((rows, zeros), (zeros, rows), (rows << 32, zeros), (rows, zeros + 1))
+    ]
+    masks.append(masks[0].roll(1, 0))
+    masks.append(masks[0].roll(128, 1))
+    for one, other in itertools.combinations(masks, 2):
+        agreeing = (one == other).double().mean().item()
+        assert abs(agreeing - 0.5) < 5 * 0.5 / one.numel() ** 0.5
+    kept = masks[0].double()
+    for mean, count in ((kept.mean(0), 4096), (kept.mean(1), 256)):
+        assert (mean - 0.5).abs().max() < 5.5 * 0.5 / count**0.5
+
+
+@needs_csrc
+def test_gradients_of_rows():
+    given = numbered(7, 50)
+    numbers = {name: given[name] for name in ("sample_index", "position")}
+
+    def reference(input):
+        return dropout_ref(input, 0.3, seed=5, **numbers)
+
+    def candidate(input):
+        with fastplm.use_backend("cpp"):
+            return ops.dropout(input, 0.3, seed=5, **numbers)
+
+    assert_within_budget(candidate, reference, {"input": given["input"]}, wrt=("input",))
+    leaf = torch.randn(7, 50, requires_grad=True)
+    (grad,) = torch.autograd.grad(candidate(leaf), leaf, torch.ones(7, 50))
+    assert torch.equal(grad, reference(torch.ones(7, 50)))
+
+
+@needs_csrc
+def test_the_threads_do_not_matter():
+    given, threads = numbered(2000, 200), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = ops.dropout(p=0.1, seed=5, **given)
+        torch.set_num_threads(3)
+        assert torch.equal(ops.dropout(p=0.1, seed=5, **given), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_csrc
+def test_a_layer_is_told_its_rows():
+    """It draws by them where they fit, whatever the size, and as without them where not."""
+    layer, given = Dropout(0.3), numbered(6, 40)
+    numbers = RowNumbers(given["sample_index"], given["position"])
+    seen = []
+    for place in (slice(None), slice(2, 4)):
+        torch.manual_seed(3)
+        part = RowNumbers(numbers.sample_index[place], numbers.position[place])
+        seen.append(on_rows(part, layer, torch.ones(6, 40)[place]))
+    assert torch.equal(seen[0][2:4], seen[1])
+    torch.manual_seed(3)
+    other = on_rows(numbers, layer, torch.ones(5, 40))
+    torch.manual_seed(3)
+    assert torch.equal(layer(torch.ones(5, 40)), other)
+    torch.manual_seed(3)
+    assert not torch.equal(layer(torch.ones(6, 40)), seen[0]), "outside, nobody knows the rows"
 
 
 # --- the layer ------------------------------------------------------------------------------------

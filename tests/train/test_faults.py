@@ -343,3 +343,37 @@ def test_interrupted_where_python_cannot_answer(tmp_path):
         process.kill()
     assert process.returncode == 130 and shown.startswith("fastplm: interrupted")
     assert shown.count("\n") == 1 and time.perf_counter() - began < 30
+
+
+#: What Python runs when it starts: the process of this rank fails where its model is made.
+FAULTY = """
+import os, time
+if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
+    from fastplm.errors import DataError
+    from fastplm.train import pretrain
+    def make_model(*arguments):
+        if os.environ["FAULTY_RANK"] == "1":
+            time.sleep(3)  # the other one now waits for this one
+        print(f"failed at {time.time()}", flush=True)
+        raise DataError("pretrain: `disk` got a fault of one process alone; expected none. Mend it")
+    pretrain.make_model = make_model
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_alone(arguments, command, tmp_path, rank):
+    """Its line is there, nothing hides it, and no process is left waiting."""
+    (tmp_path / "sitecustomize.py").write_text(FAULTY)
+    (python, *fastplm), environment = command
+    environment = environment | {"PYTHONPATH": str(tmp_path), "FAULTY_RANK": str(rank)}
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = torchrun + fastplm + arguments(tmp_path / "out", threads=1)
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    ended = time.time()
+    assert ran.returncode != 0 and re.search(r"exitcode *: 2\b", ran.stderr), ran.stderr
+    assert ended - float(re.search(r"failed at ([\d.]+)", ran.stdout)[1]) < 10
+    # What torchrun itself says comes after.
+    said, _, _ = ran.stderr.partition("ChildFailedError")
+    lines = [line for line in said.splitlines() if line.startswith("fastplm: error:")]
+    assert f"fastplm: error: rank {rank}: pretrain: `disk` got a fault" in "\n".join(lines)
+    assert len(lines) <= 2 and "gloo" not in said and "barrier" not in said, said

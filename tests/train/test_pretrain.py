@@ -13,6 +13,7 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
+from fastplm import _extension
 from fastplm._checks import ArgumentValueError
 from fastplm.cli import _parser, main
 from fastplm.data import tokenize
@@ -288,6 +289,43 @@ def test_two_processes_are_one_with_twice_the_batch(
     gold, out, *bases = (curve.double() / curves[0] for curve in curves)
     assert out.shape == (4, len(names))
     check_error("losses", out.float(), gold, [base.float() for base in bases], FORWARD_FACTOR)
+
+
+ARCHS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2", "bart", "t5")
+
+
+@pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(f"{arch}-tiny", marks=[pytest.mark.slow] * (arch != "albert")) for arch in ARCHS],
+)
+def test_dropout_does_not_depend_on_the_batch(arch, run, arguments, command, tmp_path, request):
+    """Losses of one batch, of accumulated ones and of two processes differ by roundings."""
+    options = {"arch": arch, "steps": 2, "dropout": 0.1, "save_every": 100}
+    if arch != "t5-tiny":
+        options["attention_dropout"] = 0.1
+    if arch not in ("bert-tiny", "albert-tiny", "electra-tiny"):
+        options["vocab_size"] = 300
+
+    def losses(metrics):
+        history = metrics["history"]
+        names = [name for name in history[0] if name.endswith("loss")]
+        return torch.tensor([[entry[name] for name in names] for entry in history])
+
+    one = losses(run(tmp_path / "one", batch_size=8, **options))
+    runs = []
+    for count in (2, 4):
+        parts = {"batch_size": 8 // count, "gradient_accumulation": count}
+        runs.append(run(tmp_path / f"{count} parts", **parts, **options))
+    if request.node.get_closest_marker("slow"):
+        (python, *fastplm), environment = command
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        run_to_its_end(torchrun + fastplm + arguments(tmp_path / "two", **options), environment)
+        runs.append(json.loads((tmp_path / "two" / "metrics.json").read_text()))
+    for metrics in runs:
+        torch.testing.assert_close(losses(metrics), one, rtol=1e-5, atol=1e-6)
+    other = losses(run(tmp_path / "other", batch_size=8, **options | {"dropout": 0.11}))
+    assert ((other - one).abs() > 1e-4 * one)[0].any(), "dropout is seen in these digits"
 
 
 # --- bad input ------------------------------------------------------------------------------------
