@@ -154,7 +154,7 @@ def read_prompt(path: str | Path) -> Prompt:
             (tuple(texts), label) for *texts, label in content.get("examples", [])
         ]
         return Prompt(**content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = "See docs/prompting.md."
         got = f"{path} ({reason})"

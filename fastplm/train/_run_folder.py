@@ -280,7 +280,7 @@ def read_hashed(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text())
         return content if content.pop("blake2b") == _content_hash(content) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError, KeyError):
         return None
 
 

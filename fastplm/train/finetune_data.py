@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import re
 import math
 import unicodedata
 from collections import Counter, defaultdict
@@ -20,6 +21,10 @@ from fastplm._checks import DataError, check, message
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 
+#: Of a field of comma-separated values, as many as C counts.
+_MOST_LETTERS = 2**31 - 1
+#: How JSON may write half of a pair of surrogates.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _WHERE = "read_examples"
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
 _TEXTS = ("text", "sentence", "review", "content")
@@ -315,6 +320,7 @@ def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_MOST_LETTERS)  # by default 131,072
     # A lone "\r" ends no line, see ``lines_of``.
     reader = csv.reader(io.StringIO(body, newline="\n"), strict=True)
     while True:
@@ -559,13 +565,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        content = json.loads(text, object_pairs_hook=_object)
+        if _HALF_PAIR.search(text):  # which JSON has letters for that no encoding has
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except _TwiceError as error:
         got = f"an object with {str(error)!r} twice"
         _refuse(f"{path}:{first_line}" if first_line else str(path), got, "each name once")
     except json.JSONDecodeError as error:
         line = (first_line or 1) + error.lineno - 1
         _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")
+    except UnicodeEncodeError:
+        got = "half of a surrogate pair, such as \\ud800, without the other half"
+        _refuse(f"{path}:{first_line or 1}", got, "text")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, for one
         _refuse(f"{path}:{first_line or 1}", f"JSON that cannot be read ({error})", "JSON")
 

@@ -705,6 +705,7 @@ MALFORMED = {
     "one text": ("pair", "text,label\na,b\n", "2 of texts"),
     "quotes": ("classification", 'text,label\na,b\n"c"d,e\n', r":3: "),
     "JSON": ("classification", '{"text": "a", "label": 1}\n{"text": \n', r":2: no JSON"),
+    "half a pair": ("classification", '{"text": "a\\ud800", "label": 1}\n', r":1: half of a surr"),
     "no object": ("classification", '{"text": "a", "label": 1}\n3\n', r":2: a int"),
     "nothing": ("classification", "text\tlabel\n\n", "nothing; expected one example"),
     "one label": ("classification", "text\tlabel\na\tx\nb\tx\nc\tx\n", "one label alone"),
@@ -804,6 +805,14 @@ def test_malformed_files(task, content, expected, arguments, tmp_path):
     with pytest.raises(DataError, match=expected) as raised:
         prepare_task(arguments(task, data=path, eval_data=copied(path)))
     assert str(path) in str(raised.value)
+
+
+def test_fields_of_any_length_and_letters_beyond_the_first_plane(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text("text,label\n" + "a" * 200_000 + ",x\nb,y\n")
+    assert len(read_examples("classification", path, None, None)[0].texts[0]) == 200_000
+    path.write_text('{"text": "\\ud83d\\ude00", "label": "x"}\n{"text": "b", "label": "y"}\n')
+    assert read_examples("classification", path, None, None)[0].texts == ("\U0001f600",)
 
 
 def test_unreadable_files(tmp_path):
