@@ -6,8 +6,8 @@ import csv
 import io
 import itertools
 import json
-import re
 import math
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -236,11 +236,17 @@ def test_the_command_writes_predictions(folder, capsys):
     "change, said",
     [
         ("--out old.tsv", "`out` got old.tsv, which exists"),
-        ("--out model --overwrite", "`out` got model, which is --model; expected a path apart from all that is read"),
+        (
+            "--out model --overwrite",
+            "`out` got model, which is --model; expected a path apart from all that is read",
+        ),
         ("--data other.tsv", "`data` got other.tsv:2: the label '2'; expected one of the prompt"),
         ("--prompt data.tsv", "`prompt` got data.tsv .*expected JSON"),
         ("--prompt missing.json", "`prompt` got missing.json .No such file"),
-        ("--model headless", "`model` got headless, which lacks . weights of a BertForMaskedLM, such as cls"),
+        (
+            "--model headless",
+            "`model` got headless, which lacks . weights of a BertForMaskedLM, such as cls",
+        ),
         ("--shots 2", "`shots` got 2 with --shots-data None"),
         ("--data missing.tsv", "missing.tsv: a file that cannot be read .No such file"),
         ("--data model", "`path` got model: a file that cannot be read .Is a directory"),

@@ -233,7 +233,9 @@ def test_what_is_wrong_is_said_in_one_line(refused, data, tmp_path):
     refused("bert", tmp_path, said=f"{tmp_path}, a folder; ")
     refused("bert", tmp_path, said="Name a file in it.")
     refused("none", data, said="none (no such file or folder); expected a checkpoint with its conf")
-    refused("headless", data, said="lacks 6 weights of a BertForMaskedLM, such as cls.predictions.bias")
+    refused(
+        "headless", data, said="lacks 6 weights of a BertForMaskedLM, such as cls.predictions.bias"
+    )
     refused("bert", long, said="text 1, 'dogs dogs")
     refused("bert", data, "--metric", "log-likelihood", said="expected pseudo-log-likelihood")
     refused("gpt2", data, "--metric", "pseudo-log-likelihood", said="expected log-likelihood")
