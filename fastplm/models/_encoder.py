@@ -444,6 +444,7 @@ def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) ->
     """
     return not (
         torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or torch._C._is_tracing()  # numel would be an operator of the program
         or out.numel() < _IN_PLACE
         or needs_dispatch((out,))
