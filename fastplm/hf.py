@@ -422,7 +422,7 @@ def _lengths(
     """(cu_seqlens of queries and keys, max_seqlen of both); None if they are not packed."""
     rows = kwargs.get(ROWS)
     # The self-attention of a decoder with a single row is not called causal: it has a single key.
-    own = causal or query.shape[2] == key.shape[2] == 1
+    own = causal or (query.shape[2] == 1 and key.shape[2] == 1)
     lengths = None if rows is None else rows.lengths(own)
     if lengths is not None:
         return lengths
