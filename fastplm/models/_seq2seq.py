@@ -141,6 +141,7 @@ class Stack(FastplmModel):
     _takes_cache = True
     #: Whether attention depends on distances, so that rows between tokens must be computed.
     contiguous = False
+
     def _layers(self) -> Any:
         raise NotImplementedError
 
