@@ -19,6 +19,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderConfig
 
 import fastplm
+import fastplm.hf
 from fastplm import models
 from fastplm.errors import UnsupportedError
 from fastplm.nn import FusedAttention
