@@ -211,9 +211,7 @@ def session(program):
     loaded = InferenceSession(program, providers=["CPUExecutionProvider"])
 
     def run(**inputs):
-        # The older exporter makes an input of Llama's logits_to_keep, which is 0 by default.
-        given = {"logits_to_keep": torch.tensor(0), **inputs}
-        fed = {one.name: given[one.name].numpy() for one in loaded.get_inputs()}
+        fed = {one.name: inputs[one.name].numpy() for one in loaded.get_inputs()}
         return torch.from_numpy(loaded.run(None, fed)[0])
 
     return run
