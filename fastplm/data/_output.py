@@ -172,7 +172,7 @@ def reserve(path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
-        else:  # macOS and Windows
+        else:  # macOS
             for begin in range(0, size, _AT_ONCE):
                 here = os.pread(file.fileno(), _AT_ONCE, begin)
                 file.seek(begin)
