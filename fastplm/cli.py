@@ -19,7 +19,6 @@ from fastplm.errors import DivergenceError, FastplmError, fail
 #: What torchrun tells the processes of a training.
 _NUMBERS = ("MASTER_PORT", "RANK")
 _LAUNCH = ("MASTER_ADDR", *_NUMBERS)
-_FOLDERS = frozenset(("out", "cache", "tokenizer", "model", "teacher", "encoder", "decoder"))
 _A_MOMENT = 2.0  # seconds
 _MORE_FILES = "Allow more (ulimit -n 4096), or take fewer --workers."
 
@@ -31,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     what is wrong with the input or the machine. 130: Ctrl-C. 143: SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    args = vars(_parser().parse_args(words))
-    command = args.pop("command")
     try:
-        _check_names(command.__name__.lstrip("_"), args)
+        args = vars(_parser().parse_args(words))
+        command = args.pop("command")
+        _check_config(command, args.pop("config", None), args.get("out"))
         if "out" not in args or args.get("dry_run"):
             return command(**args)
         from fastplm.train._interrupt import interruptible
@@ -81,22 +80,12 @@ def _check_launch(command: str) -> None:
         fail(command, "WORLD_SIZE", got, "the variables that torchrun sets", fix)
 
 
-def _check_names(command: str, args: dict[str, Any]) -> None:
-    """The libraries that write to a folder, or load a checkpoint, take its name as UTF-8."""
-    for name in _FOLDERS.intersection(args):
-        word = str(args[name])
-        if not _is_text(word):
-            got = f"{ascii(word)}, with a byte that is not UTF-8"
-            fix = "Rename the file or folder, or choose another one."
-            fail(command, name, got, "a name in UTF-8", fix)
-
-
-def _is_text(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:  # Python keeps a byte that is no UTF-8 as half a surrogate pair
-        return False
-    return True
+def _check_config(command: Callable[..., int], config: str | None, out: Any) -> None:
+    """A result is not written over the settings that were read."""
+    if config is not None and out is not None and os.path.exists(out):
+        if os.path.samefile(config, out):
+            where = command.__name__.lstrip("_")
+            fail(where, "out", f"{out}, which is --config", "another file", "Choose another --out.")
 
 
 def _show(text: str, end: str = "\n") -> None:
@@ -262,9 +251,17 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if "--config" in self._option_string_actions:
+            from fastplm.train._config_file import with_config
+
+            groups = [
+                [option for action in group._group_actions for option in action.option_strings]
+                for group in self._mutually_exclusive_groups
+            ]
+            args = with_config(self, args, groups)
         # The parser of a command names its own options, not the one above it.
-        known, unknown = super().parse_known_args(*args, **kwargs)
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")

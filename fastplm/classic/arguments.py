@@ -37,9 +37,9 @@ class ClassicArguments(Settings):
     )
     corpus: Sequence[str | Path] = setting(
         "text files, plain or compressed, or folders of .txt files; blank lines between documents",
-        metavar="PATH",
+        path="PATH",
     )
-    out: str | Path = setting("folder of all results", metavar="DIR")
+    out: str | Path = setting("folder of all results", path="DIR")
     steps: int | None = setting(
         "optimizer steps (default: 1000); of word2vec, passes over the text (default: 5)",
         None,

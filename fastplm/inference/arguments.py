@@ -34,12 +34,12 @@ class EmbedArguments(Settings):
 
     where = "embed"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
-    data: str | Path = setting("text file, a text a line; plain or compressed", metavar="FILE")
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    data: str | Path = setting("text file, a text a line; plain or compressed", path="FILE")
     out: str | Path = setting(
         "file of the vectors, in NumPy's format; with --words, OUT.offsets.npy beside it says "
         "which rows are whose",
-        metavar="FILE.npy",
+        path="FILE.npy",
     )
     words: str | None = setting(
         "a vector for each word, words being separated by whitespace: that of its first token, or "
@@ -117,15 +117,15 @@ class PromptArguments(Settings):
 
     where = "prompt"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
     prompt: str | Path = setting(
-        "JSON file of the prompt: template, label words and examples", metavar="FILE"
+        "JSON file of the prompt: template, label words and examples", path="FILE"
     )
     data: str | Path = setting(
-        "labelled examples, as finetune --task classification or pair reads them", metavar="FILE"
+        "labelled examples, as finetune --task classification or pair reads them", path="FILE"
     )
     out: str | Path | None = setting(  # type: ignore[assignment]
-        "table of the predictions and scores (default: none)", None, metavar="FILE.tsv"
+        "table of the predictions and scores (default: none)", None, path="FILE.tsv"
     )
     shots: int | None = setting(
         "show N examples of --shots-data before each text, about as many of each label",
@@ -134,7 +134,7 @@ class PromptArguments(Settings):
         metavar="N",
     )
     shots_data: str | Path | None = setting(
-        "labelled examples from which --shots are chosen", None, metavar="FILE"
+        "labelled examples from which --shots are chosen", None, path="FILE"
     )
     seed: int = setting("seed of the choice of --shots", 0, number=whole(0, 2**32 - 1))
     text_columns: Sequence[str] | None = setting(

@@ -27,11 +27,11 @@ class ScoreArguments(Settings):
 
     where = "score"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", metavar="DIR")
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
     data: str | Path = setting(
         "file of texts, one a line, plain or compressed; for an encoder-decoder also a source, a "
         "tab and its text in each line",
-        metavar="FILE",
+        path="FILE",
     )
     metric: str | None = setting(
         "what is computed (default: that of the model: pseudo-log-likelihood for BERT, RoBERTa, "
@@ -51,12 +51,12 @@ class ScoreArguments(Settings):
     )
     format: str = setting("tsv: a header and rows; json: one object", "tsv", choices=FORMATS)
     out: str | Path | None = setting(  # type: ignore[assignment]
-        "file of the scores (default: print them)", None, metavar="FILE"
+        "file of the scores (default: print them)", None, path="FILE"
     )
     references: Sequence[str | Path] | None = setting(
         "bertscore: files of references, line by line those of --data; the best of several counts",
         None,
-        metavar="FILE",
+        path="FILE",
     )
     idf: bool = setting("bertscore: rare tokens of the references weigh more", False)
     layer: int | None = setting(
@@ -68,7 +68,7 @@ class ScoreArguments(Settings):
     baseline: str | Path | None = setting(
         "bertscore: file of scores of unrelated texts, as of bert-score, to rescale by",
         None,
-        metavar="FILE",
+        path="FILE",
     )
     bos: bool = setting(
         "GPT and GPT-2: put the beginning-of-text token before each text, so that the first token "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastplm.data._folder import say
+from fastplm.train._config_file import write_settings
 from fastplm.train._run_folder import RECORD, claimed, read_record, write_hashed, writing
 from fastplm.train.report import settings_of
 
@@ -62,6 +63,7 @@ def begin(
     with writing(args.where, out):
         make_room()
         write_hashed(out / RECORD, run)
+        write_settings(out, args)
     say(announcement)
     if device.type == "cpu":
         say(busy_cores())

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastplm.train.pretrain_data import RunData
 
 _NAMED_FILES = 3
+# That of fastplm's own small sizes.
+_LARGEST_RATE = 1e-3
 # The share of lone sentences from which on next sentences are hardly learned.
 _MANY = 0.5
 
@@ -30,11 +32,9 @@ def pretraining(
     done: int,
 ) -> str:
     """The lines that a pre-training prints first."""
-    from fastplm.train.pretrain_data import HELD_OUT
-
     held_out = len(data.all) - len(data.store)
     if data.held_out is None:
-        tail = f"nothing, as {HELD_OUT:.0%} of this corpus is too little for samples"
+        tail = nothing_held_out(args, data)
     else:
         samples = len(data.held_out)  # type: ignore[arg-type]
         share = held_out / len(data.all)
@@ -59,6 +59,17 @@ def pretraining(
         "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
     }
     return block(rows)
+
+
+def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
+    """Why there is no held-out text."""
+    from fastplm.train.pretrain_data import HELD_OUT, objective_of
+
+    objective = objective_of(args)(args, data.tokenizer)
+    rest, tail = data.all.split(HELD_OUT)
+    last = objective.lacks(tail)
+    which = f"the last {HELD_OUT:.0%}" if last else "what would be left"
+    return f"nothing: {which} of this corpus has {last or objective.lacks(rest)}"
 
 
 def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -> str:
@@ -93,12 +104,25 @@ def vocabulary(args: PretrainArguments, data: RunData) -> str:
 
 
 def learning_rate(args: PretrainArguments) -> str:
-    """The peak, and how it follows from a published one."""
+    """The peak, and how it follows from a published one; and whether the run is too short for it.
+
+    A step of Adam or LAMB moves a weight by the rate at most, about. Where all steps together move
+    it by less than a tenth of the spread that it begins with, little is learned.
+    """
     peak, samples = args.peak, args.samples_a_step
     if peak is None:
         return f"{args.lr:.3g} with {args.optimizer}, as given"
     scaled = f", times sqrt({samples:,} / {peak.samples:,})" if samples != peak.samples else ""
     what = f"{peak.rate:.3g} for {peak.samples:,} samples a step ({peak.source}){scaled}"
+    assert args.lr is not None
+    spread = args.preset.initializer_range
+    moved = args.lr * args.steps / 2  # a line up and a line down
+    if args.optimizer == "adamw" and moved < spread / 10:
+        lr = min(_LARGEST_RATE, 2 * spread / args.steps)
+        what += (
+            f". For a run this short it is small: no weight moves by more than about {moved:.1g}, "
+            f"and they begin with a spread of {spread:g}. To see it learn, give --lr {lr:.1g}"
+        )
     return f"{args.lr:.3g} with {args.optimizer}: {what}"
 
 

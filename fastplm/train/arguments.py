@@ -6,6 +6,7 @@ Nothing here imports PyTorch: ``fastplm --help`` does not wait for it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import sys
@@ -47,6 +48,8 @@ BATCH_SIZES = {
 #: Settings of fine-tuning that only an encoder has.
 ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
+#: Where a run logs, and the package that it takes.
+REPORTS = {"tensorboard": "tensorboard", "wandb": "wandb", "none": ""}
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
 _TABLES = ("classification", "pair", "regression")
@@ -112,8 +115,13 @@ def whole(low: int = 1, high: int = 10**9) -> Number:
     return Number(int, low, high, f"a whole number from {low} to {high}")
 
 
-#: How the help calls the values of settings that are paths.
-_PATHS = ("DIR", "FILE", "PATH")
+#: Settings of one call, which are not those of its run: no file of settings has them.
+CALL = ("resume", "overwrite", "dry_run")
+#: The help of ``--config``.
+CONFIG = (
+    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml); "
+    "an option that is given, too, counts"
+)
 _LARGEST = sys.float_info.max
 _ANY = Number(float, -_LARGEST, _LARGEST, "a number")
 POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
@@ -130,6 +138,7 @@ def setting(
     number: Number | Numbers | None = None,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
+    path: str | None = None,
     excludes: str | None = None,
     of: Sequence[str] = (),
     on_command_line: Any = None,
@@ -143,6 +152,7 @@ def setting(
         number: the range of its values.
         choices: its values.
         metavar: how the help calls its value.
+        path: the same of a value that is a path: DIR of a folder, FILE of a file, PATH of either.
         excludes: the name of a group of options of which at most one is given.
         of: the families of architectures that it is for; without any it is for all.
         on_command_line: the default of an option whose field has none.
@@ -152,7 +162,8 @@ def setting(
         "help": help,
         "number": number,
         "choices": choices,
-        "metavar": metavar,
+        "metavar": metavar or path,
+        "path": path,
         "excludes": excludes,
         "of": of,
         "default": on_command_line,
@@ -168,14 +179,24 @@ def as_in(arguments: type, name: str) -> Any:
     )
 
 
-def add_settings(parser: argparse.ArgumentParser, arguments: type) -> dict[str, Any]:
-    """Add an option for each field of a class of arguments; returns the groups by name."""
+def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> dict[str, Any]:
+    """Add an option for each field of a class of arguments, under its topic.
+
+    Returns the groups of ``excludes`` by name.
+    """
+    parser.add_argument("--config", metavar="FILE", help=CONFIG)
+    topics = {
+        name: parser.add_argument_group(title)
+        for title, names in arguments.topics.items()
+        for name in names
+    }
     groups: dict[str, Any] = {}
-    for each in fields(arguments):
+    needed = []
+    for each in fields(arguments):  # type: ignore[arg-type]
         known = each.metadata
-        group = known["excludes"]
+        topic, group = topics.get(each.name, parser), known["excludes"]
         if group is not None and group not in groups:
-            groups[group] = parser.add_mutually_exclusive_group()
+            groups[group] = topic.add_mutually_exclusive_group()
         default = each.default if known["default"] is None else known["default"]
         options: dict[str, Any] = {"action": "store_true"}
         if each.type != "bool":
@@ -185,12 +206,13 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type) -> dict[str, 
             options["required"] = default is MISSING and each.default_factory is MISSING
         # Without a default of its own an option has none to show: its help says what happens.
         shown = each.type != "bool" and default not in (None, "", MISSING)
-        (groups[group] if group else parser).add_argument(
-            f"--{each.name.replace('_', '-')}",
-            help=known["help"],
-            default=default if shown else argparse.SUPPRESS,
-            **options,
+        name = f"--{each.name.replace('_', '-')}"
+        (groups[group] if group else topic).add_argument(
+            name, help=known["help"], default=default if shown else argparse.SUPPRESS, **options
         )
+        if options.get("required"):
+            needed.append(f"{name} {known['metavar'] or each.name.upper()}")
+    parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
     return groups
 
 
@@ -199,7 +221,11 @@ class Settings:
 
     #: The name of the command.
     where: ClassVar[str]
+    #: The names of the settings under each title of the help, in its order.
+    topics: ClassVar[Mapping[str, Sequence[str]]] = {}
     out: str | Path
+    #: The settings that differ from their defaults, as they were given.
+    given: dict[str, Any]
 
     def check(
         self,
@@ -220,21 +246,32 @@ class Settings:
         """Whether such a run can be continued."""
         return True
 
+    def check_reports(self) -> None:
+        """Check that there is what ``report_to`` names."""
+        name: str = getattr(self, "report_to", "none")
+        there = not REPORTS[name] or importlib.util.find_spec(REPORTS[name]) is not None
+        fix = f"pip install {name}, or --report-to none."
+        self.check("report_to", there, "a package that is installed", fix)
+
     def inputs(self) -> dict[str, Sequence[str | Path]]:
-        """The paths that the command reads, by their settings: those that the help calls so."""
+        """The paths that the command reads, by their settings."""
         found: dict[str, Sequence[str | Path]] = {}
         for each in fields(self):  # type: ignore[arg-type]
-            given = getattr(self, each.name)
-            if each.name not in ("out", "cache") and each.metadata["metavar"] in _PATHS and given:
-                found[each.name] = given if isinstance(given, list | tuple) else (given,)
+            value = getattr(self, each.name)
+            if each.name not in ("out", "cache") and each.metadata["path"] and value:
+                found[each.name] = value if isinstance(value, list | tuple) else (value,)
         return found
 
     def check_values(self) -> None:
-        """Check the range and the choices of each setting."""
+        """Check the range and the choices of each setting, and keep what was given."""
+        self.given = {}
         # An empty name would be the current folder.
         self.check("out", str(self.out).strip() != "", "a path", "Name one.", repr(self.out))
         for each in fields(self):  # type: ignore[arg-type]
             given = getattr(self, each.name)
+            usual = each.default_factory() if callable(each.default_factory) else each.default
+            if given != usual:
+                self.given[each.name] = given
             number, choices = each.metadata["number"], each.metadata["choices"]
             for value in given if isinstance(given, list | tuple) else (given,):
                 if value is not None and number is not None:
@@ -242,6 +279,18 @@ class Settings:
                     self.check(each.name, held, number.expected, "Change it.", value)
                 if value is not None and choices is not None:
                     check_choice(self.where, each.name, value, tuple(choices))
+            if each.metadata["path"] == "DIR" or each.name == "out":
+                self._check_name(each.name, str(given))
+        self.check_reports()
+
+    def _check_name(self, name: str, path: str) -> None:
+        """The libraries that write to a folder, or load a checkpoint, take its name as UTF-8."""
+        try:
+            path.encode()
+        except UnicodeEncodeError:  # Python keeps a byte that is no UTF-8 as half a surrogate pair
+            got = f"{ascii(path)}, with a byte that is not UTF-8"
+            fix = "Rename the file or folder, or choose another one."
+            self.check(name, False, "a name in UTF-8", fix, got)
 
 
 def _default_cache() -> Path:
@@ -266,6 +315,27 @@ class PretrainArguments(Settings):
     """
 
     where = "pretrain"
+    topics = {
+        "the run": (
+            *("arch", "corpus", "out", "steps", "batch_size", "lr", "vocab_size", "tokenizer"),
+            *("resume", "overwrite", "dry_run"),
+        ),
+        "what it learns": ("objective", "unit", "static_masks", "noise", "block_size"),
+        "how it learns": (
+            *("optimizer", "warmup", "gradient_accumulation", "dropout", "attention_dropout"),
+            *("precision", "seed"),
+        ),
+        "another size than that of --arch": (
+            *("layers", "hidden", "heads", "embedding_size", "parameter_sharing"),
+        ),
+        "of ELECTRA": (
+            *("electra_objective", "electra_sharing", "electra_generator", "generator_size"),
+            *("rtd_weight", "adversarial", "two_stage", "second_stage_from"),
+        ),
+        "the machine, and what is written": (
+            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+        ),
+    }
 
     arch: str = setting(
         f"architecture: the published one of this name, but for {_OWN}, which are fastplm's own",
@@ -275,15 +345,15 @@ class PretrainArguments(Settings):
         "text files, plain or compressed, or folders of .txt files; documents are separated by "
         "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
         "English documentation inside Python",
-        metavar="PATH",
+        path="PATH",
         on_command_line=["embedded"],
     )
     steps: int = setting("optimizer steps of the run", number=COUNT)
-    out: str | Path = setting("folder of all results", metavar="DIR")
+    out: str | Path = setting("folder of all results", path="DIR")
     tokenizer: str | Path | None = setting(
         "folder of a saved tokenizer (default: train one)",
         None,
-        metavar="DIR",
+        path="DIR",
         excludes="vocabulary",
     )
     vocab_size: int | None = setting(
@@ -310,6 +380,12 @@ class PretrainArguments(Settings):
     seed: int = setting("seed of weights, order, masks and samples", 0, number=SEED)
     save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
+    report_to: str = setting(
+        "where losses and scores are logged, as the Trainer of Transformers does it, beside "
+        "metrics.json: OUT/tensorboard, Weights & Biases, or nowhere",
+        "tensorboard",
+        choices=tuple(REPORTS),
+    )
     resume: bool = setting("continue from the last checkpoint in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
     dry_run: bool = setting(
@@ -449,7 +525,7 @@ class PretrainArguments(Settings):
     )
     cache: str | Path = setting(
         "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
-        metavar="DIR",
+        path="DIR",
         default_factory=_default_cache,
     )
 
@@ -701,6 +777,25 @@ class FinetuneArguments(Settings):
     """
 
     where = "finetune"
+    topics = {
+        "the run": (
+            *("task", "model", "data", "eval_data", "out", "epochs", "steps", "batch_size"),
+            *("learning_rate", "seeds", "resume", "overwrite"),
+        ),
+        "the data": (
+            *("text_columns", "label_column", "max_length", "max_samples", "max_eval_samples"),
+            *("threshold", "null_threshold"),
+        ),
+        "the model": (
+            *("from_scratch", "freeze", "features", "head", "pooling", "both_orders", "lm_weight"),
+            "library",
+        ),
+        "how it learns": (
+            *("optimizer", "warmup", "weight_decay", "dropout", "bf16", "seed", "eval_every"),
+        ),
+        "seq2seq: texts to be written": _SEQ2SEQ,
+        "the machine, and what is written": ("threads", "save_every", "log_every", "report_to"),
+    }
 
     task: str = setting(
         "a label for a text (classification) or for two (pair), a score for one text or two "
@@ -708,17 +803,17 @@ class FinetuneArguments(Settings):
         "right one of several answers (choice), or a text for a text (seq2seq)",
         choices=tuple(BATCH_SIZES),
     )
-    data: str | Path = setting("file of examples to train on", metavar="FILE")
-    out: str | Path = setting("folder of all results", metavar="DIR")
+    data: str | Path = setting("file of examples to train on", path="FILE")
+    out: str | Path = setting("folder of all results", path="DIR")
     model: str | Path | None = setting(
         "folder of the checkpoint and its tokenizer; needed unless there is --encoder",
         None,
-        metavar="DIR",
+        path="DIR",
     )
     eval_data: str | Path | None = setting(
         "file of examples to score (default: a tenth of --data is held out)",
         None,
-        metavar="FILE",
+        path="FILE",
     )
     text_columns: Sequence[str] | None = setting(
         "columns of the texts in a table; two for pair, one or two for regression, source and "
@@ -780,10 +875,10 @@ class FinetuneArguments(Settings):
     targets: str | Path | None = setting(
         "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
         None,
-        metavar="FILE",
+        path="FILE",
     )
     eval_targets: str | Path | None = setting(
-        "seq2seq: file of the targets of --eval-data", None, metavar="FILE"
+        "seq2seq: file of the targets of --eval-data", None, path="FILE"
     )
     prefix: str = setting(
         "seq2seq: text before each source, such as 'translate English to German: '", ""
@@ -801,12 +896,12 @@ class FinetuneArguments(Settings):
         "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
         "encoder-decoder",
         None,
-        metavar="DIR",
+        path="DIR",
     )
     decoder: str | Path | None = setting(
         "with --encoder: folder of the checkpoint that starts the decoder (default: the same)",
         None,
-        metavar="DIR",
+        path="DIR",
     )
     warm: str = setting(
         "with --encoder: which parts take their weights from the checkpoints; the others are new",
@@ -903,6 +998,12 @@ class FinetuneArguments(Settings):
     )
     save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
+    report_to: str = setting(
+        "where losses and scores are logged, as the Trainer of Transformers does it, beside "
+        "metrics.json: OUT/seed-N/tensorboard, Weights & Biases, or nowhere",
+        "none",
+        choices=tuple(REPORTS),
+    )
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
     resume: bool = setting("continue the run in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
@@ -1101,16 +1202,31 @@ class DistillArguments(Settings):
     #: What a pre-training has settings for.
     two_stage: ClassVar[bool] = False
     optimizer: ClassVar[str] = "adamw"
+    topics = {
+        "the run": (
+            *("recipe", "teacher", "student", "student_layers", "corpus", "out", "steps"),
+            *("batch_size", "lr", "resume", "overwrite"),
+        ),
+        "the student": ("student_hidden", "student_heads", "tokenizer", "vocab_size"),
+        "what it learns": (
+            *("translation", "pooling", "generator", "temperature", "divergence", *WEIGHTS),
+            *("teacher_layer", "relation_heads", "block_size"),
+        ),
+        "how it learns": ("warmup", "gradient_accumulation", "dropout", "precision", "seed"),
+        "the machine, and what is written": (
+            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+        ),
+    }
 
     recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
-    teacher: str | Path = setting("folder of the teacher and its tokenizer", metavar="DIR")
+    teacher: str | Path = setting("folder of the teacher and its tokenizer", path="DIR")
     corpus: Sequence[str | Path] = as_in(PretrainArguments, "corpus")
     steps: int = as_in(PretrainArguments, "steps")
     out: str | Path = as_in(PretrainArguments, "out")
     student: str | Path | None = setting(
         "folder of the student (default: made of layers of the teacher)",
         None,
-        metavar="DIR",
+        path="DIR",
         excludes="student",
     )
     student_layers: int | None = setting(
@@ -1136,12 +1252,12 @@ class DistillArguments(Settings):
         "multilingual: text files whose lines are the translations of the lines of --corpus, "
         "file by file",
         None,
-        metavar="PATH",
+        path="PATH",
     )
     tokenizer: str | Path | None = setting(
         "multilingual: folder of the student's tokenizer (default: the student's or the teacher's)",
         None,
-        metavar="DIR",
+        path="DIR",
         excludes="vocabulary",
     )
     vocab_size: int | None = setting(
@@ -1161,7 +1277,7 @@ class DistillArguments(Settings):
     generator: str | Path | None = setting(
         "electra: folder of the generator that replaces tokens; it is not trained",
         None,
-        metavar="DIR",
+        path="DIR",
     )
     temperature: float = setting(
         "distilbert, electra: divides the logits of both models before the divergence",
@@ -1206,6 +1322,7 @@ class DistillArguments(Settings):
     seed: int = as_in(PretrainArguments, "seed")
     save_every: int = as_in(PretrainArguments, "save_every")
     log_every: int = as_in(PretrainArguments, "log_every")
+    report_to: str = as_in(PretrainArguments, "report_to")
     resume: bool = as_in(PretrainArguments, "resume")
     overwrite: bool = as_in(PretrainArguments, "overwrite")
     precision: str = as_in(PretrainArguments, "precision")

@@ -46,13 +46,15 @@ from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, p
 from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.optimizer import Adafactor
 from fastplm.train.report import block, curve, settings_of, versions
-from fastplm.train.trainer import RunTrainer, training_arguments
+from fastplm.train.trainer import RunTrainer, reporting, training_arguments
 
 _KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": Seq2Seq}
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
 # Settings that may differ when a run is resumed; more seeds are further runs.
-_FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads"}
+_FREE_ON_RESUME = {
+    *("resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads", "report_to"),
+}
 
 
 def finetune(
@@ -494,10 +496,14 @@ def _run(
     trainer = make_trainer(args, task, model, features, seed, out)
     if args.freeze:
         _compute_once(trainer, model.frozen, features)
-    with saved_when_stopped(trainer):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    scores, predictions = task.evaluate(trainer)
-    history = curve(trainer.state.log_history)
+    done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
+    with reporting(trainer, args.report_to, out, done):
+        with saved_when_stopped(trainer):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        scores, predictions = task.evaluate(trainer)
+        history = curve(trainer.state.log_history)
+        by_step = scores_by_step(trainer, task.metrics[0])
+        trainer.log({f"eval_{name}": value for name, value in scores.items()})
     result = {
         "seed": seed,
         "scores": scores,
@@ -510,11 +516,7 @@ def _run(
         "learning_rate": trainer.args.learning_rate,
         "model": str(out / "model"),
         "history": history,
-        "scores_by_step": [
-            {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
-            for entry in trainer.state.log_history
-            if f"eval_{task.metrics[0]}" in entry
-        ],
+        "scores_by_step": by_step,
     }
     if first:
         with writing("finetune", out):
@@ -525,6 +527,15 @@ def _run(
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
+
+
+def scores_by_step(trainer: Trainer, metric: str) -> list[dict[str, float]]:
+    """The scores that a trainer has logged, each with its step."""
+    return [
+        {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
+        for entry in trainer.state.log_history
+        if f"eval_{metric}" in entry
+    ]
 
 
 def _write_predictions(path: Path, args: FinetuneArguments, records: list[Any]) -> None:

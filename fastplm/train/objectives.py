@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from fastplm.train.arguments import PretrainArguments
 
 
+def _too_few(what: str, there: int, needed: int) -> str:
+    return f"{there:,} {what}{'' if there == 1 else 's'}, of {needed:,} that a sample takes"
+
+
 class DocumentBlocks(Dataset):
     """Blocks of one size of the documents one after the other, each followed by its end.
 
@@ -110,9 +114,9 @@ class Objective:
         masked = self.args.preset.mlm_probability
         return flops_a_token(config, self.args.block_size, self.target_length, masked=masked)
 
-    def enough(self, store: TokenStore) -> bool:
-        """Whether a store gives one sample at least."""
-        return len(store) >= self.tokens
+    def lacks(self, store: TokenStore) -> str:
+        """What a store has too little of for one sample; empty if it gives one."""
+        return "" if len(store) >= self.tokens else _too_few("token", len(store), self.tokens)
 
     def source(self, store: TokenStore) -> Dataset:
         """The pieces of the corpus that a training stream shuffles; at least one."""
@@ -177,10 +181,14 @@ class SentenceOrder(MaskedTokens):
     #: The documents that a pair needs.
     documents = 1
 
-    def enough(self, store: TokenStore) -> bool:
-        # With more tokens than documents, one of these has two tokens and gives two segments.
+    def lacks(self, store: TokenStore) -> str:
         documents = len(store.documents) - 1
-        return super().enough(store) and len(store) > documents >= self.documents
+        if documents < self.documents:
+            return _too_few("document", documents, self.documents)
+        # With more tokens than documents, one of these has two tokens and gives two segments.
+        return super().lacks(store) or (
+            "" if len(store) > documents else "documents of one token each"
+        )
 
     def source(self, store: TokenStore) -> Dataset:
         return SentenceChunks(store, self.args.block_size)

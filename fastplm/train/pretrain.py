@@ -56,14 +56,14 @@ _A_WHILE = 2.0  # seconds
 # digits of the losses, and another interval of the log its points.
 _FREE_ON_RESUME = {
     *("resume", "overwrite", "dry_run", "out", "cache", "workers", "save_every", "log_every"),
-    "threads",
+    *("threads", "report_to"),
 }
 # Settings that are compared in other ways: by the token ids, and as a longer run.
 _COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
-    """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, TensorBoard logs.
+    """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, and logs.
 
     Under torchrun every process calls it and the first one writes. Returns the content of
     ``metrics.json``.
@@ -145,7 +145,7 @@ def _train(
     before: dict[str, Any] | None,
     make_room: Callable[[], None],
 ) -> dict[str, Any]:
-    from transformers.integrations import TensorBoardCallback
+    from fastplm.train.trainer import reporting
 
     args, checkpoint, done = training.args, None, 0
     wrong: str | None = ""
@@ -168,13 +168,8 @@ def _train(
     trainer, collator = training.trainer(training_arguments, data, [])
     writes = training_arguments.process_index == 0
     if writes:
-        from torch.utils.tensorboard import SummaryWriter
-
         with writing(args.where, out):
             make_room()
-            # What the killed run had logged beyond its last checkpoint is logged again.
-            writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
-            trainer.add_callback(TensorBoardCallback(writer))
             (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
             data.tokenizer.save_pretrained(out / "tokenizer")
         run["starts"] = [*(before or {"starts": []})["starts"], done]
@@ -185,12 +180,13 @@ def _train(
                 f"step {done + 1} on its learning rate is that of a schedule over all of them."
             )
         begin(args, run, text, training_arguments.device, make_room)
-    with saved_when_stopped(trainer):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = {}
-    if writes:
-        with writing(args.where, out):
-            metrics = _finish(training, out, trainer, data, collator, run)
+    with reporting(trainer, args.report_to, out, done):
+        with saved_when_stopped(trainer):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if writes:
+            with writing(args.where, out):
+                metrics = _finish(training, out, trainer, data, collator, run)
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -426,7 +422,7 @@ def _finish(
     collator: Any,
     run: dict[str, Any],
 ) -> dict[str, Any]:
-    from fastplm.train.report import curve, plot_losses, versions
+    from fastplm.train.report import curve, numbers_of, plot_losses, versions
 
     args, model = training.args, trainer.model
     models = training.models(model)
@@ -457,10 +453,11 @@ def _finish(
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),
     }
-    if not plot_losses(out / "loss.png", training.title, history):
-        metrics["picture"] = None
     if data.held_out is not None:
-        metrics["held_out"] = training.held_out(model, data.held_out, collator)
+        metrics["held_out"] = held_out = training.held_out(model, data.held_out, collator)
+        trainer.log({f"eval_{name}": value for name, value in numbers_of(held_out).items()})
+    if not plot_losses(out / "loss.png", training.title, history, metrics.get("held_out", {})):
+        metrics["picture"] = None
     write_json(out / "metrics.json", metrics)
     picture = ["loss.png"] if metrics["picture"] else []
     seal(out, [*models, "tokenizer", *picture, "metrics.json", RECORD])

@@ -126,7 +126,7 @@ def hold_out(
     """The tokens to train on, and samples of a tail held out where both parts are large enough."""
     rest, tail = store.split(HELD_OUT)
     objective = objective_of(args)(args, tokenizer)
-    if not (objective.enough(rest) and objective.enough(tail)):
+    if objective.lacks(rest) or objective.lacks(tail):
         return store, None
     return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,30 @@ def versions() -> dict[str, str]:
     }
 
 
-def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> bool:
-    """One panel for the loss, or one for each part where it has parts.
+def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]:
+    """The numbers of nested dicts, with names such as ``words_precision``."""
+    found: dict[str, float] = {}
+    for name, value in held_out.items():
+        if isinstance(value, Mapping):
+            found |= numbers_of(value, f"{start}{name}_")
+        elif isinstance(value, int | float):
+            found[f"{start}{name}"] = value
+    return found
+
+
+def plot_losses(
+    path: Path,
+    title: str,
+    history: list[dict[str, float]],
+    held_out: Mapping[str, Any],
+) -> bool:
+    """One panel for the loss, or one for each part where it has parts; held-out text as a point.
 
     Returns whether the picture was drawn: where matplotlib fails, a line on stderr says why, as the
     result of a run is worth more than its picture.
     """
     try:
-        _draw_losses(path, title, history)
+        _draw_losses(path, title, history, held_out)
     except Exception as error:  # of whatever kind, from its settings to the fonts of the system
         path.unlink(missing_ok=True)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -67,7 +84,9 @@ def plot_losses(path: Path, title: str, history: list[dict[str, float]]) -> bool
     return True
 
 
-def _draw_losses(path: Path, title: str, history: list[dict[str, float]]) -> None:
+def _draw_losses(
+    path: Path, title: str, history: list[dict[str, float]], held_out: Mapping[str, Any]
+) -> None:
     from matplotlib.figure import Figure
 
     names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
@@ -76,7 +95,10 @@ def _draw_losses(path: Path, title: str, history: list[dict[str, float]]) -> Non
     axes = figure.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):
         points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        axis.plot(*zip(*points, strict=True))
+        axis.plot(*zip(*points, strict=True), label="training")
+        if name in held_out:
+            axis.plot(history[-1]["step"], held_out[name], "o", label="held out, at the end")
+            axis.legend()
         axis.set_title(name.replace("_", " "))
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

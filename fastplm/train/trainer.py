@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastplm._checks import DivergenceError
+from fastplm._checks import DataError, DivergenceError, fail
 from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import say
 from fastplm.models._base import FastplmModel
@@ -75,6 +75,48 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         # If the newest is damaged, a run goes on from the one before.
         **{"lr_scheduler_type": "linear", "save_total_limit": 2} | settings,
     )
+
+
+@contextlib.contextmanager
+def reporting(trainer: Trainer, name: str, out: Path, done: int = 0) -> Iterator[None]:
+    """In this block what a trainer logs goes where ``--report-to`` says, too.
+
+    Args:
+        trainer: its scores may be logged in this block after its training.
+        name: of ``REPORTS``.
+        out: the folder of the run.
+        done: the steps that it continues from; what a killed run had logged beyond them is logged
+            again.
+    """
+    from transformers.integrations import TensorBoardCallback, WandbCallback
+
+    first = trainer.is_world_process_zero()
+    if first and name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(out / "tensorboard")
+        board = TensorBoardCallback(SummaryWriter(folder, purge_step=done + 1))
+        board.logging_dir = folder  # of what is logged when the training has ended
+        trainer.add_callback(board)
+    if not (first and name == "wandb"):
+        yield
+        return
+    import wandb
+
+    callback = WandbCallback()
+    trainer.args.run_name = out.name
+    try:
+        callback.setup(trainer.args, trainer.state, trainer.model)
+    except Exception as error:  # of its own kinds, such as that there is no key
+        fix = "Call wandb login, set WANDB_MODE=offline, or choose another --report-to."
+        reason = " ".join(str(error).split())
+        where = getattr(trainer, "where", "train")
+        fail(where, "report_to", f"wandb ({reason:.200})", "a way to log there", fix, DataError)
+    trainer.add_callback(callback)
+    try:
+        yield
+    finally:
+        wandb.finish()  # the next seed is a run of its own
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
             gives_one = len(module.make_dataset(args, store, tokenizer)) > 0
         except TooLittleTextError:
             gives_one = False
-        assert OBJECTIVES[name](args, tokenizer).enough(store) == gives_one, sizes
+        assert (OBJECTIVES[name](args, tokenizer).lacks(store) == "") == gives_one, sizes
         answers.add(gives_one)
     assert answers == {True, False}
 

@@ -1,0 +1,151 @@
+"""Settings in a file: what ``--config FILE`` reads, and what a run writes for the next one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from fastplm.errors import fail
+from fastplm.train.arguments import CALL, Numbers, Settings
+
+#: The file of a run's settings in its folder.
+NAME = "settings.yaml"
+_HEAD = """\
+# The settings that were given; all others had their defaults (run.json has them all).
+# The same again: fastplm {command} --config {name} --out ANOTHER_FOLDER
+"""
+# What argparse takes for --config, as no other option begins so.
+_SHORTEST = "--con"
+
+
+def with_config(
+    parser: argparse.ArgumentParser, words: Sequence[str], groups: Sequence[Sequence[str]] = ()
+) -> list[str]:
+    """The words of a command, those of its ``--config FILE`` first, so that all others count.
+
+    Args:
+        parser: of the command.
+        words: what follows its name.
+        groups: options of which at most one is given; one among the words takes the place of
+            another one in the file.
+
+    Raises:
+        ArgumentValueError: the file cannot be read, or holds what is no setting.
+    """
+    given = [word.split("=", 1)[0] for word in words]
+    at = [
+        i
+        for i, name in enumerate(given)
+        if len(name) >= len(_SHORTEST) and "--config".startswith(name)
+    ]
+    if not at or (at[-1] == len(words) - 1 and "=" not in words[-1]):
+        return list(words)  # argparse says that the file is missing
+    command, last = parser.prog.split()[-1], at[-1]
+    path = words[last].partition("=")[2] if "=" in words[last] else words[last + 1]
+    replaced = {option for group in groups if not {*group}.isdisjoint(given) for option in group}
+    actions = {
+        option: action
+        for option, action in parser._option_string_actions.items()
+        if option.startswith("--") and option not in ("--help", "--config")
+    }
+    added = []
+    for name, value in _read(command, path).items():
+        option = f"--{str(name).replace('_', '-')}"
+        if option not in actions:
+            close = difflib.get_close_matches(option, actions, n=1)
+            fix = f"Did you mean {close[0][2:]}?" if close else f"See fastplm {command} --help."
+            _refuse(command, path, f"the setting {str(name)[:60]!r}", f"settings of {command}", fix)
+        if option[2:].replace("-", "_") in CALL:
+            fix = f"Give {option} on the command line."
+            _refuse(command, path, f"the setting {name}", "no setting of one call", fix)
+        if option not in replaced:
+            added += _words(command, path, option, actions[option], value)
+    return [*added, *words]
+
+
+def write_settings(out: Path, args: Settings) -> None:
+    """Write what was given to a run to its folder, for ``--config``."""
+    given = {
+        name: _plain(value)
+        for name, value in args.given.items()
+        if name not in CALL and value is not None
+    }
+    text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+    (out / NAME).write_text(_HEAD.format(command=args.where, name=out / NAME) + text, "utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return os.fspath(value) if isinstance(value, Path) else value
+
+
+def _read(command: str, path: str) -> Mapping[str, Any]:
+    """The mapping in a file, which holds each name once."""
+    expected = "a YAML or JSON file of settings"
+    try:
+        text = Path(path).read_text("utf-8-sig")
+        if path.endswith(".json"):
+            found = json.loads(text, object_pairs_hook=_once)
+        else:
+            found = yaml.load(text, _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        fail(command, "config", f"{path!r} ({reason:.200})", expected, "Check the file.")
+    if not isinstance(found, dict):
+        fail(command, "config", f"{path}, which holds no settings", expected, "Write 'steps: 100'.")
+    return found
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(pairs)
+    names = [name for name, _ in pairs]
+    if len(found) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r} twice")
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice, of which YAML's own loader takes the last value."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)
+        return _once([tuple(self.construct_object(part, True) for part in pair)
+                      for pair in node.value])
+
+
+def _words(
+    command: str, path: str, option: str, action: argparse.Action, value: Any
+) -> list[str]:
+    """An option and its value as on a command line."""
+    name = option[2:]
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            _refuse(command, path, f"{name}: {value!r:.60}", "true or false", "Change it.")
+        return [option] if value else []
+    several = isinstance(value, list)
+    for part in value if several else [value]:
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            fix = "Write it in quotes." if isinstance(part, bool) else "Change it."
+            _refuse(command, path, f"{name}: {part!r:.60}", "a text or a number", fix)
+    if several and action.nargs is None and not isinstance(action.type, Numbers):
+        _refuse(command, path, f"{name}: {value!r:.60}", "one value", "Change it.")
+    if several and action.nargs is None:
+        value = ",".join(map(str, value))
+    if action.nargs is None:
+        return [f"{option}={value}"]
+    return [option, *map(str, value if several else [value])]
+
+
+def _refuse(command: str, path: str, got: str, expected: str, fix: str) -> NoReturn:
+    fail(command, "config", f"{path}, with {got}", expected, fix)

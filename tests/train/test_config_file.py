@@ -1,0 +1,182 @@
+"""``--config FILE``, and the file of settings that a run writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import pytest
+import yaml
+
+from fastplm import cli
+from fastplm.classic.arguments import ClassicArguments
+from fastplm.inference.arguments import EmbedArguments, PromptArguments
+from fastplm.inference.score_arguments import ScoreArguments
+from fastplm.train import _config_file
+from fastplm.train.arguments import (
+    CALL,
+    DistillArguments,
+    FinetuneArguments,
+    Numbers,
+    PretrainArguments,
+)
+
+COMMANDS = [
+    *(PretrainArguments, FinetuneArguments, DistillArguments, ClassicArguments),
+    *(EmbedArguments, PromptArguments, ScoreArguments),
+]
+
+
+def parsed(*words: str) -> dict:
+    found = vars(cli._parser().parse_args(list(map(str, words))))
+    found.pop("config", None)
+    return found
+
+
+def a_value(each: dataclasses.Field) -> object:
+    """A value that the option takes, other than its default."""
+    number, choices = each.metadata["number"], each.metadata["choices"]
+    value: object = "some 'text': with # signs"
+    if each.type == "bool":
+        return True
+    if isinstance(number, Numbers):
+        return [3, 5]
+    if choices is not None:
+        value = list(choices)[-1]
+    elif number is not None:
+        value = number.kind(max(number.low, 0.25 if number.kind is float else 3))
+    return [value, value] if "Sequence" in str(each.type) else value
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda kind: kind.where)
+@pytest.mark.parametrize("form", ["yaml", "json"])
+def test_every_setting_of_every_command(arguments, form, tmp_path):
+    """From a file each option has the value that it has from the command line."""
+    needed = {
+        each.name: a_value(each)
+        for each in dataclasses.fields(arguments)
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    }
+    for each in dataclasses.fields(arguments):
+        if each.name in CALL:
+            continue
+        settings = needed | {each.name: a_value(each)}
+        words = []
+        for name, value in settings.items():
+            option = f"--{name.replace('_', '-')}"
+            if isinstance(value, list) and each.name == "max_samples" == name:
+                words += [option, ",".join(map(str, value))]
+            elif isinstance(value, list):
+                words += [option, *value]
+            else:
+                words += [option] if value is True else [f"{option}={value}"]
+        file = tmp_path / f"settings.{form}"
+        dump = json.dumps if form == "json" else yaml.safe_dump
+        file.write_text(dump(settings))
+        assert parsed(arguments.where, "--config", file) == parsed(arguments.where, *words)
+
+
+def test_a_run_does_it_again(arguments, run, curve, tmp_path):
+    first = run(tmp_path / "first", steps=3)
+    written = tmp_path / "first" / "settings.yaml"
+    assert set(yaml.safe_load(written.read_text())) >= {"arch", "steps", "corpus", "lr", "out"}
+    words = ["pretrain", "--config", str(written), "--out", str(tmp_path / "second")]
+    assert cli.main(words) == 0
+    assert curve(tmp_path / "second") == curve(first)
+    # Its own settings name the folder that a resumed run goes on in.
+    assert cli.main(["pretrain", f"--config={written}", "--steps", "4", "--resume"]) == 0
+    assert len(curve(tmp_path / "first")) == 4
+    assert yaml.safe_load(written.read_text())["steps"] == 4
+
+
+def test_the_command_line_counts(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("arch: bert-tiny\nsteps: 5\nvocab-size: 300\nout: there\ncorpus: a.txt\n")
+    found = parsed("pretrain", "--steps", 7, "--conf", file)
+    assert (found["steps"], found["arch"], found["corpus"]) == (7, "bert-tiny", ["a.txt"])
+    found = parsed("pretrain", "--config", file, "--tokenizer", "folder")
+    assert found["tokenizer"] == "folder" and "vocab_size" not in found
+    assert "--config" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "stepz: 5", "with the setting 'stepz'; expected settings of pretrain. Did you"),
+        ("a.yaml", "steps: 5\nsteps: 6", "it has 'steps' twice"),
+        ("a.json", '{"steps": 5, "steps": 6}', "it has 'steps' twice"),
+        ("a.yaml", "steps: {a: 1}", "with steps: {'a': 1}; expected a text or a number"),
+        ("a.yaml", "arch: yes", "with arch: True; expected a text or a number. Write it in quotes"),
+        ("a.yaml", "steps: [1, 2]", "with steps: [1, 2]; expected one value"),
+        ("a.yaml", "adversarial: 1", "with adversarial: 1; expected true or false"),
+        ("a.yaml", "resume: true", "with the setting resume; expected no setting of one call"),
+        ("a.yaml", "- steps", "which holds no settings"),
+        ("a.yaml", "", "which holds no settings"),
+        ("a.yaml", "a: [", "while parsing a flow"),
+        ("a.yaml", "config: b.yaml", "with the setting 'config'"),
+        ("a.json", "{" * 9, "Expecting property name"),
+        ("a.json", "[" * 100_000, "recursion"),
+        ("a.yaml", "[" * 100_000, "recursion"),
+        ("a.yaml", "a: !!python/name:os.system", "could not determine a constructor"),
+        ("b.yaml", None, "No such file"),
+    ],
+)
+def test_files_that_are_none(name, text, words, refused, arguments, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    line = refused([*arguments(tmp_path / "out"), "--config", str(tmp_path / name)], words)
+    assert line.startswith("fastplm: error: pretrain: `config` got ")
+
+
+def test_a_value_out_of_range(refused, arguments, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("steps: -5")
+    words = arguments(tmp_path / "out", steps=None)
+    refused([*words, "--config", str(file)], "argument --steps: got '-5'; expected a whole number")
+    refused([*words, "--config"], "argument --config: expected one argument")
+
+
+def test_the_result_is_not_the_file_of_settings(refused, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model: m\ndata: d\n")
+    words = ["score", "--config", str(file), "--out", str(file), "--overwrite"]
+    refused(words, "which is --config; expected another file")
+    assert file.read_text() == "model: m\ndata: d\n"
+
+
+@pytest.mark.parametrize("arguments", COMMANDS[:3], ids=lambda kind: kind.where)
+def test_each_option_has_one_topic(arguments, capsys):
+    names = [name for topic in arguments.topics.values() for name in topic]
+    assert sorted(names) == sorted(each.name for each in dataclasses.fields(arguments))
+    with pytest.raises(SystemExit):
+        cli.main([arguments.where, "--help"])
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.endswith(":")][-len(arguments.topics) :] == [
+        f"{title}:" for title in arguments.topics
+    ]
+    # What matters first is on the first screen.
+    assert text.splitlines()[0].startswith(f"usage: fastplm {arguments.where} --")
+    assert len(text.splitlines()[0]) <= 110
+
+
+def test_what_logs_is_there(refused, arguments, tmp_path, monkeypatch):
+    words = arguments(tmp_path / "out", report_to="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(words, "`report_to` got wandb; expected a package that is installed. pip install wandb")
+
+
+def test_paths_are_declared_where_the_settings_are():
+    """What a command reads is known to the checks of outputs, whatever its help says."""
+    for arguments in COMMANDS:
+        for each in dataclasses.fields(arguments):
+            path = "Path" in str(each.type)
+            assert path == bool(each.metadata["path"]), (arguments, each.name)
+
+
+def test_with_config_leaves_other_commands_alone():
+    parser = argparse.ArgumentParser(prog="fastplm x")
+    assert _config_file.with_config(parser, ["--combine", "--co", "--config"]) == [
+        *("--combine", "--co", "--config"),
+    ]
