@@ -180,8 +180,9 @@ def extension_arguments() -> dict:
                 except Exception as error:
                     notice(f"csrc/ could not be built and is left out: {error}")
                     self.extensions.clear()
-            if not any(extension.name == CUDA_LIBRARY for extension in self.extensions):
-                for old in Path("fastplm").glob("_C_cuda.*"):  # of an earlier build in place
+            made = {extension.name for extension in self.extensions}
+            for name in {"fastplm._C", CUDA_LIBRARY} - made:
+                for old in Path().glob(f"{name.replace('.', '/')}.*"):  # of an earlier build
                     old.unlink()
 
         def build_extension(self, extension: Extension) -> None:

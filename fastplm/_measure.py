@@ -212,7 +212,8 @@ def _both(form: str, ours: Call, stock: Call, *wrt: torch.Tensor) -> tuple[Call,
 
 def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     rows = [1, 2, 3, 4, 8, 16, 32, 48, 56, 64, 96, 128, 256, 1024]
-    weight = [1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
+    weight = [1 << 12, 1 << 14, 1 << 16, 384**2, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
+    aspects = [_measured.SQUARE // 4, _measured.SQUARE, _measured.SQUARE * 4]  # so N, K are round
     if not _measured.computes_in(dtype):  # where PyTorch's takes seconds
         rows, weight = rows[:-1], weight[:-2]
     forms = ["linear", "conv1d"]
@@ -221,18 +222,17 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     for form in forms:
 
         @functools.cache
-        def weights_of(size: int, form: str = form) -> Iterator[torch.Tensor]:
-            """[M, K] of each layer, again and again."""
-            width = math.isqrt(size)
+        def weights_of(size: int, width: int, form: str = form) -> Iterator[torch.Tensor]:
+            """[N, K] of each layer, again and again."""
             count = min(_WEIGHTS, max(2, _OF_WEIGHTS // (size * dtype.itemsize)))
             if form.startswith("linear"):
                 return itertools.cycle(torch.randn(count, size // width, width).to(dtype))
             return itertools.cycle(torch.randn(count, width, size // width).mT.to(dtype))
 
-        def make(rows: int, size: int, form: str = form) -> tuple[Call, Call]:
-            width = math.isqrt(size)
+        def make(rows: int, size: int, aspect: int, form: str = form) -> tuple[Call, Call]:
+            width = math.isqrt(size * _measured.SQUARE // aspect)
             input = torch.randn(rows, width).to(dtype)
-            bias, weights = torch.randn(size // width).to(dtype), weights_of(size)
+            bias, weights = torch.randn(size // width).to(dtype), weights_of(size, width)
             operators = torch.ops.fastplm_C
             product = operators.linear_bf16x3 if "bf16x3" in form else operators.linear
             return (
@@ -241,7 +241,8 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
             )
 
         for threads in ("", _measured.ALONE):
-            yield Plan("linear", form + threads, dtype, [rows, weight], make, weights=_WEIGHTS)
+            axes = [rows, weight, aspects]
+            yield Plan("linear", form + threads, dtype, axes, make, weights=_WEIGHTS)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Plan]:

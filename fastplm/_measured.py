@@ -27,13 +27,20 @@ X86 = ("x86_64", "AMD64")
 LEVELS = ("baseline", "avx2", "avx512")
 #: The end of a form that was measured with one thread. Where none was, that of all threads counts.
 ALONE = ", 1 thread"
-#: From how much faster on ours is taken: two CPUs of a kind, or two hours of one, differ by less.
-LEAST_GAIN = 1.05
+#: From how much faster on ours is taken. A shipped table is the worse of two hours of one CPU.
+LEAST_GAIN = 1.02
 #: How much faster a product of fewer rows must be in a table that was made with one weight, which
 #: was always in the caches: in a model it is not, and the gain is smaller.
 _HOT, _HOT_ROWS = 1.25, 64
+#: What ``aspect`` is of a square weight.
+SQUARE = 64
 #: Doublings from the nearest measurement from which on it says nothing.
 _FAR = 6
+
+
+def aspect(n: int, k: int) -> int:
+    """The form of a weight [N, K]: N for ``SQUARE`` of K; the longest are taken for one form."""
+    return min(max(SQUARE * n // max(k, 1), 1), SQUARE**2)
 
 
 class CallClass(NamedTuple):
@@ -59,7 +66,8 @@ class Series(NamedTuple):
         it is that of the nearest.
         """
         cells = [(0, 1.0)]  # places in the grid, and their weights
-        for size, axis in zip(sizes, self.axes, strict=True):
+        # Tables of before an axis was added say nothing of it: it is the last one.
+        for size, axis in zip(sizes, self.axes, strict=False):
             size = max(size, 1)
             if min(abs(math.log2(size / point)) for point in axis) > _FAR:
                 return None

@@ -25,7 +25,7 @@ _MOST_DIMS = 8
 #: Of fewer rows a product of halves is no faster.
 _LEAST_SPLIT = 32
 #: The rows and the size of weight that speak for those of a compiled program.
-_MANY = (256, 512 * 512)
+_MANY = (256, 512 * 512, _tables.SQUARE)
 
 
 class Call(NamedTuple):
@@ -154,13 +154,16 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if wanted == "auto":
         # What ``slower("linear", _measured(input, weight))`` asks, by half the Python code.
         (of_n, of_k), dtype = weight.stride(), weight.dtype
-        rows = input.numel() // (weight.shape[1] or 1)
+        n, k = weight.shape
+        rows = input.numel() // (k or 1)
         form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
         if rows >= _LEAST_SPLIT and _is_split(rows, dtype):
             form += " bf16x3"
         if torch.get_num_threads() == 1:
             form += _tables.ALONE
-        speedup = _tables.table().speedup("linear", form, dtype, (rows, weight.numel()))
+        speedup = _tables.table().speedup(
+            "linear", form, dtype, (rows, n * k, _tables.aspect(n, k))
+        )
         if speedup is None or speedup < _tables.LEAST_GAIN:
             return None
     elif wanted != "cpp":
@@ -195,7 +198,7 @@ def is_ours(a: Tensor, b: Tensor) -> bool:
         and 1 in a.stride()
         and 1 in b.stride()
         and min(a.numel(), b.numel()) > 0
-        and slower("linear", _class_of(a.shape[0], b, *b.stride())) is None
+        and slower("linear", _class_of(a.shape[0], b.t(), *b.stride())) is None
     )
 
 
@@ -231,13 +234,14 @@ def _measured(input: Tensor, weight: Tensor) -> CallClass:
     return _class_of(input.numel() // (weight.shape[1] or 1), weight, of_k, of_n)
 
 
-def _class_of(rows: int, b: Tensor, of_k: int, of_n: int) -> CallClass:
-    """Of a product of that many rows with b, whose K and N have these strides: nn.Linear's weight
-    or Conv1D's."""
+def _class_of(rows: int, weight: Tensor, of_k: int, of_n: int) -> CallClass:
+    """Of a product of that many rows with a weight [N, K], whose K and N have these strides: that
+    of nn.Linear or of Conv1D."""
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
-    if _is_split(rows, b.dtype):
+    if _is_split(rows, weight.dtype):
         form += " bf16x3"
-    return CallClass(_form(form), b.dtype, (rows, b.numel()))
+    n, k = weight.shape
+    return CallClass(_form(form), weight.dtype, (rows, n * k, _tables.aspect(n, k)))
 
 
 def _form(form: str) -> str:

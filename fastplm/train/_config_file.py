@@ -118,13 +118,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         self.flatten_mapping(node)
-        return _once([tuple(self.construct_object(part, True) for part in pair)
-                      for pair in node.value])
+        return _once(
+            [tuple(self.construct_object(part, True) for part in pair) for pair in node.value]
+        )
 
 
-def _words(
-    command: str, path: str, option: str, action: argparse.Action, value: Any
-) -> list[str]:
+def _words(command: str, path: str, option: str, action: argparse.Action, value: Any) -> list[str]:
     """An option and its value as on a command line."""
     name = option[2:]
     if value is None:

@@ -118,6 +118,11 @@ def _finetune(
     for (folder, each, _), train in zip(parts, trains, strict=True):
         # Now, as its errors would otherwise come after the first model was built.
         _training_arguments(each, len(train), args.seed, folder)
+    ready: dict[Path, PreTrainedModel] = {}
+    if before is None:  # so is the first model, before what the folder holds is moved
+        folder, each, first_task = parts[0]
+        model = build_model(each, first_task, args.seed, trains[0].kept)
+        ready[folder / f"seed-{args.seed}"] = model
     processes.wait_for_everyone()
     if processes.is_main_process:
         text = _announcement(args, task, trains[-1], processes)
@@ -125,7 +130,7 @@ def _finetune(
     processes.wait_for_everyone()  # till what the folder held is moved
     trained: list[int] = []
     points = [
-        _train_seeds(each, task, train, folder, processes, print_fn, trained)
+        _train_seeds(each, task, train, folder, processes, print_fn, trained, ready)
         for (folder, each, task), train in zip(parts, trains, strict=True)
     ]
     metrics = {
@@ -158,8 +163,12 @@ def _train_seeds(
     processes: Any,
     print_fn: Callable[[str], object],
     trained: list[int],
+    ready: dict[Path, PreTrainedModel],
 ) -> dict[str, Any]:
-    """Train all seeds on one set of examples, or read their results; adds those to ``trained``."""
+    """Train all seeds on one set of examples, or read their results; adds those to ``trained``.
+
+    ``ready`` has the models that were built already, by the folders of their seeds.
+    """
     results = []
     for seed in range(args.seed, args.seed + args.seeds):
         result = _finished(out / f"seed-{seed}", processes)
@@ -167,7 +176,8 @@ def _train_seeds(
             trained.append(seed)
             try:
                 folder = out / f"seed-{seed}"
-                result = _run(args, task, train, seed, folder, processes.is_main_process)
+                model = ready.pop(folder, None)
+                result = _run(args, task, train, seed, folder, processes.is_main_process, model)
             except DivergenceError as error:
                 raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
             processes.wait_for_everyone()
@@ -488,11 +498,13 @@ def _run(
     seed: int,
     out: Path,
     first: bool,
+    model: PreTrainedModel | None,
 ) -> dict[str, Any]:
     checkpoint = last_checkpoint(out, say)
     if checkpoint is None and checkpoints(out):
         say(f"No checkpoint of seed {seed} is whole: it is trained from its beginning.")
-    model = build_model(args, task, seed, features.kept)
+    if model is None:
+        model = build_model(args, task, seed, features.kept)
     trainer = make_trainer(args, task, model, features, seed, out)
     if args.freeze:
         _compute_once(trainer, model.frozen, features)

@@ -21,6 +21,7 @@ import fastplm.models
 from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
+from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.train._checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.arguments import FinetuneArguments
@@ -52,6 +53,11 @@ class Seq2Seq(Task):
                 f"seq2seq, without {library}",
                 DataError,
             )
+        most = most_positions(self._decoder_config()) or args.max_target_length
+        usual = "max_target_length" not in args.given
+        fits = usual or args.max_target_length <= most
+        args.check("max_target_length", fits, f"{most}, the decoder's positions", "Lower it.")
+        self.target_length = min(args.max_target_length, most)
         self.target_tokenizer = self._target_tokenizer()
         if args.source_encoder_layers is not None:
             got = f"{args.model}, a {self.family}"
@@ -61,6 +67,13 @@ class Seq2Seq(Task):
         # Whether the decoder starts with a token that the tokenizer puts before each text, as
         # BERT's [CLS]: the labels then begin after it.
         self.starts = args.encoder is not None or self.family == "encoder-decoder"
+
+    def _decoder_config(self) -> Any:
+        args = self.args
+        if args.encoder is not None:
+            name = "encoder" if args.decoder is None else "decoder"
+            return config_at("finetune", name, getattr(args, name))
+        return getattr(self.checkpoint_config, "decoder", self.checkpoint_config)
 
     def _target_tokenizer(self) -> Any:
         """That of the targets: trained on them, the decoder's, or that of the sources."""
@@ -96,8 +109,8 @@ class Seq2Seq(Task):
             ids = self.target_tokenizer(example.target)["input_ids"]
             ids = ids[1:] if self.starts and ids[:1] == [self.start] else ids
             ids = ids if ids[-1:] == [self.end] else [*ids, self.end]
-            if len(ids) > self.args.max_target_length:
-                cut, ids = cut + 1, [*ids[: self.args.max_target_length - 1], self.end]
+            if len(ids) > self.target_length:
+                cut, ids = cut + 1, [*ids[: self.target_length - 1], self.end]
             labels.append(ids)
         if cut:
             say(f"{cut:,} of {len(examples):,} targets were cut to --max-target-length.")
@@ -151,7 +164,7 @@ class Seq2Seq(Task):
                     do_sample=False,
                     num_beams=self.args.beams,
                     length_penalty=self.args.length_penalty,
-                    max_new_tokens=self.args.max_target_length,
+                    max_new_tokens=self.target_length,
                 )
             texts = self.target_tokenizer.batch_decode(ids, skip_special_tokens=True)
             for index, text in zip(chosen, texts, strict=True):

@@ -79,6 +79,7 @@ class Task:
         known: list[Example] | None = None,
     ) -> None:
         self.args = args
+        self.checkpoint_config = config
         self.family = config.model_type
         self.train, self.test = train, test
         self.known = train if known is None else known

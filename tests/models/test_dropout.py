@@ -14,6 +14,7 @@ import fastplm
 from fastplm import _extension, models
 from fastplm.nn import Dropout
 from fastplm.nn.dropout import _ROWS
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error
 
 from .conftest import (
     CLASSES,
@@ -178,8 +179,9 @@ def test_a_sample_drops_the_same_in_every_batch(name):
     padded = {"unpad": False}
     if name.endswith("ForConditionalGeneration"):
         padded["decoder_unpad"] = False
-    loss, gold = step(name, model, batch, [rows], index)
+    loss, grads = step(name, model, batch, [rows], index)
     runs = {
+        "packed": (loss, grads),
         "padded": step(name, model, batch, [rows], index, **padded),
         "halves": step(name, model, batch, list(rows.chunk(2)), index),
         "halves, padded": step(name, model, batch, list(rows.chunk(2)), index, **padded),
@@ -191,12 +193,15 @@ def test_a_sample_drops_the_same_in_every_batch(name):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         runs["checkpointed"] = step(name, model, batch, list(rows.chunk(2)), index)
         model.gradient_checkpointing_disable()
+    with fastplm.use_backend("eager"):
+        bases = [step(name, model, batch, parts, index) for parts in ([rows], rows.chunk(2))]
+        exact, gold = step(name, copy.deepcopy(model).double(), batch, [rows], index)
     for what, (found, grads) in runs.items():
-        torch.testing.assert_close(found, loss, rtol=2e-5, atol=1e-6, msg=what)
+        check_error(f"{what}: loss", found, exact, [base for base, _ in bases], FORWARD_FACTOR)
         assert grads.keys() <= gold.keys()
-        largest = max(float(value.abs().max()) for value in gold.values())
         for key, value in grads.items():
-            assert (value - gold[key]).abs().max() < 1e-4 * largest, (what, key)
+            held = [of_base[key] for _, of_base in bases]
+            check_error(f"{what}: {key}", value, gold[key], held, GRADIENT_FACTOR, [*gold.values()])
     other, _ = step(name, model, batch, [rows], index + 1)
     assert (other - loss).abs() > 2e-4 * loss.abs(), "other samples drop something else"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,25 @@ def test_targets_and_sources_are_cut_with_a_line(arguments, capsys):
     said = capsys.readouterr().err
     assert f"{len(features)} of {len(features)} targets were cut" in said
     assert "sources" not in said
+
+
+@pytest.mark.parametrize("start", ["bart", "bert2bert", "rnd2gpt"])
+def test_targets_are_no_longer_than_the_decoder(start, arguments, folder, tmp_path):
+    usual = arguments(start, max_target_length=128)
+    decoder = {"bart": "bart", "bert2bert": "bert", "rnd2gpt": "gpt2"}[start]
+    short = shutil.copytree(folder / decoder, tmp_path / "short")
+    config = transformers.AutoConfig.from_pretrained(short)
+    config.max_position_embeddings = 40
+    config.save_pretrained(short)
+    option = "model" if start == "bart" else "decoder"
+    args = arguments(start, max_target_length=41, **{option: short})
+    with pytest.raises(
+        ArgumentValueError, match="`max_target_length` got 41; expected 40, the dec"
+    ):
+        prepare_task(args)
+    args = arguments(start, max_target_length=128, **{option: short})  # the default
+    assert prepare_task(args).target_length == 40
+    assert prepare_task(usual).target_length == 128
 
 
 # --- warm start -----------------------------------------------------------------------------------

@@ -112,6 +112,15 @@ def test_a_broken_checkpoint_is_refused(command, fault, checkpoint, place, capsy
     assert not (place / "out.npy").exists() and not (place / "out.tsv").exists()
 
 
+@pytest.mark.parametrize("command", ["finetune", "seq2seq", "distill"])
+def test_a_broken_checkpoint_moves_nothing(command, checkpoint, place):
+    model = broken(checkpoint, FAULTS["NaN"][0], place / "broken")
+    (place / "out").mkdir()
+    (place / "out" / "mine").write_text("mine")
+    assert main([*words_of(command, model), "--overwrite"]) == 2
+    assert (place / "out" / "mine").exists() and not (place / "out.old-1").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_head_that_is_not_needed_may_be_missing(command, checkpoint, place, capsys):
     model = broken(checkpoint, without("cls."), place / "broken")
