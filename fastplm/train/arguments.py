@@ -184,12 +184,10 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> 
 
     Returns the groups of ``excludes`` by name.
     """
-    parser.add_argument("--config", metavar="FILE", help=CONFIG)
-    topics = {
-        name: parser.add_argument_group(title)
-        for title, names in arguments.topics.items()
-        for name in names
-    }
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG)
+    topics: dict[str, Any] = {}
+    for title, names in arguments.topics.items():
+        topics |= dict.fromkeys(names, parser.add_argument_group(title))
     groups: dict[str, Any] = {}
     needed = []
     for each in fields(arguments):  # type: ignore[arg-type]
