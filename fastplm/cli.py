@@ -260,6 +260,9 @@ class _Parser(argparse.ArgumentParser):
                 for group in self._mutually_exclusive_groups
             ]
             args = with_config(self, args, groups)
+        for word in args or ():  # which argparse would take for an empty list
+            if word.endswith("=--") and word[:-3] in self._option_string_actions:
+                self.error(f"argument {word[:-3]}: expected one argument, another one than --")
         # The parser of a command names its own options, not the one above it.
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:

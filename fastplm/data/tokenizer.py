@@ -69,6 +69,22 @@ def load_tokenizer(
     found = not tokenizer.vocab_files_names or any((path / file).is_file() for file in files)
     check(found, where, "directory", got, expected, "Save the tokenizer again.", DataError)
     vocabulary = tokenizer.get_vocab()
+    most = tokenizer.model_max_length
+    able = isinstance(most, int | float) and most > tokenizer.num_special_tokens_to_add()
+    got = f"{path}, whose tokenizer_config.json has model_max_length: {most!r:.40}"
+    expected = "room for a token between the special ones"
+    check(able, where, "directory", got, expected, "Correct it, or take it out.", DataError)
+    # Transformers adds a special token that the vocabulary lacks, with the id of another one.
+    special = set(tokenizer.all_special_ids)
+    owner = {index: token for token, index in vocabulary.items() if index in special}
+    taken = [
+        f"{token} and {owner[index]}"
+        for token, index in vocabulary.items()
+        if owner.get(index, token) != token
+    ]
+    got = f"{path}, where one id is that of {taken[0] if taken else ''}"
+    expected = "a vocabulary that has the special tokens"
+    check(not taken, where, "directory", got, expected, "Save the tokenizer again.", DataError)
     for need in needs:
         role = f"{need}_token"
         there = getattr(tokenizer, role) is not None if need in _ROLES else need in vocabulary

@@ -39,6 +39,7 @@ from fastplm.train.report import block
 
 _WHERE = "embed"
 #: Poolings that choose one token of a text or word.
+_ROWS = 1 << 14  # looked at together
 _CHOOSE = ("cls", "first", "last")
 #: How sentence-transformers calls the poolings.
 _THEIR_POOLINGS = {
@@ -397,6 +398,14 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
             allocate=allocate,
             **settings,
         )
+        finite = all(
+            np.isfinite(vectors[start : start + _ROWS]).all()
+            for start in range(0, len(vectors), _ROWS)
+        )
+        got = f"{args.model}, whose vectors hold NaN or infinity"
+        expected = f"a model whose vectors are numbers of {args.dtype}"
+        fix = "Check its config.json and weights, or --layer-weights and --dtype."
+        args.check("model", finite, expected, fix, got, DataError)
         if offsets is not None:
             with whole(of_words) as part, part.open("wb") as file:
                 np.save(file, offsets)

@@ -82,6 +82,10 @@ def _score_file(args: ScoreArguments, out: Path | None) -> str:
         begun = time.perf_counter()
         report = _METRICS[metric](args, lines, config)
         seconds = time.perf_counter() - begun
+    lost = [name for name, value in report.corpus.items() if math.isnan(value)]
+    got = f"{args.model}, which gives NaN as {', '.join(lost)}"
+    fix = "Check its config.json and weights."
+    args.check("model", not lost, "a model that gives numbers", fix, got, DataError)
     if report.cut:
         say(f"texts longer than the model takes, cut: {report.cut} of {len(lines)}")
     shown = ", ".join(f"{name} {_short(value)}" for name, value in report.corpus.items())
@@ -200,13 +204,15 @@ def _likelihood(
 
 def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
     files = [[text.strip() for text in lines_of(Path(path))] for path in args.references or ()]
-    least = lines[-1].number
+    count = sum(1 for _ in lines_of(Path(args.data)))
     for path, texts in zip(args.references or (), files, strict=True):
         got = f"{path}, a file of {len(texts)} lines"
         fix = "Give the references line by line."
-        expected = f"{least} lines at least, as --data has"
-        args.check("references", len(texts) >= least, expected, fix, got, DataError)
+        expected = f"{count} lines, as --data has"
+        args.check("references", len(texts) == count, expected, fix, got, DataError)
     references = [[texts[line.number - 1] for texts in files] for line in lines]
+    blank = sum(not text for of_line in references for text in of_line)
+    say(f"references without a text, which score 0: {blank}" if blank else "")
     model, tokenizer = load_encoder("score", args.model)
     _say_what(args, model)
     with warnings.catch_warnings(record=True) as caught, _precision(args, model.device):

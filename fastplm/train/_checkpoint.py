@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+from safetensors import safe_open
 
 from fastplm._checks import is_number
 from fastplm.errors import DataError, message, shown
@@ -15,6 +18,9 @@ from fastplm.train._run_folder import loaded
 
 #: What others put before the names of weights, and who.
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
+_MOST_LAYERS = 1000
+#: Models of which Transformers 5 ignores any other kind of positions than absolute ones.
+_ABSOLUTE = ("albert", "bert", "electra", "roberta")
 _LAYER = re.compile(r"\.\d+\.")
 
 #: The commands that need a model of a language; ELECTRA's discriminator is none.
@@ -76,12 +82,42 @@ def _check_config(where: str, argument: str, path: str | Path, config: Any) -> N
         fix = 'Correct it: ["BertForMaskedLM"], say.'
         raise DataError(message(where, argument, got, "a list of names of classes", fix))
     for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+        _check_sizes(where, argument, path, each)
         for name in _DROPOUTS:
             rate = getattr(each, name, None)
             if rate is not None and not (is_number(rate) and 0.0 <= rate <= 1.0):
                 got = f"{path}, whose config.json has {name}: {shown(rate)}"
                 expected = "a probability from 0 to 1"
                 raise DataError(message(where, argument, got, expected, "Correct it."))
+
+
+def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> None:
+    layers = getattr(config, "num_hidden_layers", None)
+    positions = None
+    if getattr(config, "model_type", None) in _ABSOLUTE:
+        positions = getattr(config, "position_embedding_type", None)
+    for name, value, able, expected in (
+        (
+            "num_hidden_layers",
+            layers,
+            layers is None or (isinstance(layers, int) and 0 < layers <= _MOST_LAYERS),
+            f"1 to {_MOST_LAYERS}",
+        ),
+        (
+            "position_embedding_type",
+            positions,
+            positions in (None, "absolute"),
+            "absolute, as Transformers 5 has no other and would ignore it",
+        ),
+    ):
+        if not able:
+            got = f"{path}, whose config.json has {name}: {shown(value)}"
+            raise DataError(message(where, argument, got, expected, "Correct it, or convert it."))
+    for name in ("layer_norm_eps", "layer_norm_epsilon"):
+        value = getattr(config, name, None)
+        if value is not None and not (is_number(value) and 0.0 <= value < math.inf):
+            got = f"{path}, whose config.json has {name}: {shown(value)}"
+            raise DataError(message(where, argument, got, "a small positive number", "Correct it."))
 
 
 def _is_str(value: object) -> bool:
@@ -140,11 +176,26 @@ def weights_at(
     if more is not None:
         what = f"whose file has more layers than its config.json says, such as {more}"
         refuse(what, "Correct the number of layers in config.json.")
+    whole = _of_whole_numbers(Path(path))
+    if whole is not None:
+        what = f"whose weight {whole[0]} is of type {whole[1]}"
+        refuse(what, "Save it in fp32, fp16 or bf16: quantized weights need their scales.")
     bad = next((name for name, value in model.named_parameters() if not _is_finite(value)), None)
     if bad is not None:
         what = f"whose weight {bad} holds NaN or infinity"
         refuse(what, "Take an earlier checkpoint: the training that wrote it has diverged.")
     return model, missing
+
+
+def _of_whole_numbers(path: Path) -> tuple[str, str] | None:
+    """A floating-point weight that a file of safetensors holds in whole numbers, and their type."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (it is no mapping)
+                kind = weights.get_slice(name).get_dtype()
+                if name.endswith((".weight", ".bias")) and kind[0] in "IUB" and kind != "BF16":
+                    return name, kind
+    return None
 
 
 def _load(kind: Any, path: str | Path, options: dict[str, Any]) -> Any:

@@ -6,13 +6,15 @@ import argparse
 import difflib
 import json
 import os
+import shlex
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
-from fastplm.errors import fail
+from fastplm.errors import FastplmError, fail
 from fastplm.train.arguments import CALL, Numbers, Settings
 
 #: The file of a run's settings in its folder.
@@ -21,6 +23,7 @@ _HEAD = """\
 # The settings that were given; all others had their defaults (run.json has them all).
 # The same again: fastplm {command} --config {name} --out ANOTHER_FOLDER
 """
+_LARGEST = 1 << 20  # bytes
 # What argparse takes for --config, as no other option begins so.
 _SHORTEST = "--con"
 
@@ -55,13 +58,17 @@ def with_config(
         for option, action in parser._option_string_actions.items()
         if option.startswith("--") and option not in ("--help", "--config")
     }
-    added = []
+    added: list[str] = []
+    seen = set()
     for name, value in _read(command, path).items():
-        option = f"--{str(name).replace('_', '-')}"
+        option = f"--{name.replace('_', '-')}"
         if option not in actions:
             close = difflib.get_close_matches(option, actions, n=1)
             fix = f"Did you mean {close[0][2:]}?" if close else f"See fastplm {command} --help."
-            _refuse(command, path, f"the setting {str(name)[:60]!r}", f"settings of {command}", fix)
+            _refuse(command, path, f"the setting {name[:60]!r}", f"settings of {command}", fix)
+        if option in seen:
+            _refuse(command, path, f"{name} in two spellings", "it once", "Leave one out.")
+        seen.add(option)
         if option[2:].replace("-", "_") in CALL:
             fix = f"Give {option} on the command line."
             _refuse(command, path, f"the setting {name}", "no setting of one call", fix)
@@ -78,7 +85,15 @@ def write_settings(out: Path, args: Settings) -> None:
         if name not in CALL and value is not None
     }
     text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
-    (out / NAME).write_text(_HEAD.format(command=args.where, name=out / NAME) + text, "utf-8")
+    try:
+        same = yaml.safe_load(text) == given
+    except yaml.YAMLError:
+        same = False
+    if not same:  # of characters that end a line in YAML alone
+        text = yaml.safe_dump(given, sort_keys=False)
+    name = shlex.quote(str(out / NAME))
+    name = name if name.isprintable() else ascii(name)  # a line end would begin a setting
+    (out / NAME).write_text(_HEAD.format(command=args.where, name=name) + text, "utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -88,18 +103,27 @@ def _plain(value: Any) -> Any:
 
 
 def _read(command: str, path: str) -> Mapping[str, Any]:
-    """The mapping in a file, which holds each name once."""
+    """The mapping in a file, which holds each name once; numbers are texts, as on a command line.
+
+    YAML would take 010 for 8 and 1:30 for 90.
+    """
     expected = "a YAML or JSON file of settings"
     try:
+        there = os.stat(path)
+        if not stat.S_ISREG(there.st_mode) or there.st_size > _LARGEST:
+            got = f"{path!r}, which is no regular file, or larger than {_LARGEST:,} bytes"
+            fail(command, "config", got, expected, "Check the path.")
         text = Path(path).read_text("utf-8-sig")
         if path.endswith(".json"):
-            found = json.loads(text, object_pairs_hook=_once)
+            found = json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str)
         else:
             found = yaml.load(text, _Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except FastplmError:
+        raise
+    except Exception as error:  # explicit tags of YAML raise whatever their contents lead to
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         fail(command, "config", f"{path!r} ({reason:.200})", expected, "Check the file.")
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         fail(command, "config", f"{path}, which holds no settings", expected, "Write 'steps: 100'.")
     return found
 
@@ -114,10 +138,15 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a name that stands twice, of which YAML's own loader takes the last value."""
+    """Refuses a name that stands twice, of which YAML's own loader takes the last value; what is
+    not true, false or null is a text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [each for each in known if each[0].rpartition(":")[2] in ("bool", "null")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        self.flatten_mapping(node)
         return _once(
             [tuple(self.construct_object(part, True) for part in pair) for pair in node.value]
         )
@@ -130,20 +159,30 @@ def _words(command: str, path: str, option: str, action: argparse.Action, value:
         return []
     if action.nargs == 0:
         if not isinstance(value, bool):
-            _refuse(command, path, f"{name}: {value!r:.60}", "true or false", "Change it.")
+            _refuse(command, path, f"{name}: {_shown(value)}", "true or false", "Change it.")
         return [option] if value else []
     several = isinstance(value, list)
-    for part in value if several else [value]:
+    parts = value if several else [value]
+    for part in parts:
         if isinstance(part, bool) or not isinstance(part, str | int | float):
             fix = "Write it in quotes." if isinstance(part, bool) else "Change it."
-            _refuse(command, path, f"{name}: {part!r:.60}", "a text or a number", fix)
+            _refuse(command, path, f"{name}: {_shown(part)}", "a text or a number", fix)
     if several and action.nargs is None and not isinstance(action.type, Numbers):
-        _refuse(command, path, f"{name}: {value!r:.60}", "one value", "Change it.")
-    if several and action.nargs is None:
-        value = ",".join(map(str, value))
+        _refuse(command, path, f"{name}: a list", "one value", "Change it.")
     if action.nargs is None:
-        return [f"{option}={value}"]
-    return [option, *map(str, value if several else [value])]
+        return [f"{option}={','.join(map(str, parts))}"]
+    for part in map(str, parts):
+        if part.startswith("-") and not part[1:].replace(".", "", 1).isdecimal():
+            expected = "values that do not begin with -"
+            _refuse(command, path, f"{name}: {_shown(part)}", expected, "Write ./-NAME of a file.")
+    if not parts:
+        _refuse(command, path, f"{name}: nothing", "a value or several", "Leave it out.")
+    return [option, *map(str, parts)]
+
+
+def _shown(value: Any) -> str:
+    """Of a list or mapping only what it is: by YAML's anchors a small file holds a huge one."""
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.60}"
 
 
 def _refuse(command: str, path: str, got: str, expected: str, fix: str) -> NoReturn:

@@ -277,6 +277,8 @@ class Settings:
                     self.check(each.name, held, number.expected, "Change it.", value)
                 if value is not None and choices is not None:
                     check_choice(self.where, each.name, value, tuple(choices))
+            if each.name == "cache":
+                self.check("cache", str(given).strip() != "", "a path", "Name one.", repr(given))
             if each.metadata["path"] == "DIR" or each.name == "out":
                 self._check_name(each.name, str(given))
         self.check_reports()

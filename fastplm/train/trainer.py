@@ -101,7 +101,7 @@ def reporting(trainer: Trainer, name: str, out: Path, done: int = 0) -> Iterator
     if not (first and name == "wandb"):
         yield
         return
-    import wandb
+    import wandb  # type: ignore[import-not-found]
 
     callback = WandbCallback()
     trainer.args.run_name = out.name

@@ -108,10 +108,10 @@ def test_the_command_line_counts(tmp_path):
         ("a.yaml", "stepz: 5", "with the setting 'stepz'; expected settings of pretrain. Did you"),
         ("a.yaml", "steps: 5\nsteps: 6", "it has 'steps' twice"),
         ("a.json", '{"steps": 5, "steps": 6}', "it has 'steps' twice"),
-        ("a.yaml", "steps: {a: 1}", "with steps: {'a': 1}; expected a text or a number"),
+        ("a.yaml", "steps: {a: 1}", "with steps: a dict; expected a text or a number"),
         ("a.yaml", "arch: yes", "with arch: True; expected a text or a number. Write it in quotes"),
-        ("a.yaml", "steps: [1, 2]", "with steps: [1, 2]; expected one value"),
-        ("a.yaml", "adversarial: 1", "with adversarial: 1; expected true or false"),
+        ("a.yaml", "steps: [1, 2]", "with steps: a list; expected one value"),
+        ("a.yaml", "adversarial: 1", "with adversarial: '1'; expected true or false"),
         ("a.yaml", "resume: true", "with the setting resume; expected no setting of one call"),
         ("a.yaml", "- steps", "which holds no settings"),
         ("a.yaml", "", "which holds no settings"),
@@ -121,6 +121,17 @@ def test_the_command_line_counts(tmp_path):
         ("a.json", "[" * 100_000, "recursion"),
         ("a.yaml", "[" * 100_000, "recursion"),
         ("a.yaml", "a: !!python/name:os.system", "could not determine a constructor"),
+        ("a.yaml", "batch-size: 5\nbatch_size: 7", "in two spellings; expected it once"),
+        ("a.yaml", "? [1, 2]\n: 3", "unhashable"),
+        ("a.yaml", "{[a]: b}", "`config`"),
+        ("a.yaml", 'threads: !!int ""', "`config`"),
+        ("a.yaml", "adversarial: !!bool maybe", "`config`"),
+        ("a.yaml", "threads: !!timestamp foo", "`config`"),
+        ("a.yaml", "corpus: [-x]", "corpus: '-x'; expected values that do not begin with -"),
+        ("a.yaml", "corpus: []", "corpus: nothing; expected a value or several"),
+        ("a.yaml", "lr: &a [&b [1, 2], *b, *b]", "lr: a list; expected a text or a number"),
+        ("a.yaml", "x" * (1 << 20) + ":", "larger than 1,048,576 bytes"),
+        ("../../../../../../../../dev/zero", None, "which is no regular file"),
         ("b.yaml", None, "No such file"),
     ],
 )
@@ -129,6 +140,36 @@ def test_files_that_are_none(name, text, words, refused, arguments, tmp_path):
         (tmp_path / name).write_text(text)
     line = refused([*arguments(tmp_path / "out"), "--config", str(tmp_path / name)], words)
     assert line.startswith("fastplm: error: pretrain: `config` got ")
+
+
+def test_numbers_are_those_of_a_command_line(tmp_path, refused, arguments):
+    file = tmp_path / "a.yaml"
+    file.write_text("block-size: 010\nout: 1.10\nseed: 0x10\n")
+    words = ["pretrain", "--arch", "bert-tiny", "--steps", "1"]
+    refused([*words, "--config", str(file)], "argument --seed: got '0x10'; expected a whole number")
+    file.write_text("block-size: 010\nout: 1.10\n")
+    found = parsed(*words, "--config", file)
+    assert found["block_size"] == 10 and found["out"] == "1.10"
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nseed: 9 #", "\x85", "\u2028b", "'\"", "\x07", "-x: y", "1", "no"]
+)
+def test_odd_texts_stay_what_they_are(text, tmp_path):
+    """Of a setting, and of the folder's name in the comment."""
+    out = tmp_path / f"o{text}"
+    out.mkdir()
+    args = FinetuneArguments("seq2seq", "d", out, model="m", prefix=text)
+    _config_file.write_settings(out, args)
+    found = parsed("finetune", "--config", out / "settings.yaml")
+    given = {name: found[name] for name in args.given}
+    assert given == {name: str(value) for name, value in args.given.items()}
+    assert found["seed"] == 0
+
+
+def test_two_hyphens_are_no_value(refused, arguments, tmp_path):
+    words = arguments(tmp_path / "out", steps=None)
+    refused([*words, "--steps=--"], "argument --steps: expected one argument, another one than --")
 
 
 def test_a_value_out_of_range(refused, arguments, tmp_path):

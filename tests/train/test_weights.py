@@ -65,6 +65,26 @@ FAULTS = {
         lambda weights, config: (weights, config | {"num_hidden_layers": 1}),
         ["more layers than its config.json says", "layer.1."],
     ),
+    "whole numbers": (
+        lambda weights, config: ({name: value.char() for name, value in weights.items()}, config),
+        ["is of type I8"],
+    ),
+    "no layers": (
+        lambda weights, config: (weights, config | {"num_hidden_layers": 0}),
+        ["num_hidden_layers: 0; expected 1 to"],
+    ),
+    "a milliard layers": (
+        lambda weights, config: (weights, config | {"num_hidden_layers": 10**9}),
+        ["num_hidden_layers: 1000000000; expected 1 to"],
+    ),
+    "relative positions": (
+        lambda weights, config: (weights, config | {"position_embedding_type": "relative_key"}),
+        ["position_embedding_type: 'relative_key'; expected absolute"],
+    ),
+    "a NaN in the configuration": (
+        lambda weights, config: (weights, config | {"layer_norm_eps": float("nan")}),
+        ["layer_norm_eps: nan"],
+    ),
     "other width": (
         lambda weights, config: (weights, config | {"vocab_size": 30}),
         ["`"],
