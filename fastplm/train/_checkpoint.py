@@ -92,32 +92,24 @@ def _check_config(where: str, argument: str, path: str | Path, config: Any) -> N
 
 
 def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> None:
-    layers = getattr(config, "num_hidden_layers", None)
-    positions = None
-    if getattr(config, "model_type", None) in _ABSOLUTE:
-        positions = getattr(config, "position_embedding_type", None)
-    for name, value, able, expected in (
-        (
-            "num_hidden_layers",
-            layers,
-            layers is None or (isinstance(layers, int) and 0 < layers <= _MOST_LAYERS),
-            f"1 to {_MOST_LAYERS}",
-        ),
-        (
-            "position_embedding_type",
-            positions,
-            positions in (None, "absolute"),
-            "absolute, as Transformers 5 has no other and would ignore it",
-        ),
-    ):
-        if not able:
+    """Values that lead to hours of building, to layers that are left out, or to NaN."""
+
+    def check(name: str, able: Callable[[Any], bool], expected: str) -> None:
+        value = getattr(config, name, None)
+        if value is not None and not able(value):
             got = f"{path}, whose config.json has {name}: {shown(value)}"
             raise DataError(message(where, argument, got, expected, "Correct it, or convert it."))
+
+    def is_small(value: Any) -> bool:
+        return is_number(value) and 0.0 <= value < math.inf
+
+    layers = range(1, _MOST_LAYERS + 1)
+    check("num_hidden_layers", lambda value: value in layers, f"1 to {_MOST_LAYERS}")
+    if getattr(config, "model_type", None) in _ABSOLUTE:
+        expected = "absolute, as Transformers 5 has no other and would ignore it"
+        check("position_embedding_type", lambda value: value == "absolute", expected)
     for name in ("layer_norm_eps", "layer_norm_epsilon"):
-        value = getattr(config, name, None)
-        if value is not None and not (is_number(value) and 0.0 <= value < math.inf):
-            got = f"{path}, whose config.json has {name}: {shown(value)}"
-            raise DataError(message(where, argument, got, "a small positive number", "Correct it."))
+        check(name, is_small, "a small positive number")
 
 
 def _is_str(value: object) -> bool:
@@ -153,6 +145,8 @@ def weights_at(
     from transformers.utils import logging
 
     _refuse_joint(where, argument, path, expected)
+    if (Path(path) / "config.json").is_file():  # its sizes, before a model is made of them
+        config_at(where, argument, path)
     options |= {"local_files_only": True, "output_loading_info": True}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -341,6 +341,8 @@ def writing(
         raise
     # PyTorch's writer raises RuntimeError, that of safetensors its own.
     except (OSError, RuntimeError, SafetensorError) as error:
+        if any(word in str(error) for word in ("gloo", "Gloo", "NCCL")):
+            raise  # another process of the training has ended, and the disk is well
         raise DataError(
             message(
                 where,

@@ -120,7 +120,7 @@ CALL = ("resume", "overwrite", "dry_run")
 #: The help of ``--config``.
 CONFIG = (
     "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml); "
-    "an option that is given, too, counts"
+    "an option on the command line takes precedence"
 )
 _LARGEST = sys.float_info.max
 _ANY = Number(float, -_LARGEST, _LARGEST, "a number")
