@@ -120,8 +120,8 @@ def learning_rate(args: PretrainArguments) -> str:
     if args.optimizer == "adamw" and moved < spread / 10:
         lr = min(_LARGEST_RATE, 2 * spread / args.steps)
         what += (
-            f". In a run this short it moves weights by {moved:.1g} at most, of the {spread:g} that "
-            f"they begin with: little is learned. To see the loss fall, give --lr {lr:.1g}"
+            f". In a run this short it moves weights by {moved:.1g} at most, of {spread:g} at the "
+            f"start: little is learned. To see the loss fall, give --lr {lr:.1g}"
         )
     return f"{args.lr:.3g} with {args.optimizer}: {what}"
 
