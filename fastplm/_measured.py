@@ -32,15 +32,15 @@ LEAST_GAIN = 1.02
 #: How much faster a product of fewer rows must be in a table that was made with one weight, which
 #: was always in the caches: in a model it is not, and the gain is smaller.
 _HOT, _HOT_ROWS = 1.25, 64
-#: What ``aspect`` is of a square weight.
-SQUARE = 64
+#: What ``aspect`` is of a square weight, and at most.
+SQUARE, LONGEST = 64, 64**2
 #: Doublings from the nearest measurement from which on it says nothing.
 _FAR = 6
 
 
 def aspect(n: int, k: int) -> int:
     """The form of a weight [N, K]: N for ``SQUARE`` of K; the longest are taken for one form."""
-    return min(max(SQUARE * n // max(k, 1), 1), SQUARE**2)
+    return min(max(SQUARE * n // max(k, 1), 1), LONGEST)
 
 
 class CallClass(NamedTuple):

@@ -161,9 +161,10 @@ def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
             form += " bf16x3"
         if torch.get_num_threads() == 1:
             form += _tables.ALONE
-        speedup = _tables.table().speedup(
-            "linear", form, dtype, (rows, n * k, _tables.aspect(n, k))
-        )
+        aspect = _tables.SQUARE * n // (k or 1)  # as ``_tables.aspect`` of all but extreme weights
+        if not 1 <= aspect <= _tables.LONGEST:
+            aspect = _tables.aspect(n, k)
+        speedup = _tables.table().speedup("linear", form, dtype, (rows, n * k, aspect))
         if speedup is None or speedup < _tables.LEAST_GAIN:
             return None
     elif wanted != "cpp":

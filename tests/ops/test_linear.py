@@ -320,8 +320,8 @@ def test_a_weight_is_told_apart_by_how_it_lies(measured, monkeypatch, threads):
     OP.is_faster(torch.randn(3, 8), weight)
     OP.is_faster(torch.randn(2, 3, 8).half(), by_columns(weight.half()))
     assert seen == [
-        ("linear" + alone, torch.float32, (3, 128)),
-        ("conv1d" + alone, torch.float16, (6, 128)),
+        ("linear" + alone, torch.float32, (3, 128, 128)),
+        ("conv1d" + alone, torch.float16, (6, 128, 128)),
     ]
 
 

@@ -1162,4 +1162,4 @@ def test_command_line_knows_every_task_and_setting():
     options = {action.dest: action for action in commands.choices["finetune"]._actions}
     assert set(options["task"].choices) == {*TASKS, "seq2seq"}
     assert set(options["library"].choices) == set(LIBRARIES)
-    assert options.keys() - {"help"} == FinetuneArguments.__dataclass_fields__.keys()
+    assert options.keys() - {"help", "config"} == FinetuneArguments.__dataclass_fields__.keys()
