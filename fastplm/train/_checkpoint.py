@@ -182,12 +182,15 @@ def weights_at(
 
 
 def _of_whole_numbers(path: Path) -> tuple[str, str] | None:
-    """A floating-point weight that a file of safetensors holds in whole numbers, and their type."""
+    """A weight that a file of safetensors holds in whole numbers, and their type.
+
+    Not a bias: GPT-2's files may have masks of bytes that are called so.
+    """
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is no mapping)
                 kind = weights.get_slice(name).get_dtype()
-                if name.endswith((".weight", ".bias")) and kind[0] in "IUB" and kind != "BF16":
+                if name.endswith(".weight") and kind[0] in "IUB" and kind != "BF16":
                     return name, kind
     return None
 

@@ -8,9 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config
 
 from fastplm.cli import main
-from fastplm.models import BertForMaskedLM
+from fastplm.models import BertForMaskedLM, GPT2LMHeadModel
 from fastplm.train._checkpoint import weights_at
 
 COMMANDS = {
@@ -152,6 +153,17 @@ def test_a_head_that_is_not_needed_may_be_missing(command, checkpoint, place, ca
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_whole_checkpoint_is_read(command, checkpoint, place):
     assert main(words_of(command, checkpoint)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_the_masks_in_files_of_gpt2_are_no_weights(dtype, tmp_path):
+    config = GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).tril().to(dtype)}
+    save_file(load_file(file) | masks, file, metadata={"format": "pt"})
+    model, missing = weights_at("score", "model", tmp_path, "", GPT2LMHeadModel)
+    assert not missing and model.config.n_layer == 1
 
 
 def test_large_finite_weights_are_no_infinity(checkpoint, place):
