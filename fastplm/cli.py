@@ -129,10 +129,11 @@ def _lost_another(error: Exception) -> bool:
         return False
     import torch
 
+    from fastplm.train._run_folder import is_of_a_connection
+
     # What NCCL and the store raise is of this class; Gloo raises RuntimeErrors.
     kinds = getattr(torch.distributed, "DistError", ())
-    said = str(error)
-    return isinstance(error, kinds) or any(word in said for word in ("gloo", "Gloo", "NCCL"))
+    return isinstance(error, kinds) or is_of_a_connection(error)
 
 
 def _info(*, all: bool) -> int:
@@ -255,11 +256,7 @@ class _Parser(argparse.ArgumentParser):
         if "--config" in self._option_string_actions:
             from fastplm.train._config_file import with_config
 
-            groups = [
-                [option for action in group._group_actions for option in action.option_strings]
-                for group in self._mutually_exclusive_groups
-            ]
-            args = with_config(self, args, groups)
+            args = with_config(self, args)
         for word in args or ():  # which argparse would take for an empty list
             if word.endswith("=--") and word[:-3] in self._option_string_actions:
                 self.error(f"argument {word[:-3]}: expected one argument, another one than --")

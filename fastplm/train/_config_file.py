@@ -28,16 +28,15 @@ _LARGEST = 1 << 20  # bytes
 _SHORTEST = "--con"
 
 
-def with_config(
-    parser: argparse.ArgumentParser, words: Sequence[str], groups: Sequence[Sequence[str]] = ()
-) -> list[str]:
+def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """The words of a command, those of its ``--config FILE`` first, so that all others count.
+
+    Of options of which at most one may be given, one among the words takes the place of another one
+    in the file.
 
     Args:
         parser: of the command.
         words: what follows its name.
-        groups: options of which at most one is given; one among the words takes the place of
-            another one in the file.
 
     Raises:
         ArgumentValueError: the file cannot be read, or holds what is no setting.
@@ -52,6 +51,10 @@ def with_config(
         return list(words)  # argparse says that the file is missing
     command, last = parser.prog.split()[-1], at[-1]
     path = words[last].partition("=")[2] if "=" in words[last] else words[last + 1]
+    groups = [
+        [option for action in group._group_actions for option in action.option_strings]
+        for group in parser._mutually_exclusive_groups
+    ]
     replaced = {option for group in groups if not {*group}.isdisjoint(given) for option in group}
     actions = {
         option: action

@@ -328,6 +328,11 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 # --- errors of libraries --------------------------------------------------------------------------
 
 
+def is_of_a_connection(error: Exception) -> bool:
+    """Whether an error is about the connection to another process of the training."""
+    return any(word in str(error) for word in ("gloo", "Gloo", "NCCL"))
+
+
 @contextmanager
 def writing(
     where: str,
@@ -341,7 +346,7 @@ def writing(
         raise
     # PyTorch's writer raises RuntimeError, that of safetensors its own.
     except (OSError, RuntimeError, SafetensorError) as error:
-        if any(word in str(error) for word in ("gloo", "Gloo", "NCCL")):
+        if is_of_a_connection(error):
             raise  # another process of the training has ended, and the disk is well
         raise DataError(
             message(

@@ -17,6 +17,7 @@ from fastplm.data._folder import damage
 from fastplm.errors import DataError
 from fastplm.train import pretrain, report
 from fastplm.train._checkpoint import config_at, weights_at
+from fastplm.train._run_folder import writing
 from fastplm.train.dry_run import _bytes, _duration
 
 PORT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -52,6 +53,16 @@ def test_what_follows_from_the_end_of_another_process(monkeypatch):
     monkeypatch.setattr(cli, "_A_MOMENT", 0)
     assert cli._line_of(error).startswith("it lost another process")
     assert cli._line_of(RuntimeError("a bug")) is None
+
+
+def test_a_lost_process_is_no_full_disk(tmp_path):
+    """A checkpoint waits for all processes while it is written."""
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]")
+    with pytest.raises(RuntimeError, match="gloo") as raised, writing("pretrain", tmp_path):
+        raise error
+    assert raised.value is error
+    with pytest.raises(DataError, match="cannot be written"), writing("pretrain", tmp_path):
+        raise RuntimeError("PytorchStreamWriter failed")
 
 
 @pytest.mark.parametrize("name", ["out", "cache", "tokenizer"])
