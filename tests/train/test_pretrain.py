@@ -25,9 +25,9 @@ from fastplm.train.trainer import last_checkpoint
 TEXT = ["The river follows the old house.", "A teacher opens. The train carries the letter away."]
 
 
-def scalars(out):
+def scalars(out, tag="train/loss"):
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def check_logged(out, loss):
@@ -57,6 +57,36 @@ def test_bert_run(bert):
     assert not any(name.startswith(".") for name in names)
     logged = [value for _, value in scalars(bert)]
     assert torch.equal(torch.tensor(logged), torch.tensor([entry["loss"] for entry in history]))
+
+
+def test_held_out_scores_are_logged(bert, electra):
+    """Those of metrics.json, also the nested ones, at the last step."""
+    for out, tag, of in (
+        (bert, "mlm_loss", lambda held_out: held_out["mlm_loss"]),
+        (electra, "words_recall", lambda held_out: held_out["words"]["recall"]),
+    ):
+        metrics = json.loads((out / "metrics.json").read_text())
+        ((step, value),) = scalars(out, f"eval/{tag}")
+        assert step == metrics["history"][-1]["step"]
+        assert value == torch.tensor(of(metrics["held_out"])).item()
+
+
+def test_nothing_is_logged_where_nobody_asks(run, tmp_path):
+    run(tmp_path / "out", steps=1, report_to="none")
+    assert not (tmp_path / "out" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(("lr", "said"), [(None, True), (1e-4, False)])
+def test_a_run_too_short_for_its_rate_says_so(run, lr, said, tmp_path, capsys):
+    run(tmp_path / "out", steps=2, lr=lr)
+    assert ("give --lr 0.001" in capsys.readouterr().err) == said
+
+
+def test_why_nothing_is_held_out(run, tmp_path, capsys):
+    one = tmp_path / "one.txt"
+    one.write_text("\n\n".join(["The river follows the old house. " * 200] * 3))
+    run(tmp_path / "out", steps=1, corpus=one)
+    assert "1 document, of 2 that a sample takes" in capsys.readouterr().err
 
 
 def test_electra_run(electra):
