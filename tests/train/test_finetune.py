@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
 from fastplm import cli
@@ -193,6 +194,17 @@ def arguments(checkpoint, files, tmp_path):
 
 
 # --- runs -----------------------------------------------------------------------------------------
+
+
+def test_each_seed_is_logged(arguments, tmp_path):
+    result = finetune(arguments("classification", report_to="tensorboard"))["seeds"][0]
+    folder = tmp_path / "out" / "seed-0" / "tensorboard"
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == [torch.tensor(entry["loss"]).item() for entry in result["history"]]
+    (last,) = events.Scalars("eval/accuracy")
+    assert last.step == 3 and last.value == torch.tensor(result["scores"]["accuracy"]).item()
+    assert not result["scores_by_step"]
 
 
 @pytest.mark.parametrize("task", FILES)

@@ -166,6 +166,33 @@ def test_the_masks_in_files_of_gpt2_are_no_weights(dtype, tmp_path):
     assert not missing and model.config.n_layer == 1
 
 
+def edited(checkpoint, name, change, to):
+    shutil.copytree(checkpoint, to)
+    content = json.loads((to / name).read_text())
+    change(content)
+    (to / name).write_text(json.dumps(content))
+    return to
+
+
+@pytest.mark.parametrize("command", ["embed", "score"])
+@pytest.mark.parametrize("most", [-5, 2, "16"])
+def test_a_tokenizer_without_room(command, most, checkpoint, place, capsys):
+    change = {"model_max_length": most}
+    model = edited(checkpoint, "tokenizer_config.json", lambda c: c.update(change), place / "m")
+    assert main(words_of(command, model)) == 2
+    assert f"model_max_length: {most!r}" in capsys.readouterr().err
+
+
+def test_references_are_line_by_line(checkpoint, place, capsys):
+    (place / "texts3.txt").write_text("a b\nc d e\na\n")
+    words = [
+        *f"score --metric bertscore --model {checkpoint} --data texts.txt".split(),
+        *("--references", "texts3.txt"),
+    ]
+    assert main(words) == 2
+    assert "a file of 3 lines; expected 2 lines" in capsys.readouterr().err
+
+
 def test_large_finite_weights_are_no_infinity(checkpoint, place):
     """Their sum is one."""
 
