@@ -71,7 +71,7 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 constexpr int64_t kManyRows = 49;
 
 int64_t many_inner_rows() {
-  if (kRegisters < 32) return 17;
+  if (kRegisters < 32) return 29;
 #if FASTPLM_HAS_LEVELS
   static const bool zen4 = __builtin_cpu_is("amdfam19h");
   if (zen4) return 33;

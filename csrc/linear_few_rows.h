@@ -39,9 +39,11 @@ struct FewRows {
   int64_t rows, depth, stride;
 };
 
-// An inner tile has as many sums as a vector has lanes, an outer one as many as the registers hold.
-constexpr int kInnerColumns = 4;
-constexpr int kInnerRows = kWidth / kInnerColumns;
+// A tile has as many sums as the registers hold beside what is multiplied: fewer sums would wait for one
+// another, and load more for each product. The sums of an inner tile are added up kWidth at a time.
+constexpr int kInnerColumns = kRegisters == 32 ? 4 : 3;
+constexpr int kInnerRows = 4;
+constexpr int kInnerSums = (kInnerRows * kInnerColumns + kWidth - 1) / kWidth * kWidth;
 constexpr int kOuterVectors = 3;
 constexpr int kOuterColumns = kOuterVectors * kWidth;
 constexpr int kMostOuterRows = kRegisters == 32 ? 8 : 4;
@@ -116,7 +118,7 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
                            int64_t columns, bool add, float* c) {
   const T* column[kInnerColumns];
   for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
-  Floats sum[kWidth] = {};
+  Floats sum[kInnerSums] = {};
   int64_t k = 0;
   for (; k + kWidth <= depth; k += kWidth) {
     Floats right[kInnerColumns];
@@ -140,8 +142,12 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
       }
     }
   }
-  add_lanes(sum);
-  const float* sums = reinterpret_cast<const float*>(sum);
+  alignas(64) float totals[kInnerSums];
+  for (int i = 0; i < kInnerSums; i += kWidth) {
+    add_lanes(sum + i);
+    at(totals + i) = sum[i];
+  }
+  const float* sums = totals;
   for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
     for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
   }

@@ -208,6 +208,15 @@ if threading.current_thread() is threading.main_thread():
     _thread.choices = _OF_MAIN_THREAD
 
 
+def check_environment() -> None:
+    """Check ``FASTPLM_BACKEND`` now, and not at the first op.
+
+    Raises:
+        ArgumentValueError: it names no backend.
+    """
+    check_choice("fastplm", "FASTPLM_BACKEND", _OF_MAIN_THREAD[0].default, _CHOICES)
+
+
 def _choices() -> list[_Choice]:
     """Those of this thread, or of the main thread if it has none: a backward on a GPU runs in a
     thread of PyTorch's, and what it computes again is to take the backend of the forward."""

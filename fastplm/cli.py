@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
+        _check_folder()
         args = vars(_parser().parse_args(words))
         command = args.pop("command")
         _check_config(command, args.pop("config", None), args.get("out"))
@@ -78,6 +79,15 @@ def _check_launch(command: str) -> None:
         fix = f"Start it with torchrun --nproc-per-node {count} -m fastplm {command} …"
         fix += ", or unset WORLD_SIZE to train with one process."
         fail(command, "WORLD_SIZE", got, "the variables that torchrun sets", fix)
+
+
+def _check_folder() -> None:
+    """Paths are relative to a folder that is there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fix = "Change to another one (cd)."
+        fail("fastplm", "current folder", "one that was deleted", "a folder", fix)
 
 
 def _check_config(command: Callable[..., int], config: str | None, out: Any) -> None:
@@ -231,6 +241,9 @@ def _running(training: str = "") -> Iterator[None]:
     import torch
     from transformers.utils import logging
 
+    from fastplm._backends import check_environment
+
+    check_environment()
     logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
     try:
         yield

@@ -62,6 +62,15 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def first_line(error: Exception) -> str:
+    """What an error of a library says, in a line."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    # A line that ends so says where, and the next one what.
+    return " ".join(lines[: 1 + lines[0].rstrip().endswith(":")])
+
+
 def fail(
     where: str,
     argument: str,

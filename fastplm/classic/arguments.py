@@ -46,7 +46,7 @@ class ClassicArguments(Settings):
         number=COUNT,
     )
     batch_size: int | None = setting(
-        "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2)
+        "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2, 2**16)
     )
     vocab_size: int = setting("words of the vocabulary", 20_000, number=whole(5), metavar="N")
     hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=whole(2))

@@ -15,6 +15,7 @@ from fastplm._checks import DataError, check, check_choice, message
 from fastplm.data._folder import build_once, say
 from fastplm.data.blocks import short_texts
 from fastplm.data.corpus import check_documents, fingerprint
+from fastplm.errors import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,10 +60,12 @@ def load_tokenizer(
     check(path.is_dir(), where, "directory", path, expected, "Check the path.", DataError)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer("a \u2603")  # a vocabulary may lack what stands for an unknown word
     except Exception as error:  # files of other contents raise whatever they lead to
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
-        raise DataError(message(where, "directory", f"{path} ({reason})", expected, fix)) from error
+        raise DataError(
+            message(where, "directory", f"{path} ({first_line(error)})", expected, fix)
+        ) from error
     # Without such a file Transformers makes a tokenizer that knows no word.
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"

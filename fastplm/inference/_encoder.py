@@ -20,6 +20,7 @@ from fastplm.models._encoder import EncoderModel
 from fastplm.models._gpt import CausalModel
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import Stack
+from fastplm.train._checkpoint import config_at
 
 
 class _Enough(Exception):
@@ -172,6 +173,7 @@ def load_encoder(
     Raises:
         DataError: the folder holds no such checkpoint.
     """
+    config_at(where, "model", folder)  # before the tokenizer, which reads it, too
     tokenizer: Any = load_tokenizer(folder, needs=())
     if split and hasattr(tokenizer, "add_prefix_space"):
         # A byte-level tokenizer then splits a word alone as it does inside a text.

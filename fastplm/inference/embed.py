@@ -35,7 +35,7 @@ from fastplm.inference.arguments import (
 )
 from fastplm.train._run import fp32_products, using_threads
 from fastplm.train._run_folder import loaded, writing
-from fastplm.train.report import block
+from fastplm.train.report import block, counted
 
 _WHERE = "embed"
 #: Poolings that choose one token of a text or word.
@@ -431,7 +431,7 @@ def _announcement(
     vectors += ", normalized" if settings["normalize"] else ""
     vectors += ", as modules.json says" if theirs else ""
     count = args.threads or torch.get_num_threads()
-    threads = f", {count} threads" if model.device.type == "cpu" else ""
+    threads = f", {counted(count, 'thread')}" if model.device.type == "cpu" else ""
     precision = "bf16" if args.bf16 else fp32_name(args)
     rows = {
         "data": f"{args.data}: {texts:,} texts",

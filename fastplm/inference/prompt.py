@@ -38,7 +38,7 @@ from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.train._checkpoint import config_at
 from fastplm.train._run import using_threads
 from fastplm.train.finetune_data import Example, read_examples, subset
-from fastplm.train.report import block
+from fastplm.train.report import block, counted
 
 _WHERE = "prompt"
 #: Texts without content, for contextual calibration (Zhao et al. 2021, §5).
@@ -98,6 +98,15 @@ class Prompt:
             f"{len(self.labels)} labels and {len(words)} words",
             "two labels or more, each with a word",
             'Write {"label": ["word"], ...}.',
+        )
+        premise = self.premise
+        check(
+            premise is None or (premise.count("{label}") == 1 and "{text" not in premise),
+            _WHERE,
+            "premise",
+            repr(premise),
+            "a text with {label} once, and no {text}",
+            'Write "It was {label}.", say.',
         )
         for known, label in self.examples:
             check_choice(_WHERE, "examples", label, list(self.labels))
@@ -516,7 +525,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     head = head_of(config_at(_WHERE, "model", args.model))
     model = load_model(_WHERE, args.model, head, bf16=args.bf16)
     names = list(prompt.labels)
-    threads = f", {args.threads or torch.get_num_threads()} threads"
+    threads = f", {counted(args.threads or torch.get_num_threads(), 'thread')}"
     rows = {
         "data": f"{args.data}: {len(examples):,} examples",
         "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",

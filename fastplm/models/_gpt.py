@@ -23,7 +23,7 @@ from fastplm._checks import (
 )
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import requested_rows, shifted
+from fastplm.models._heads import of_samples, requested_rows, shifted
 from fastplm.models._ragged import are_on_rows, mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import linear_if_faster
@@ -214,9 +214,10 @@ class DoubleHeads(FastplmModel):
                 dense=True,
             )
         if reads_one:
-            mc_logits = head(read[count:].view(*lead, 1, -1)).squeeze(-1)
+            seen, place = read[count:].view(*lead, 1, -1), None
         else:
-            mc_logits = head(hidden, mc_token_ids).squeeze(-1)
+            seen, place = hidden, mc_token_ids
+        mc_logits = of_samples(self, inputs, lambda: head(seen, place)).squeeze(-1)
         if mc_labels is not None:
             mc_loss = nn.functional.cross_entropy(
                 mc_logits.view(-1, mc_logits.shape[-1]), mc_labels.view(-1)

@@ -50,7 +50,11 @@ class BartTranslationEncoder(BartEncoder):
         """
         if input_ids is not None and inputs_embeds is None:
             outputs = self.source_encoder(
-                input_ids=input_ids, attention_mask=attention_mask, unpad=unpad, return_dict=True
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                unpad=unpad,
+                sample_index=kwargs.get("sample_index"),
+                return_dict=True,
             )
             inputs_embeds, input_ids = outputs.last_hidden_state, None
             if isinstance(unpad, RaggedBatch):

@@ -248,7 +248,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         to_decoder = {
             key.removeprefix("decoder_"): value
             for key, value in inputs.items()
-            if key.startswith("decoder_") or key in _RECORDED
+            if key.startswith("decoder_") or key in (*_RECORDED, "sample_index")
         }
         recorded = any(
             wants_output(part, name, given)

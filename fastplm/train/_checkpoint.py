@@ -110,6 +110,9 @@ def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> No
         check("position_embedding_type", lambda value: value == "absolute", expected)
     for name in ("layer_norm_eps", "layer_norm_epsilon"):
         check(name, is_small, "a small positive number")
+    expected = "0: the parts save memory alone, and would have to divide the tokens of each batch"
+    check("chunk_size_feed_forward", lambda value: value == 0, expected)
+    check("return_dict", lambda value: value is True, "true, as a command reads outputs by name")
 
 
 def _is_str(value: object) -> bool:

@@ -58,7 +58,7 @@ def _interrupt(number: int, frame: Any) -> None:
             os.write(
                 2,
                 b"\nfastplm: interrupted; a checkpoint is written after this step. "
-                b"Press Ctrl-C again to end at once.\n",
+                b"Another signal (Ctrl-C) ends it at once.\n",
             )
         return
     raise KeyboardInterrupt(number)

@@ -69,6 +69,23 @@ def begin(
         say(busy_cores())
 
 
+def check_ranks(args: Any) -> None:
+    """Check that all processes of a training were given the same settings.
+
+    They wait for each other, so that nothing is written if one of them has refused its input.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    own = {name: value for name, value in settings_of(args).items() if name != "threads"}
+    of_all: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_all, own)
+    for rank, other in enumerate(of_all):
+        for name, value in other.items():
+            expected = f"{of_all[0][name]}, as on rank 0"
+            fix = "Give all processes the same options."
+            args.check(name, value == of_all[0][name], expected, fix, f"{value} on rank {rank}")
+
+
 @contextmanager
 def using_threads(count: int | None) -> Iterator[None]:
     """Set PyTorch's number of threads, and set it back."""

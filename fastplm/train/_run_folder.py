@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data._output import alone_in, check_apart, hold, release
+from fastplm.errors import first_line
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
@@ -328,6 +330,10 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 # --- errors of libraries --------------------------------------------------------------------------
 
 
+#: How a model is called on the Hugging Face Hub.
+_ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
 def is_of_a_connection(error: Exception) -> bool:
     """Whether an error is about the connection to another process of the training."""
     return any(word in str(error) for word in ("gloo", "Gloo", "NCCL"))
@@ -372,6 +378,8 @@ def loaded(
         there = os.path.exists(path)
         got = f"{path} ({_first_line(error) if there else 'no such file or folder'})"
         fix = "Check the path, and whether the files are whole."
+        if not there and _ON_THE_HUB.fullmatch(str(path)):
+            fix = f"Check the path; of a model of the Hub: hf download {path} --local-dir FOLDER."
         raise DataError(message(where, argument, got, expected, fix)) from error
 
 
@@ -380,5 +388,4 @@ def _first_line(error: Exception) -> str:
         return error.strerror
     if "inline_container" in str(error):  # all that PyTorch's writer says
         return "PyTorch could not write a file to its end: the disk may be full"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)

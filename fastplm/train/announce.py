@@ -9,7 +9,7 @@ import torch
 
 from fastplm import _backends, _extension
 from fastplm.data import NextSentencePairs, TextFiles
-from fastplm.train.report import block
+from fastplm.train.report import block, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -169,7 +169,8 @@ def distilling(
 def _size(model: Any) -> str:
     config, count = model.config, sum(weight.numel() for weight in model.parameters())
     return (
-        f"{type(model).__name__}, {config.num_hidden_layers} layers, width {config.hidden_size}, "
+        f"{type(model).__name__}, {counted(config.num_hidden_layers, 'layer')}, "
+        f"width {config.hidden_size}, "
         f"{config.num_attention_heads} heads: {count:,} parameters"
     )
 
@@ -185,7 +186,7 @@ def _device(training_arguments: TrainingArguments) -> str:
     device = training_arguments.device
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.machine()}), {torch.get_num_threads()} threads"
+    return f"{device} ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _backends_here(device: torch.device) -> str:

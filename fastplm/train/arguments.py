@@ -128,6 +128,7 @@ POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
 NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
 _SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
 SEED = whole(0, 2**32 - 1)
+BATCH = whole(1, 2**16)  # of what is in memory at once
 COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
 
 
@@ -364,7 +365,7 @@ class PretrainArguments(Settings):
         excludes="vocabulary",
     )
     block_size: int = setting("tokens of a sample", 128, number=whole(8))
-    batch_size: int = setting("samples of a micro-batch in each process", 32, number=whole())
+    batch_size: int = setting("samples of a micro-batch in each process", 32, number=BATCH)
     lr: float | None = setting(
         "peak learning rate (default: the published one, times the square root of the samples of a "
         "step over those of the published run)",
@@ -952,7 +953,7 @@ class FinetuneArguments(Settings):
         "optimizer steps instead of --epochs", None, number=COUNT, excludes="length"
     )
     batch_size: int | None = setting(
-        "samples of a batch (default: 32; 16 for qa and choice)", None, number=whole()
+        "samples of a batch (default: 32; 16 for qa and choice)", None, number=BATCH
     )
     learning_rate: float | None = setting(
         "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "

@@ -185,7 +185,10 @@ class VocabularyDistillation(Distillation):
         causal = shifts_labels(self.student)
         labels: Any = shifted(batch.labels) if causal else batch.labels
         positions, targets = labels_at("distill", labels, labels.shape, batch.masked_positions)
-        inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
+        inputs: dict[str, Any] = {
+            "attention_mask": batch.attention_mask,
+            "sample_index": batch.sample_index,
+        }
         if causal:
             inputs["use_cache"] = False
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -274,7 +277,7 @@ class LayerDistillation(Distillation):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         ragged = unpadded(batch.attention_mask, None, None)  # both models leave out the same rows
         whole = ragged is None and values_can_be_read(batch.attention_mask)
-        inputs = (batch.input_ids, batch.attention_mask, ragged, self.hidden_states)
+        inputs = (batch, ragged, self.hidden_states)
         ours, theirs = self.chosen()
         student = layer_outputs(self.student, ours, *inputs)
         with torch.no_grad():
@@ -301,8 +304,7 @@ class LayerOutputs:
 def layer_outputs(
     model: Any,
     chosen: Sequence[int],
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
+    batch: Batch,
     ragged: RaggedBatch | None,
     hidden_states: bool,
 ) -> LayerOutputs:
@@ -320,8 +322,9 @@ def layer_outputs(
     hooks = [module.register_forward_hook(note) for module in watched]
     try:
         outputs = model.base_model(
-            input_ids,
-            attention_mask=attention_mask,
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            sample_index=batch.sample_index,
             unpad=False if ragged is None else ragged,
             output_hidden_states=hidden_states,
             return_dict=True,
@@ -543,8 +546,14 @@ class SentenceDistillation(Distillation):
     """
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        pooling = self.settings.pooling
-        vectors = sentence_vectors(self.student, batch.input_ids, batch.attention_mask, pooling)
+        pooling, index = self.settings.pooling, batch.sample_index
+        if index is not None:  # a sentence and its translation drop different things
+            index = 2 * index + torch.arange(2, device=index.device).repeat_interleave(
+                len(index) // 2
+            )
+        vectors = sentence_vectors(
+            self.student, batch.input_ids, batch.attention_mask, pooling, index
+        )
         with torch.no_grad():
             expected = sentence_vectors(
                 self.teacher, batch.teacher_input_ids, batch.teacher_attention_mask, pooling
@@ -560,7 +569,11 @@ class SentenceDistillation(Distillation):
 
 
 def sentence_vectors(
-    model: Any, input_ids: Any, attention_mask: Any, pooling: str = "mean"
+    model: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    pooling: str = "mean",
+    sample_index: Tensor | None = None,
 ) -> Tensor:
     """fp32 [B, E]: the mean of the last hidden states of the tokens, or the first one's.
 
@@ -568,8 +581,13 @@ def sentence_vectors(
         model: its ``base_model`` is a drop-in encoder.
         input_ids, attention_mask: int64 [B, T].
         pooling: "mean" | "cls".
+        sample_index: int64 [B], of which dropout is drawn.
     """
-    inputs: dict[str, Any] = {"attention_mask": attention_mask, "return_dict": True}
+    inputs: dict[str, Any] = {
+        "attention_mask": attention_mask,
+        "sample_index": sample_index,
+        "return_dict": True,
+    }
     if pooling == "cls":
         inputs["output_rows"] = "first"
     hidden = model.base_model(input_ids, **inputs).last_hidden_state

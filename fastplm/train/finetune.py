@@ -20,8 +20,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastplm._checks import DataError, DivergenceError
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.models._base import FastplmModel
 from fastplm.train._interrupt import saved_when_stopped
-from fastplm.train._run import begin, describe, started
+from fastplm.train._run import begin, check_ranks, describe, started
 from fastplm.train._run_folder import (
     check_same,
     checkpoints,
@@ -45,7 +46,7 @@ from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
 from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
 from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.optimizer import Adafactor
-from fastplm.train.report import block, curve, settings_of, versions
+from fastplm.train.report import block, counted, curve, settings_of, versions
 from fastplm.train.trainer import RunTrainer, reporting, training_arguments
 
 _KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": Seq2Seq}
@@ -123,7 +124,7 @@ def _finetune(
         folder, each, first_task = parts[0]
         model = build_model(each, first_task, args.seed, trains[0].kept)
         ready[folder / f"seed-{args.seed}"] = model
-    processes.wait_for_everyone()
+    check_ranks(args)
     if processes.is_main_process:
         text = _announcement(args, task, trains[-1], processes)
         begin(args, run, text, processes.device, make_room)
@@ -214,7 +215,7 @@ def _announcement(
             "model": f"{_source(args)}, with the classes of {args.library}",
             "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
             "device": f"{processes.device}{threads}",
-            "results": f"{args.out}, {args.seeds} seed{'s' if args.seeds > 1 else ''}",
+            "results": f"{args.out}, {counted(args.seeds, 'seed')}",
         }
     )
     return "\n".join([shown, *task.doubts()])
@@ -371,7 +372,7 @@ class FeatureDataset(Dataset):
         return len(self.features)
 
     def __getitem__(self, index: int) -> Feature:
-        return dict(self.features[index])
+        return {**self.features[index], "sample_index": index}
 
 
 # --- one seed -------------------------------------------------------------------------------------
@@ -463,6 +464,7 @@ def make_trainer(
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
+    collator = _Numbered(collator, takes_index=isinstance(model, FastplmModel))
     adafactor = (Adafactor, {"lr": settings.learning_rate})
     trainer = FinetuningTrainer(
         model=model,
@@ -479,6 +481,26 @@ def make_trainer(
     if args.eval_every is not None:
         trainer.add_callback(_ScoreEvery(args.eval_every))
     return trainer
+
+
+class _Numbered:
+    """Batches of numbered features, of whose numbers a model of ours draws its dropout.
+
+    ``sample_index`` is int64 [B], or [B, C] where an example is C sequences.
+    """
+
+    def __init__(self, collator: Any, *, takes_index: bool) -> None:
+        self.collator = collator
+        self.takes_index = takes_index
+
+    def __call__(self, features: list[Feature]) -> Any:
+        index = [feature.pop("sample_index", None) for feature in features]
+        batch = self.collator(features)
+        if self.takes_index and None not in index:
+            of_each = batch["input_ids"].shape[1:-1].numel()
+            numbers = torch.tensor(index)[:, None] * of_each + torch.arange(of_each)
+            batch["sample_index"] = numbers.view(batch["input_ids"].shape[:-1])
+        return batch
 
 
 class _ExcludingPadding:

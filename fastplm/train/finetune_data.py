@@ -500,14 +500,15 @@ def _listed(where: str, value: Any, name: str) -> list[Any]:
 
 
 def _named(where: str, value: Any, name: str, kind: type) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get(name), kind):
+    found = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
         what = f"{name!r} that is no {kind.__name__}"
         if not isinstance(value, dict):
             what = f"a {type(value).__name__} where an object with {name!r} belongs"
         elif name not in value:
             what = f"an object without {name!r}"
         _refuse(where, what, "the format in docs/finetuning.md")
-    return value[name]
+    return found
 
 
 # --- multiple choice ------------------------------------------------------------------------------
@@ -525,6 +526,9 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
         if nested:
             names = [_named(where, choice, "label", str) for choice in given]
             given = [_named(where, choice, "text", str) for choice in given]
+            twice = [name for name, n in Counter(names).items() if n > 1]
+            if twice:
+                _refuse(where, f"two choices labelled {twice[0]!r}", "a label for each choice")
         if not all(isinstance(choice, str) for choice in given) or len(given) < 2:
             _refuse(where, "'choices' that are no texts", "two texts or more")
         answer = row.get("answerKey" if nested else "answer")

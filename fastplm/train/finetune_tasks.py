@@ -36,6 +36,8 @@ Labels = Callable[[Example], Collection[str]]
 _WHERE = "finetune"
 #: The families with a causal backbone, whose classifiers read the last token.
 CAUSAL = ("gpt2", "openai-gpt")
+#: Of a score, so that its square is a number of fp32.
+_MOST_SCORE = 1e18
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
 
 
@@ -483,6 +485,9 @@ class Tagging(Labelled):
                 places.append((sample, word, place))
             feature["labels"] = labels
             notes.append(places)
+        if not any(notes):
+            got = f"words of which the tokenizer makes no token, such as {examples[0].texts[0]!r}"
+            raise _data_error(examples[0].where, got, "words that this model knows")
         return features, notes
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
@@ -643,6 +648,8 @@ class Choice(Task):
         return _ForDoubleHeads(collator) if self.with_lm_head else collator
 
     def _outputs(self, model: Any, **batch: Any) -> Any:
+        if "sample_index" in batch:
+            batch["sample_index"] = batch["sample_index"].flatten()
         if not self.with_lm_head:
             return model(**batch)
         if self.args.library == "transformers":
@@ -924,8 +931,8 @@ def _unzipped(encoded: Any) -> list[Feature]:
 def _score(example: Example) -> float:
     """A label that is a score."""
     score = number(example.target)
-    if score is None:
-        expected = 'a number, such as 1200.5: finite, and without "_" or ","'
+    if score is None or abs(score) > _MOST_SCORE:
+        expected = 'a number, such as 1200.5: up to 1e18, and without "_" or ","'
         raise _data_error(example.where, f"the label {example.target!r}", expected)
     return score
 

@@ -18,7 +18,7 @@ from fastplm import _extension
 from fastplm._measured import hardware_has_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.train._interrupt import saved_when_stopped
-from fastplm.train._run import begin, describe, started
+from fastplm.train._run import begin, check_ranks, describe, started
 from fastplm.train._run_folder import (
     RECORD,
     check_same,
@@ -167,6 +167,7 @@ def _train(
             say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
     trainer, collator = training.trainer(training_arguments, data, [])
     writes = training_arguments.process_index == 0
+    check_ranks(args)
     if writes:
         with writing(args.where, out):
             make_room()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastplm._checks import DataError, check
 from fastplm.data import (
     PretrainingStream,
     TextFiles,
@@ -94,6 +95,15 @@ def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -
     """``read_documents``, or for the one name "embedded" the documentation inside Python."""
     if list(corpus) == [EMBEDDED]:
         return _embedded()
+    check(
+        EMBEDDED not in corpus or Path(EMBEDDED).exists(),
+        "pretrain",
+        "corpus",
+        " ".join(map(str, corpus)),
+        f"files, or {EMBEDDED} alone: the documentation inside Python",
+        f"Leave {EMBEDDED} out, or the files.",
+        DataError,
+    )
     return read_documents(corpus, cache=cache)
 
 

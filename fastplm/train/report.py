@@ -133,6 +133,11 @@ def summary(metrics: dict[str, Any]) -> str:
     return block(dict(rows))
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, in the plural where there is not one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def block(rows: dict[str, str]) -> str:
     """Two columns of names and texts."""
     width = max(map(len, rows))

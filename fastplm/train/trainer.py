@@ -205,7 +205,15 @@ class RunTrainer(Trainer):
 
         Where it is not, one seed for a step would drop the same in all its micro-batches.
         """
-        return False
+        parts = (getattr(self.model, name, None) for name in ("discriminator", "student"))
+        trained: Any = next((part for part in parts if part is not None), self.model)
+        return (
+            "sample_index" in inputs
+            and self.args.device.type == "cpu"
+            and isinstance(trained, FastplmModel)
+            and trained._has_our_attention()
+            and draws_by_row(next(trained.parameters()).new_empty(0))
+        )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -459,15 +467,6 @@ class PretrainingTrainer(RunTrainer):
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._in_step = {"num_tokens_in_batch": counts[0], "num_sequences_in_batch": counts[1]}
         return counts[0] + counts[2]
-
-    def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
-        if "sample_index" not in inputs:
-            return False
-        part: Any = getattr(self.model, "discriminator", self.model)
-        if self.args.device.type != "cpu" or not isinstance(part, FastplmModel):
-            return False
-        weight = next(self.model.parameters())
-        return part._has_our_attention() and draws_by_row(weight.new_empty(0))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -6,11 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastplm.cli import main
+from fastplm.train.arguments import FinetuneArguments
+from fastplm.train.finetune import FeatureDataset, build_model, make_trainer, prepare_task
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +78,33 @@ def run(arguments):
 
 
 @pytest.fixture(scope="session")
+def one_step_of():
+    """Of a fine-tuning: the losses of a step over eight examples, split in several ways."""
+
+    def losses(args: FinetuneArguments) -> list[float]:
+        task = prepare_task(args)
+        features = FeatureDataset(task.features(task.train)[0])
+        model = build_model(args, task, 3)
+        trainer = make_trainer(args, task, model, features, 3, Path(args.out))
+        trainer.current_gradient_accumulation_steps = 1
+        chosen = torch.arange(8)
+
+        def loss(parts: Iterable[torch.Tensor]) -> float:
+            batches = [trainer.data_collator([features[int(i)] for i in part]) for part in parts]
+            assert trainer.draws_by_sample(batches[0])
+            count = None
+            if "labels" in batches[0]:
+                count = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
+            steps = [trainer.training_step(model, batch, count).item() for batch in batches]
+            return sum(steps) if "labels" in batches[0] else sum(steps) / len(steps)
+
+        ways = [chosen], chosen.chunk(2), chosen.chunk(4), [chosen.flip(0)], chosen.split(1)
+        return [loss(way) for way in ways]
+
+    return losses
+
+
+@pytest.fixture(scope="session")
 def curve():
     """The loss curve of a run, of its metrics or of its folder, without what a clock said."""
 
@@ -128,6 +159,31 @@ def command():
     """The command line as a process, one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return [sys.executable, "-m", "fastplm"], environment
+
+
+@pytest.fixture(scope="session")
+def in_two_processes(command):
+    """Runs a command under torchrun, and asserts that it ends well."""
+    (python, *fastplm), environment = command
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    def run(words: list[str]) -> None:
+        process = subprocess.Popen(
+            torchrun + fastplm + words,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=240)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, output
+
+    return run
 
 
 #: The command as a process that is killed, as by a scheduler, in the step after this many.

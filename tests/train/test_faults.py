@@ -377,3 +377,19 @@ def test_an_error_of_one_process_alone(arguments, command, tmp_path, rank):
     lines = [line for line in said.splitlines() if line.startswith("fastplm: error:")]
     assert f"fastplm: error: rank {rank}: pretrain: `disk` got a fault" in "\n".join(lines)
     assert len(lines) <= 2 and "gloo" not in said and "barrier" not in said, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_have_the_same_settings(arguments, command, tmp_path):
+    (python, *_), environment = command
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom fastplm.cli import main\n"
+        "sys.exit(main([*sys.argv[1:], '--lr', f'0.00{1 + int(os.environ[\"RANK\"])}']))"
+    )
+    words = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+    words += arguments(tmp_path / "out", threads=1)
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    expected = "pretrain: `lr` got 0.002 on rank 1; expected 0.001, as on rank 0"
+    assert ran.returncode != 0 and expected in ran.stderr, ran.stderr
+    assert not (tmp_path / "out").exists()

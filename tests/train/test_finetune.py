@@ -19,7 +19,7 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
-from fastplm import cli
+from fastplm import _extension, cli
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
 from fastplm.testing import FORWARD_FACTOR, check_error
@@ -53,6 +53,9 @@ from fastplm.train.finetune_tasks import (
     words_f1,
 )
 
+needs_csrc = pytest.mark.skipif(
+    _extension.lacks("dropout_rows", "CPU") is not None, reason="csrc/ is not there"
+)
 NOUNS = "river house teacher garden train letter window forest engine island".split()
 VERBS = "follows carries remembers builds opens paints".split()
 TAGS = {"the": "DET", **dict.fromkeys(NOUNS, "NOUN"), **dict.fromkeys(VERBS, "VERB")}
@@ -308,6 +311,35 @@ def test_batches_depend_on_the_seed_alone(arguments, tmp_path):
     lengths = FeatureDataset(task.features(task.train)[0]).lengths
     parts = [lengths[i : i + args.batch_size] for i in range(0, len(lengths), args.batch_size)]
     assert grouped < sum(len(part) * max(part) for part in parts)
+
+
+@needs_csrc
+@pytest.mark.parametrize("task", FILES)
+def test_dropout_does_not_depend_on_the_batch(task, arguments, one_step_of):
+    whole, *split = one_step_of(arguments(task, dropout=0.1))
+    assert split == pytest.approx([whole] * len(split), rel=1e-5)
+    other, *_ = one_step_of(arguments(task, dropout=0.11))
+    assert abs(other - whole) > 1e-4 * whole, "dropout is seen in these digits"
+
+
+@needs_csrc
+@pytest.mark.slow
+@pytest.mark.parametrize("task", FILES)
+def test_two_processes_are_one_with_twice_the_batch(
+    task, checkpoint, files, in_two_processes, tmp_path
+):
+    def words(name: str, size: int) -> list[str]:
+        text = f"finetune --task {task} --model {checkpoint} --data {files[task]} --steps 3 "
+        text += f"--batch-size {size} --dropout 0.1 --log-every 1 --learning-rate 1e-3 --threads 1 "
+        return f"{text} --out {tmp_path / name}".split()
+
+    def losses(name: str) -> list[float]:
+        result = json.loads((tmp_path / name / "metrics.json").read_text())["seeds"][0]
+        return [entry["loss"] for entry in result["history"]]
+
+    assert cli.main(words("one", 8)) == 0
+    in_two_processes(words("two", 4))
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
 
 
 def test_initial_weights_are_those_of_transformers(arguments):

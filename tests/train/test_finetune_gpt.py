@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from fastplm import cli
+from fastplm import _extension, cli
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train.arguments import LIBRARIES, FinetuneArguments
@@ -104,6 +104,15 @@ def trained(args: FinetuneArguments, out: Path) -> tuple:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return torch.tensor(losses, dtype=torch.float64), trainer
+
+
+@pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
+@pytest.mark.parametrize("options", [{}, {"lm_weight": 0.5}], ids=str)
+@pytest.mark.parametrize("task", ["pair", "regression", "classification", "choice"])
+@pytest.mark.parametrize("family", ["gpt", "gpt2"])
+def test_dropout_does_not_depend_on_the_batch(family, task, options, arguments, one_step_of):
+    whole, *split = one_step_of(arguments(family, task, dropout=0.1))
+    assert split == pytest.approx([whole] * len(split), rel=1e-5)
 
 
 # --- what is read, token by token -----------------------------------------------------------------

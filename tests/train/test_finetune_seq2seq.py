@@ -15,7 +15,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer
 
 import fastplm.models
-from fastplm import cli
+from fastplm import _extension, cli
 from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
 from fastplm.train import finetune as module
@@ -167,6 +167,13 @@ def arguments(folder, tmp_path):
         return FinetuneArguments(**{**settings, **changes})
 
     return build
+
+
+@pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
+@pytest.mark.parametrize("start", STARTS)
+def test_dropout_does_not_depend_on_the_batch(start, arguments, one_step_of):
+    whole, *split = one_step_of(arguments(start, dropout=0.1))
+    assert split == pytest.approx([whole] * len(split), rel=1e-5)
 
 
 def test_one_text_for_all_is_said(arguments):

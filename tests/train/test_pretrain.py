@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
 
 import pytest
@@ -269,23 +266,6 @@ def test_two_stages_resumed_give_the_same_curve(run, tmp_path, steps, at, stage,
 # --- several processes ----------------------------------------------------------------------------
 
 
-def run_to_its_end(words, environment):
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -298,14 +278,12 @@ def run_to_its_end(words, environment):
     ids=str,
 )
 def test_two_processes_are_one_with_twice_the_batch(
-    options, run, arguments, command, tmp_path, monkeypatch
+    options, run, arguments, in_two_processes, tmp_path, monkeypatch
 ):
     options = {**options, "dropout": 0, "steps": 4, "save_every": 100}
     one = run(tmp_path / "one", batch_size=8, **options)
     accumulated = run(tmp_path / "accumulated", gradient_accumulation=2, **options)
-    (python, *fastplm), environment = command
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run_to_its_end(torchrun + fastplm + arguments(tmp_path / "two", **options), environment)
+    in_two_processes(arguments(tmp_path / "two", **options))
     two = json.loads((tmp_path / "two" / "metrics.json").read_text())
     assert two["processes"] == 2
     make_model = module.make_model
@@ -329,7 +307,9 @@ ARCHS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2", "bart", "t5")
     "arch",
     [pytest.param(f"{arch}-tiny", marks=[pytest.mark.slow] * (arch != "albert")) for arch in ARCHS],
 )
-def test_dropout_does_not_depend_on_the_batch(arch, run, arguments, command, tmp_path, request):
+def test_dropout_does_not_depend_on_the_batch(
+    arch, run, arguments, in_two_processes, tmp_path, request
+):
     """Losses of one batch, of accumulated ones and of two processes differ by roundings."""
     options = {"arch": arch, "steps": 2, "dropout": 0.1, "save_every": 100}
     if arch != "t5-tiny":
@@ -348,9 +328,7 @@ def test_dropout_does_not_depend_on_the_batch(arch, run, arguments, command, tmp
         parts = {"batch_size": 8 // count, "gradient_accumulation": count}
         runs.append(run(tmp_path / f"{count} parts", **parts, **options))
     if request.node.get_closest_marker("slow"):
-        (python, *fastplm), environment = command
-        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        run_to_its_end(torchrun + fastplm + arguments(tmp_path / "two", **options), environment)
+        in_two_processes(arguments(tmp_path / "two", **options))
         runs.append(json.loads((tmp_path / "two" / "metrics.json").read_text()))
     for metrics in runs:
         torch.testing.assert_close(losses(metrics), one, rtol=1e-5, atol=1e-6)
