@@ -68,7 +68,8 @@ def first_line(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     # A line that ends so says where, and the next one what.
-    return " ".join(lines[: 1 + lines[0].rstrip().endswith(":")])
+    shown = lines[: 1 + lines[0].rstrip().endswith(":")]
+    return " ".join(" ".join(shown).split())
 
 
 def fail(

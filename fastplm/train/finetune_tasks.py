@@ -932,7 +932,7 @@ def _score(example: Example) -> float:
     """A label that is a score."""
     score = number(example.target)
     if score is None or abs(score) > _MOST_SCORE:
-        expected = 'a number, such as 1200.5: up to 1e18, and without "_" or ","'
+        expected = 'a number, such as 1200.5: finite, up to 1e18, and without "_" or ","'
         raise _data_error(example.where, f"the label {example.target!r}", expected)
     return score
 

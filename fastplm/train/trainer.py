@@ -212,7 +212,7 @@ class RunTrainer(Trainer):
             and self.args.device.type == "cpu"
             and isinstance(trained, FastplmModel)
             and trained._has_our_attention()
-            and draws_by_row(next(trained.parameters()).new_empty(0))
+            and draws_by_row(next(self.model.parameters()).new_empty(0))
         )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

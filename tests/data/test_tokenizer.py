@@ -242,3 +242,13 @@ def test_a_word_without_an_end_is_cut(monkeypatch):
     assert list(map(len, blocks.short_texts("a" * 120))) == [50, 50, 20]
     assert list(map(len, blocks.short_texts(" " + "a" * 60))) == [50, 11]
     assert list(blocks.short_texts("")) == []
+
+
+def test_a_vocabulary_without_words(documents, tmp_path):
+    train_tokenizer(documents, 100, tmp_path / "cache").save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] = {}
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"`directory` got .*\("):
+        load_tokenizer(tmp_path / "saved", needs=())

@@ -167,6 +167,8 @@ def test_texts_that_are_too_long_are_cut_off(words):
         ({"examples": [((1,), "good")]}, "`examples` got 1; expected a text"),
         ({"separator": 3}, "`separator` got 3; expected a text"),
         ({"premise": 3}, "`premise` got 3; expected a text"),
+        ({"premise": "It was"}, "`premise` got 'It was'; expected a text with {label} once"),
+        ({"premise": "{text} {label}"}, "`premise` got '{text} {label}'"),
     ],
 )
 def test_bad_prompts(options, said):

@@ -827,6 +827,18 @@ MALFORMED = {
         _qa().replace('"question":', '"is_impossible": true, "question":'),
         "1 answers and 'is_impossible'",
     ),
+    "true as a place": (
+        "qa",
+        re.sub(r'"answer_start": \d+', '"answer_start": true', _qa()),
+        "'answer_start' that is no int",
+    ),
+    "beyond fp32": ("regression", "text\tlabel\na\t.5\nb\t1e39\n", r":3: the label '1e39'; .*1e18"),
+    "two labels": (
+        "choice",
+        '{"question": {"stem": "a", "choices": [{"label": "A", "text": "b"}, '
+        '{"label": "A", "text": "c"}]}, "answerKey": "A"}',
+        r":1: two choices labelled 'A'",
+    ),
     "elsewhere": ("qa", _qa().replace('"answer_start": 4', '"answer_start": 5'), "character 5"),
     "answer": (
         "choice",
@@ -849,6 +861,14 @@ def test_malformed_files(task, content, expected, arguments, tmp_path):
     with pytest.raises(DataError, match=expected) as raised:
         prepare_task(arguments(task, data=path, eval_data=copied(path)))
     assert str(path) in str(raised.value)
+
+
+def test_words_without_tokens(arguments, tmp_path):
+    path = tmp_path / "tags.txt"
+    path.write_text("\u200b\tX\n\u200b\tY\n" * 2)
+    task = prepare_task(arguments("tagging", data=path, eval_data=copied(path)))
+    with pytest.raises(DataError, match=":1: words of which the tokenizer makes no token"):
+        task.features(task.train)
 
 
 def test_fields_of_any_length_and_letters_beyond_the_first_plane(tmp_path):

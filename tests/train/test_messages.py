@@ -11,10 +11,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from fastplm import cli
+from fastplm import _backends, cli
 from fastplm.data import _numbers
 from fastplm.data._folder import damage
 from fastplm.errors import DataError
+from fastplm.inference._encoder import load_encoder
 from fastplm.train import pretrain, report
 from fastplm.train._checkpoint import config_at, weights_at
 from fastplm.train._run_folder import writing
@@ -115,6 +116,9 @@ def edited(checkpoint, tmp_path):
         ({"attention_probs_dropout_prob": 1.5}, "attention_probs_dropout_prob: 1.5; expected"),
         ({"architectures": 5}, "architectures: 5; expected a list of names"),
         ({"architectures": [5]}, "architectures: a list; expected a list of names"),
+        ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward: 7; expected 0: the parts"),
+        ({"return_dict": False}, "return_dict: False; expected true"),
+        ({"hidden_size": "x"}, "'hidden_size'"),
     ],
 )
 def test_settings_that_fail_later(edited, settings, words):
@@ -123,6 +127,35 @@ def test_settings_that_fail_later(edited, settings, words):
     with pytest.raises(DataError) as caught:
         config_at("finetune", "model", folder)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_configuration_is_looked_at_before_the_tokenizer(edited):
+    with pytest.raises(DataError, match="`model` got .*'hidden_size': TypeError"):
+        load_encoder("embed", edited(hidden_size="x"))
+
+
+def test_the_name_of_a_model_that_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "somebody/no-such-model"
+    with pytest.raises(DataError, match=f"no such file.*hf download {name} --local-dir"):
+        config_at("finetune", "model", name)
+    with pytest.raises(DataError, match="Check the path, and"):
+        config_at("finetune", "model", f"./{name}")
+
+
+def test_a_backend_that_is_none(refused, arguments, tmp_path, monkeypatch):
+    choice = _backends._Choice("tritn", {})
+    monkeypatch.setattr(_backends, "_OF_MAIN_THREAD", [choice])
+    refused(arguments(tmp_path / "out"), "`FASTPLM_BACKEND` got 'tritn'; expected auto | ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_current_folder_that_was_deleted(arguments, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["info"]) == 2
+    assert "`current folder` got one that was deleted" in capsys.readouterr().err
 
 
 def test_a_weight_of_another_shape(edited):

@@ -342,6 +342,7 @@ def test_dropout_does_not_depend_on_the_batch(
 REFUSED = [
     (None, {"corpus": "nowhere.txt"}, "nowhere.txt", "not exist"),
     ("\n \n", {}, "text.txt", "empty"),
+    (None, {"batch_size": 10**9}, "--batch-size", "65536"),
     ("two words.\n\nand three more.", {}, "tokens of one block"),
     ("two words.\n\nand three more.", {"no_nsp": True}, "tokens of one block"),
     ("= One =\n" + "\n".join([" ".join(TEXT)] * 50), {}, "--no-nsp"),
@@ -376,6 +377,12 @@ REFUSED += [
         ({"two_stage": True, "steps": 8, "warmup": 5}, "warmup", "0 to 4"),
     )
 ]
+
+
+def test_the_documentation_is_a_corpus_of_its_own(arguments, refused, tmp_path):
+    words = arguments(tmp_path / "out", corpus="embedded")
+    words.insert(words.index("embedded") + 1, "text.txt")
+    refused(words, "`corpus` got embedded text.txt; expected files, or embedded alone")
 
 
 @pytest.mark.parametrize("text, options, words", [(a, b, c) for a, b, *c in REFUSED], ids=str)
