@@ -29,7 +29,7 @@ from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseud
 from fastplm.inference.score_arguments import METHODS, ScoreArguments
 from fastplm.train._checkpoint import config_at
 from fastplm.train._run import fp32_products, using_threads
-from fastplm.train.report import block
+from fastplm.train.report import block, counted
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _say_what(args: ScoreArguments, model: Any) -> None:
                 "data": str(args.data),
                 "model": f"{args.model}, {type(model).__name__}",
                 "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
-                "device": f"{model.device}, {torch.get_num_threads()} CPU threads",
+                "device": f"{model.device}, {counted(torch.get_num_threads(), 'CPU thread')}",
             }
         )
     )
