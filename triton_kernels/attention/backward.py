@@ -22,12 +22,12 @@ from fastplm.triton_kernels.attention.bias import (
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
     LOG2E,
+    AttnMask,
     Dropout,
     Head,
     Numbers,
     Tensor,
     Tile,
-    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
@@ -112,9 +112,10 @@ def tile_head(
     mask_row = None
     if mask_ptr is not None:
         mask_row = mask_ptr + b * stride_mb + first_k
-    attn_rows = attn_mask_of(
-        attn_mask.ptr, attn_mask.stride_b, attn_mask.stride_h, attn_mask.stride_t, b, h, MASK_STEP
-    )
+    attn_rows = None
+    if attn_mask.ptr is not None:
+        attn_ptr = attn_mask.ptr + b * attn_mask.stride_b + h * attn_mask.stride_h
+        attn_rows = AttnMask(attn_ptr, attn_mask.stride_t, MASK_STEP)
 
     offs_k = tl.arange(0, TILE.BLOCK_K)
     mask_k = keys_allowed(mask_row, offs_k, length_k)
@@ -449,7 +450,10 @@ def _attention_stream_bwd_dq_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    attn_mask = None
+    if attn_mask_ptr is not None:
+        attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
+        attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )
@@ -665,7 +669,10 @@ def _attention_stream_bwd_dkdv_kernel(
         behind = tl.minimum(tl.maximum(behind, begin), length_q)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    attn_mask = None
+    if attn_mask_ptr is not None:
+        attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
+        attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )

@@ -22,11 +22,11 @@ from fastplm.triton_kernels.attention.configs import config_of
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
     LOG2E,
+    AttnMask,
     Dropout,
     Head,
     Tensor,
     Tile,
-    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
@@ -213,9 +213,10 @@ def _attention_bwd_dbias_kernel(
             allowed = mask_q[:, None] & mask_k[None, :]
             if IS_CAUSAL:
                 allowed = allowed & (distance <= 0)
-            attn_mask = attn_mask_of(
-                attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP
-            )
+            attn_mask = None
+            if attn_mask_ptr is not None:
+                attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
+                attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
             dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
             head = Head(b, h, length_q, length_k, None, None, None, attn_mask, None, None, dropout)
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])

@@ -22,12 +22,12 @@ from fastplm.triton_kernels.attention.bias import (
 from fastplm.triton_kernels.attention.tiles import (
     COUNTS,
     LOG2E,
+    AttnMask,
     Dropout,
     Head,
     Numbers,
     Tensor,
     Tile,
-    attn_mask_of,
     bounds,
     keep_mask,
     keys_allowed,
@@ -171,7 +171,10 @@ def _attention_row_fwd_kernel(
     diagonal = length_k - length_q
     numbers = Numbers(None, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    attn_mask = None
+    if attn_mask_ptr is not None:
+        attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
+        attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, None, mask_ptr, attn_mask, None, numbers, dropout
     )
@@ -330,7 +333,10 @@ def _attention_stream_fwd_kernel(
         near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    attn_mask = attn_mask_of(attn_mask_ptr, stride_ab, stride_ah, stride_at, b, h, MASK_STEP)
+    attn_mask = None
+    if attn_mask_ptr is not None:
+        attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
+        attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
         b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
     )

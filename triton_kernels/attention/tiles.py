@@ -177,15 +177,6 @@ def keys_allowed(mask_ptr, offs_k, seqlen_k):
 
 
 @triton.jit
-def attn_mask_of(ptr, stride_b, stride_h, stride_t, b, h, STEP: tl.constexpr):
-    """The attention mask of head ``h`` of sample ``b``; None where there is none."""
-    if ptr is None:
-        return None
-    else:
-        return AttnMask(ptr + b * stride_b + h * stride_h, stride_t, STEP)
-
-
-@triton.jit
 def pairs_allowed(head, allowed, at_q, at_k):
     """What is left of ``allowed`` by the attention mask; ``at_q`` and ``at_k`` broadcast to it."""
     if head.attn_mask is not None:
