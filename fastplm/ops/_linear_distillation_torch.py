@@ -300,13 +300,18 @@ def _combine(call: Call, parts: list[tuple[Tensor, ...]], rows: Tensor) -> tuple
     shift = ((pivot(teacher_m_c) - teacher_m) - (pivot(m_c) - m)) * inverse
     ratio = teacher_l.log() - l_i.log()
     if call.divergence == "forward_kl":
-        mean = (teacher_weight * (total_c + teacher_l_c * shift)).sum(0) / teacher_l
+        mean = _sum_of_tiles(teacher_weight, total_c + teacher_l_c * shift) / teacher_l
         divergence = mean - ratio
     else:
-        mean = (weight * (total_c - l_c * shift)).sum(0) / l_i
+        mean = _sum_of_tiles(weight, total_c - l_c * shift) / l_i
         divergence = mean + ratio
     known = _Rows(m, l_i, l_hard, teacher_m, teacher_l, mean, log_probability)
     return known, divergence
+
+
+def _sum_of_tiles(weight: Tensor, value: Tensor) -> Tensor:
+    """[rows], of [tiles, rows]: a tile of no weight counts nothing, infinite as it may be."""
+    return torch.where(weight == 0.0, 0.0, weight * value).sum(0)
 
 
 def _log_ratio(call: Any, tile: _Tile, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:

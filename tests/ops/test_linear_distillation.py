@@ -235,7 +235,7 @@ def test_the_normalizer_makes_accumulated_batches_one(device, flow):
     assert_within_budget(two_steps, REFERENCE, inputs, wrt=parameters(inputs))
 
 
-KINDS = ("one-hot", "offset", "equal", "excluded", "excluded by one")
+KINDS = ("one-hot", "offset", "equal", "huge", "excluded", "excluded by one", "far below")
 
 
 @pairwise(flow=FLOWS, kind=KINDS, options=DIVERGENCES)
@@ -256,6 +256,16 @@ def test_extreme_logits(device, flow, kind, options, chunked):
         for name in ("input", "weight", "bias"):
             own = name if name == "input" else f"linear_{name}"
             inputs[f"teacher_{name}"] = inputs[own]
+    elif kind == "huge":  # one word of each side has all probability; gaps are beyond fp32
+        for side in ("linear", "teacher"):
+            inputs[f"{side}_bias"].fill_(-3e38)
+            inputs[f"{side}_bias"][141] = 3e38
+    elif kind == "far below":  # of no weight once a later word is seen, but with -inf on one side
+        one, other = "linear_bias", "teacher_bias"
+        if options["divergence"] == "reverse_kl":
+            one, other = other, one
+        inputs[one][:140] = -INF
+        inputs[other][140:] += 4096
     else:  # a bias of -inf takes words out of the vocabulary: here a whole chunk of them
         divergence = options["divergence"]
         if kind == "excluded" or divergence != "forward_kl":
@@ -382,6 +392,15 @@ def test_extreme_logits_of_given_words(device, flow, kind):
     else:
         inputs["linear_bias"] += 4096 if kind == "offset" else 0
         inputs["linear_bias"][:35] += 0 if kind == "offset" else -INF
+    check(flow, inputs, TOPK, ops.linear_distillation_topk)
+
+
+@pairwise(flow=FLOWS, k=(4, 70), cross_entropy_weight=(0.0, 0.5))
+def test_a_word_that_is_given_several_times(device, flow, k, cross_entropy_weight):
+    """Within a tile of words and in several."""
+    inputs = given(device, k, rows=9, vocab=80) | {"cross_entropy_weight": cross_entropy_weight}
+    inputs["teacher_indices"] = inputs["teacher_indices"] % 3 + torch.arange(k, device=device) % 2
+    inputs["teacher_indices"] *= inputs["teacher_probabilities"] != 0
     check(flow, inputs, TOPK, ops.linear_distillation_topk)
 
 

@@ -163,7 +163,11 @@ def _linear_distillation_given_dz_kernel(
     HARD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """dz of the given words of one row among ``start_v`` … ``end_v``, the columns of the buffer."""
+    """dz of the given words of one row among ``start_v`` … ``end_v``, the columns of the buffer.
+
+    A word that stands several times gets the sum of its probabilities, and is written several times
+    with the same bits.
+    """
     setting = Setting(inverse_temperature, beta, distillation_scale, cross_entropy_weight)
     slot = tl.program_id(0)
     count = tl.load(count_ptr).to(tl.int32)
@@ -175,13 +179,22 @@ def _linear_distillation_given_dz_kernel(
     index, p = load_given(
         index_ptr + row * stride_index, probability_ptr + row * stride_probability, offs_k, K
     )
+    total = tl.zeros([BLOCK_K], tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        other, share = load_given(
+            index_ptr + row * stride_index,
+            probability_ptr + row * stride_probability,
+            start_k + tl.arange(0, BLOCK_K),
+            K,
+        )
+        total += tl.sum(tl.where(index[:, None] == other[None, :], share[None, :], 0.0), 1)
     here = (p != 0.0) & (index >= start_v) & (index < end_v)
     slot = slot.to(tl.int64)
     z = tl.load(picked_ptr + slot * K + offs_k, mask=here, other=0.0)[None, :]
     target = tl.load(target_ptr + rows, mask=used, other=-1).to(tl.int32)
     known = row_of(statistics_ptr, rows, used, target, rows_total, setting, HARD)
     d = grad_logits(z, z, index.to(tl.int32), known, setting, DIVERGENCE, TEMPERED, DISTILLS, HARD)
-    d -= (distillation_scale * p)[None, :]  # [1, BLOCK_K]
+    d -= (distillation_scale * total)[None, :]  # [1, BLOCK_K]
     if g_ptr is not None:
         d *= tl.load(g_ptr + row * stride_g)
     ptrs = dz_ptr + slot * stride_dzn + (index - start_v)[None, :]

@@ -91,9 +91,11 @@ def expected(weight, value):
 @triton.jit
 def moved(x, weight, old, new, by, inverse_temperature):
     """A sum of differences ``x``, by weights that sum to ``weight``, from a maximum ``old`` to
-    ``new``; the other side's maximum rises by ``by``."""
+    ``new``; the other side's maximum rises by ``by``. What has become too small for a weight
+    counts no longer, infinite as it may be."""
     shift = (by - (finite(new) - finite(old))) * inverse_temperature
-    return tl.exp2((old - finite(new)) * inverse_temperature * LOG2E) * (x + weight * shift)
+    factor = tl.exp2((old - finite(new)) * inverse_temperature * LOG2E)
+    return tl.where(factor == 0.0, 0.0, factor * (x + weight * shift))
 
 
 @triton.jit
