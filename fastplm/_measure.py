@@ -89,10 +89,7 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
     for name in only:
         check_choice("measure", "ops", name, _MEASURED)
     path = _measured.own_table()
-    try:
-        contents = json.loads(path.read_text())
-    except (OSError, ValueError):
-        contents = {}
+    contents = _measured.read_table(path) or {}
     if contents.get("cpu") != _measured.cpu_model():
         contents = {"ops": {}}
     contents |= {

@@ -202,15 +202,27 @@ class Table:
         return speedup
 
 
+def read_table(path: Path) -> dict[str, Any] | None:
+    """The contents of a file; None if it is not there, or is no table."""
+    try:
+        contents = json.loads(path.read_text())
+        for forms in contents["ops"].values():
+            for given in forms.values():
+                series = Series(**given)
+                cells = math.prod(map(len, series.axes))
+                if not len(series.ours) == len(series.stock) == cells > 0:
+                    return None
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        return None
+    return contents
+
+
 @functools.cache
 def table() -> Table:
     """The user's own table of this CPU, or the one of its kind, or an empty one."""
     for path, of_this_cpu in ((own_table(), True), (shipped_table(), False)):
-        try:
-            contents = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if not of_this_cpu or contents.get("cpu") == cpu_model():
+        contents = read_table(path)
+        if contents is not None and (not of_this_cpu or contents.get("cpu") == cpu_model()):
             return Table(path, contents)
     return Table(None, {})
 

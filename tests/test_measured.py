@@ -153,9 +153,25 @@ def test_a_table_of_ones_own_comes_first(on_disk):
     assert _measured.table().path in (_measured.shipped_table(), None)
 
 
-def test_a_broken_table_is_passed_over(on_disk):
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"cpu": ',
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"cpu": CPU}',
+        '{"cpu": CPU, "ops": []}',
+        '{"cpu": CPU, "ops": {"gelu": []}}',
+        '{"cpu": CPU, "ops": {"gelu": {"forward float32 native": {"axes": [[1]]}}}}',
+        '{"cpu": CPU, "ops": {"gelu": {"f": {"axes": [[1, 2]], "ours": [1.0], "stock": [1.0]}}}}',
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_broken_table_is_passed_over(on_disk, text):
     _measured.own_table().parent.mkdir(parents=True)
-    _measured.own_table().write_text('{"cpu": ')
+    _measured.own_table().write_text(text.replace("CPU", json.dumps(_measured.cpu_model())))
+    assert _measured.read_table(_measured.own_table()) is None
     assert _measured.table().path in (_measured.shipped_table(), None)
 
 

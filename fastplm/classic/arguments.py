@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fastplm.train.arguments import COUNT, POSITIVE, SEED, Settings, setting, whole
+from fastplm.train.arguments import COUNT, POSITIVE, SEED, THREADS, Settings, setting, whole
 
 #: The systems, and the sentences of a batch (of word2vec, those read at once).
 SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}
+_WIDTH = whole(2, 2**16)
 #: What a system does not read.
 _UNREAD = {
     "skip-thoughts": ("layers",),
@@ -49,15 +50,15 @@ class ClassicArguments(Settings):
         "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2, 2**16)
     )
     vocab_size: int = setting("words of the vocabulary", 20_000, number=whole(5), metavar="N")
-    hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=whole(2))
-    embedding: int = setting("width of a word's vector inside the model", 128, number=whole(2))
+    hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=_WIDTH)
+    embedding: int = setting("width of a word's vector inside the model", 128, number=_WIDTH)
     layers: int = setting("layers of ELMo", 2, number=whole(1, 100))
     max_length: int = setting("most words of a sentence; the rest is left out", 40, number=whole(3))
     learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
     seed: int = setting("seed of weights, order and dropout", 0, number=SEED)
     save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     resume: bool = setting("continue the run in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
 
@@ -70,6 +71,13 @@ class ClassicArguments(Settings):
             self.check(each.name, not (unread and given), expected, "Leave the option out.")
         self.batch_size = self.batch_size or SYSTEMS[self.system]
         self.steps = self.steps or (5 if self.system == "word2vec" else 1000)
+        # An LSTM's states are projected to the width of a word's vector, which is smaller.
+        fix = "Give a smaller --embedding, too."
+        expected = f"more than --embedding, which is {self.embedding}"
+        self.check("hidden", self.system != "elmo" or self.hidden > self.embedding, expected, fix)
+        # Of a sentence's neighbours one other sentence must be told apart.
+        many = self.system != "quick-thoughts" or self.batch_size > 2
+        self.check("batch_size", many, "3 or more sentences with quick-thoughts", "Raise it.")
         self.check(
             "resume",
             self.resumable or not self.resume,

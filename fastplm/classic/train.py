@@ -90,6 +90,10 @@ def _train(
     words = Words.train((" ".join(s) for s in sentences.words[: len(train)]), args.vocab_size)
     run = describe(args, _FREE_ON_RESUME, text=fingerprint(documents))
     if before is not None:
+        got = f"{' '.join(map(str, args.corpus))}, which is another text"
+        fix = "Give the same files, or another --out."
+        same = run["text"] == before.get("text")
+        args.check("corpus", same, "the text of the run that is resumed", fix, got)
         check_same("classic", run, before)
         if damage(out) is None:
             say(f"The run in {out} is finished, all {args.steps} steps of it: nothing was changed.")
@@ -123,13 +127,15 @@ def _train(
     begin(args, run, block(facts), settings.device, make_room)
     with saved_when_stopped(trainer):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    held_out_loss = _held_out(trainer, collate, range(len(train), len(sentences)))
+    trainer.check_held_out(held_out_loss)
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "words": len(words),
         "history": curve(trainer.state.log_history),
-        "held_out": _held_out(trainer, collate, range(len(train), len(sentences))),
+        "held_out": held_out_loss,
         "train_seconds": trainer.train_seconds,
         "tokens_per_second": trainer.tokens_per_second,
         "model": str(out / "model"),
@@ -243,9 +249,7 @@ def _word2vec(
     sentences = Sentences(documents, args.max_length)
     run = describe(args, _FREE_ON_RESUME, text=fingerprint(documents))
     facts = {"system": "word2vec", "text": f"{len(sentences):,} sentences", "results": str(out)}
-    begin(args, run, block(facts), torch.device("cpu"), make_room)
     trained = Word2Vec(
-        sentences.words,
         vector_size=args.hidden,
         sg=1,
         negative=5,
@@ -255,6 +259,15 @@ def _word2vec(
         seed=args.seed % (2**32 - 1) + 1,  # 0 would be no seed
         workers=1,  # with several the vectors would depend on how they take turns
     )
+    trained.build_vocab(sentences.words)
+    args.check(
+        "vocab_size",
+        len(trained.wv) > 0,
+        "room for the most frequent words",
+        "Raise it: gensim leaves out all words that are as rare as the first one without room.",
+    )
+    begin(args, run, block(facts), torch.device("cpu"), make_room)
+    trained.train(sentences.words, total_examples=trained.corpus_count, epochs=args.steps)
     metrics = {
         "arguments": settings_of(args),
         "versions": versions(),

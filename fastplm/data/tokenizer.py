@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,8 @@ def load_tokenizer(
     where, expected = "load_tokenizer", "a directory that tokenizer.save_pretrained wrote"
     path = Path(directory)
     check(path.is_dir(), where, "directory", path, expected, "Check the path.", DataError)
-    try:
+    with _reading(where, path, expected):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        tokenizer("a \u2603")  # a vocabulary may lack what stands for an unknown word
-    except Exception as error:  # files of other contents raise whatever they lead to
-        fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
-        raise DataError(
-            message(where, "directory", f"{path} ({first_line(error)})", expected, fix)
-        ) from error
     # Without such a file Transformers makes a tokenizer that knows no word.
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"
@@ -77,6 +72,8 @@ def load_tokenizer(
     got = f"{path}, whose tokenizer_config.json has model_max_length: {most!r:.40}"
     expected = "room for a token between the special ones"
     check(able, where, "directory", got, expected, "Correct it, or take it out.", DataError)
+    with _reading(where, path, expected):
+        tokenizer("a \u2603")  # a vocabulary may lack what stands for an unknown word
     # Transformers adds a special token that the vocabulary lacks, with the id of another one.
     special = set(tokenizer.all_special_ids)
     owner = {index: token for token, index in vocabulary.items() if index in special}
@@ -101,6 +98,17 @@ def load_tokenizer(
             DataError,
         )
     return tokenizer
+
+
+@contextmanager
+def _reading(where: str, path: Path, expected: str) -> Iterator[None]:
+    """Files of other contents raise whatever they lead to: here, a DataError."""
+    try:
+        yield
+    except Exception as error:
+        fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
+        got = f"{path} ({first_line(error)})"
+        raise DataError(message(where, "directory", got, expected, fix)) from error
 
 
 def train_tokenizer(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastplm.train.arguments import Number, Settings, setting, whole
+from fastplm.train.arguments import THREADS, Number, Settings, setting, whole
 
 #: How one vector is made of those of a text's tokens, special tokens among them.
 POOLINGS = ("mean", "cls", "max", "sum", "last", "mean_sqrt_len", "weighted_mean")
@@ -90,7 +90,7 @@ class EmbedArguments(Settings):
         "highest",
         choices=MATMUL_PRECISIONS,
     )
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class PromptArguments(Settings):
     )
     batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
     bf16: bool = setting("compute in bfloat16", False)
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     overwrite: bool = setting("replace the file --out", False)
 
     def __post_init__(self) -> None:

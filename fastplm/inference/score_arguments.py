@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastplm.inference.arguments import BATCH_TOKENS, EmbedArguments
-from fastplm.train.arguments import Settings, as_in, setting, whole
+from fastplm.train.arguments import THREADS, Settings, as_in, setting, whole
 
 METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
 #: Which tokens are masked where one is scored.
@@ -81,7 +81,7 @@ class ScoreArguments(Settings):
     batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
     bf16: bool = setting("compute under autocast to bfloat16: faster, with rounder scores", False)
     matmul_precision: str = as_in(EmbedArguments, "matmul_precision")
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     overwrite: bool = setting("replace the file --out", False)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,8 @@ _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"
 _MOST_LAYERS = 1000
 #: Models of which Transformers 5 ignores any other kind of positions than absolute ones.
 _ABSOLUTE = ("albert", "bert", "electra", "roberta")
+#: By which a model is divided, or of which it has nothing.
+_SIZES = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _LAYER = re.compile(r"\.\d+\.")
 
 #: The commands that need a model of a language; ELECTRA's discriminator is none.
@@ -103,6 +105,9 @@ def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> No
     def is_small(value: Any) -> bool:
         return is_number(value) and 0.0 <= value < math.inf
 
+    for name in _SIZES:
+        check(name, lambda value: isinstance(value, int) and value > 0, "a whole number above 0")
+    check("initializer_range", is_small, "a small positive number")
     layers = range(1, _MOST_LAYERS + 1)
     check("num_hidden_layers", lambda value: value in layers, f"1 to {_MOST_LAYERS}")
     if getattr(config, "model_type", None) in _ABSOLUTE:

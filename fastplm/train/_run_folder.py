@@ -308,13 +308,17 @@ def read_record(where: str, out: Path) -> dict[str, Any]:
     return run
 
 
+_KIND = ("arch", "recipe", "system", "task")
+
+
 def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
     """Check that a resumed run has the settings with which it began.
 
     Raises:
         ArgumentValueError: with the first setting that differs.
     """
-    for name, value in run.items():
+    # Of what kind a run is comes first: other settings follow from it.
+    for name, value in sorted(run.items(), key=lambda item: item[0] not in _KIND):
         if before.get(name) != value:
             raise ArgumentValueError(
                 message(

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastplm.errors import ArgumentValueError, FastplmError, check_choice, message
+from fastplm.errors import ArgumentValueError, FastplmError, check_choice, first_line, message
 from fastplm.models import _electra_options, _features_options
 from fastplm.train.presets import (
     FAMILIES,
@@ -128,7 +128,9 @@ POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
 NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
 _SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
 SEED = whole(0, 2**32 - 1)
-BATCH = whole(1, 2**16)  # of what is in memory at once
+BATCH = WIDTH = whole(1, 2**16)  # of what is in memory at once
+THREADS = whole(1, 1024)
+_WEIGHT = Number(float, 0, 1e6, "a number from 0 to 1e6")
 COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
 
 
@@ -264,8 +266,6 @@ class Settings:
     def check_values(self) -> None:
         """Check the range and the choices of each setting, and keep what was given."""
         self.given = {}
-        # An empty name would be the current folder.
-        self.check("out", str(self.out).strip() != "", "a path", "Name one.", repr(self.out))
         for each in fields(self):  # type: ignore[arg-type]
             given = getattr(self, each.name)
             usual = each.default_factory() if callable(each.default_factory) else each.default
@@ -278,11 +278,21 @@ class Settings:
                     self.check(each.name, held, number.expected, "Change it.", value)
                 if value is not None and choices is not None:
                     check_choice(self.where, each.name, value, tuple(choices))
-            if each.name == "cache":
-                self.check("cache", str(given).strip() != "", "a path", "Name one.", repr(given))
+            if each.metadata["path"] and given is not None:
+                for path in given if isinstance(given, list | tuple) else (given,):
+                    self._check_path(each.name, str(path))
             if each.metadata["path"] == "DIR" or each.name == "out":
                 self._check_name(each.name, str(given))
         self.check_reports()
+
+    def _check_path(self, name: str, path: str) -> None:
+        """A path that the system can follow; an empty one would be the current folder."""
+        self.check(name, path.strip() != "", "a path", "Name one.", repr(path))
+        try:
+            Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte
+            fix = "Choose another one."
+            self.check(name, False, "a path", fix, f"{path!r} ({first_line(error)})")
 
     def _check_name(self, name: str, path: str) -> None:
         """The libraries that write to a folder, or load a checkpoint, take its name as UTF-8."""
@@ -407,10 +417,10 @@ class PretrainArguments(Settings):
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
     )
     workers: int = setting(
-        "processes that prepare batches; 0: the training process", 0, number=whole(0)
+        "processes that prepare batches; 0: the training process", 0, number=whole(0, 256)
     )
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
-    gradient_accumulation: int = setting("micro-batches of a step", 1, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
+    gradient_accumulation: int = setting("micro-batches of a step", 1, number=BATCH)
     objective: str | None = setting(
         f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
         None,
@@ -1005,7 +1015,7 @@ class FinetuneArguments(Settings):
         "none",
         choices=tuple(REPORTS),
     )
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=whole())
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     resume: bool = setting("continue the run in --out", False)
     overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
 
@@ -1188,7 +1198,7 @@ def _weight(what: str) -> Any:
         "attention_weight": "the distance of attention, or of relations",
     }
     help = f"weight of {described[what]} (default: the published one: {usual})"
-    return setting(help, None, number=NOT_NEGATIVE)
+    return setting(help, None, number=_WEIGHT)
 
 
 @dataclass
@@ -1240,7 +1250,7 @@ class DistillArguments(Settings):
     student_hidden: int | None = setting(
         "width of a student whose weights are all new (default: the teacher's)",
         None,
-        number=whole(),
+        number=WIDTH,
         metavar="N",
     )
     student_heads: int | None = setting(

@@ -426,7 +426,10 @@ def _finish(
     from fastplm.train.report import curve, numbers_of, plot_losses, versions
 
     args, model = training.args, trainer.model
-    models = training.models(model)
+    models, held_out = training.models(model), {}
+    if data.held_out is not None:
+        held_out = training.held_out(model, data.held_out, collator)
+        trainer.check_held_out(held_out)
     save_models(out, models, {"": data.tokenizer})
     history = curve(trainer.state.log_history)
     flops = training.flops_a_token(model, data.tokenizer)
@@ -454,10 +457,10 @@ def _finish(
         "models": {name: str(out / name) for name in models},
         "picture": str(out / "loss.png"),
     }
-    if data.held_out is not None:
-        metrics["held_out"] = held_out = training.held_out(model, data.held_out, collator)
+    if held_out:
+        metrics["held_out"] = held_out
         trainer.log({f"eval_{name}": value for name, value in numbers_of(held_out).items()})
-    if not plot_losses(out / "loss.png", training.title, history, metrics.get("held_out", {})):
+    if not plot_losses(out / "loss.png", training.title, history, held_out):
         metrics["picture"] = None
     write_json(out / "metrics.json", metrics)
     picture = ["loss.png"] if metrics["picture"] else []

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -273,6 +273,12 @@ class RunTrainer(Trainer):
             f"{kept[1:]}, and no model was written. Start again with a lower learning rate (it was "
             f"{self.args.learning_rate:g}) or a longer warm-up."
         )
+
+    def check_held_out(self, scores: Mapping[str, Any]) -> None:
+        """Stop if a loss of the trained model is not finite, as after a step that was too large."""
+        for name, value in scores.items():
+            if name.endswith("loss") and not math.isfinite(value):
+                self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.outside_window():

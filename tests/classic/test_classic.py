@@ -256,6 +256,9 @@ def test_resume(system, damaged, arguments, tmp_path, monkeypatch, capsys):
 def test_wrong_settings(arguments, tmp_path, monkeypatch):
     (tmp_path / "lines.txt").write_text("".join(f"A line {i}.\n" for i in range(9)))
     lines = {"corpus": [tmp_path / "lines.txt"]}
+    (tmp_path / "more-lines.txt").write_text("A line. Another line. A third one.\n\n" * 9)
+    (tmp_path / "tied.txt").write_text("one two three four five six seven. " * 9)
+    several = {"corpus": [tmp_path / "more-lines.txt"]}
     for system in ("skip-thoughts", "quick-thoughts"):
         with pytest.raises(TooLittleTextError, match="got documents of one sentence each"):
             classic(arguments(system, **lines))
@@ -271,6 +274,16 @@ def test_wrong_settings(arguments, tmp_path, monkeypatch):
             ArgumentValueError, match=f"`{name}` got 3; expected nothing with {system}"
         ):
             arguments(system, **{name: 3})
+    with pytest.raises(ArgumentValueError, match="`hidden` got 24; expected more than --embedding"):
+        arguments("elmo", embedding=24)
+    with pytest.raises(ArgumentValueError, match="`batch_size` got 2; expected 3 or more"):
+        arguments("quick-thoughts", batch_size=2)
+    with pytest.raises(ArgumentValueError, match="`vocab_size` got 5; expected room"):
+        classic(arguments("word2vec", "rare", vocab_size=5, corpus=[tmp_path / "tied.txt"]))
+    assert not (tmp_path / "rare").exists()
+    with pytest.raises(ArgumentValueError, match="`corpus` got .*lines.txt, which is another text"):
+        classic(arguments("skip-thoughts", "other", steps=1))
+        classic(arguments("skip-thoughts", "other", steps=1, resume=True, **several))
     monkeypatch.setitem(__import__("sys").modules, "gensim.models", None)
     with pytest.raises(DataError, match="pip install gensim"):
         classic(arguments("word2vec"))

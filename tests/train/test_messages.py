@@ -119,6 +119,8 @@ def edited(checkpoint, tmp_path):
         ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward: 7; expected 0: the parts"),
         ({"return_dict": False}, "return_dict: False; expected true"),
         ({"hidden_size": "x"}, "'hidden_size'"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"initializer_range": float("nan")}, "initializer_range: nan; expected a small positive"),
     ],
 )
 def test_settings_that_fail_later(edited, settings, words):

@@ -343,6 +343,9 @@ REFUSED = [
     (None, {"corpus": "nowhere.txt"}, "nowhere.txt", "not exist"),
     ("\n \n", {}, "text.txt", "empty"),
     (None, {"batch_size": 10**9}, "--batch-size", "65536"),
+    (None, {"threads": 10**5}, "--threads", "1024"),
+    (None, {"corpus": ""}, "`corpus` got ''"),
+    (None, {"corpus": "zero\0byte"}, "`corpus`", "null byte"),
     ("two words.\n\nand three more.", {}, "tokens of one block"),
     ("two words.\n\nand three more.", {"no_nsp": True}, "tokens of one block"),
     ("= One =\n" + "\n".join([" ".join(TEXT)] * 50), {}, "--no-nsp"),
@@ -377,6 +380,17 @@ REFUSED += [
         ({"two_stage": True, "steps": 8, "warmup": 5}, "warmup", "0 to 4"),
     )
 ]
+
+
+def test_links_in_a_circle(arguments, refused, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "out")
+    refused(arguments(tmp_path / "out"), "`out`", "loop")
+
+
+def test_a_step_that_was_too_large_leaves_no_model(arguments, refused, tmp_path):
+    words = arguments(tmp_path / "out", lr=1e30, warmup=0, steps=1, save_every=100)
+    refused(words, "of held-out text is not finite", "lower learning rate", code=1)
+    assert not (tmp_path / "out" / "model").exists()
 
 
 def test_the_documentation_is_a_corpus_of_its_own(arguments, refused, tmp_path):
