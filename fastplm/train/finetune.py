@@ -464,7 +464,8 @@ def make_trainer(
     collator = task.collator()
     if args.task == "qa" and args.library == "fastplm":
         collator = _ExcludingPadding(collator)
-    collator = _Numbered(collator, takes_index=isinstance(model, FastplmModel))
+    ours = args.library == "fastplm" and isinstance(model, FastplmModel)
+    collator = _Numbered(collator, takes_index=ours)
     adafactor = (Adafactor, {"lr": settings.learning_rate})
     trainer = FinetuningTrainer(
         model=model,

@@ -77,10 +77,10 @@ class Frozen:
     def _names(self, inputs: dict[str, Any]) -> list[tuple]:
         """What each text of a batch is known by; none if the inputs are more than texts."""
         given = {name: value for name, value in inputs.items() if value is not None}
-        # The labelled tokens, which ``extra_rows`` are, are never padding here; and Transformers'
-        # heads pass on the denominator of the loss.
+        # The labelled tokens, which ``extra_rows`` are, are never padding here; Transformers' heads
+        # pass on the denominator of the loss; and a frozen backbone draws no dropout of samples.
         tensors = {"input_ids", "attention_mask", "token_type_ids"}
-        tensors |= {"extra_rows", "num_items_in_batch"}
+        tensors |= {"extra_rows", "num_items_in_batch", "sample_index"}
         options = {name: value for name, value in given.items() if name not in tensors}
         if any(isinstance(value, Tensor) for value in options.values()):
             return []
