@@ -210,7 +210,7 @@ NOT_ROW_BY_ROW += tuple(name for name in SAMPLES if name.endswith("packed"))
 NOT_IN_EAGER = ("linear_cross_entropy, sampled", "replaced_token_loss", "replaced_token_loss, none")
 
 
-@pytest.mark.parametrize("backend", ("auto", "eager"))
+@pytest.mark.parametrize("backend", ("auto", pytest.param("eager", marks=pytest.mark.slow)))
 @each_sample({name: one for name, one in SAMPLES.items() if name not in NOT_ROW_BY_ROW})
 def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
     """As with ``hidden[labels != -100]``; also without a row."""

@@ -421,6 +421,7 @@ def test_a_graph_may_not_change_the_losses():
     assert pretrain.verdict(plain, broken, other).startswith("refused: rtd_loss off by nan")
 
 
+@pytest.mark.slow
 def test_pre_training_leaves_rows_and_losses(tmp_path, monkeypatch, harness, capsys):
     import pretrain
 

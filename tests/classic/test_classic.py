@@ -221,7 +221,10 @@ def test_every_system_from_the_command_line(corpus, tmp_path, capsys):
     assert "river" in KeyedVectors.load(str(tmp_path / "word2vec" / "vectors.kv"))
 
 
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "word2vec"])
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param("elmo", marks=pytest.mark.slow), "skip-thoughts", "quick-thoughts"],
+)
 def test_learns(system, arguments):
     metrics = classic(arguments(system, steps=60))
     first, last = (metrics["history"][at]["loss"] for at in (0, -1))
@@ -229,7 +232,10 @@ def test_learns(system, arguments):
     assert metrics["held_out"]["loss"] < first
 
 
-@pytest.mark.parametrize("system, damaged", [("elmo", False), ("quick-thoughts", True)])
+@pytest.mark.parametrize(
+    "system, damaged",
+    [pytest.param("elmo", False, marks=pytest.mark.slow), ("quick-thoughts", True)],
+)
 def test_resume(system, damaged, arguments, tmp_path, monkeypatch, capsys):
     whole = classic(arguments(system, "whole", save_every=2))
     step = module._Trainer.training_step

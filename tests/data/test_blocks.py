@@ -110,6 +110,7 @@ def _tokenize_at_once(barrier, documents, tokenizer_path, cache, results):
     results.put(tokenize(documents, tokenizer, cache).tokens.tolist())
 
 
+@pytest.mark.slow
 def test_processes_do_not_spoil_each_others_cache(documents, tokenizer, store, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     context = multiprocessing.get_context("spawn")

@@ -99,6 +99,7 @@ for kind, size in zip(KINDS, (90, 290, 150), strict=True):
 """
 
 
+@pytest.mark.slow
 def test_vocabulary_is_the_same_in_every_process(tmp_path):
     # The trainers of the tokenizers library number pieces in the order of randomised hash maps,
     # and add in the order of their threads.

@@ -728,7 +728,9 @@ def test_backends_and_flows_draw_the_same_tokens(device):
 
 
 @each_flow_and_eager
-@pytest.mark.parametrize("seed", (-1, -(2**63), 2**40 + 1))
+@pytest.mark.parametrize(
+    "seed", (-(2**63), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (-1, 2**40 + 1)))
+)
 def test_seeds_and_indices_of_every_size(device, flow, seed):
     inputs = exact(device, 12, 150, width=flow.width)
     index = torch.randint(-(2**62), 2**62, (12,), device=device)
@@ -817,7 +819,7 @@ def test_a_token_of_probability_0_is_not_drawn_at_its_very_boundary(
 
 
 @each_flow_and_eager
-@pytest.mark.parametrize("dead", (-INF, -200.0))
+@pytest.mark.parametrize("dead", (-INF, pytest.param(-200.0, marks=pytest.mark.slow)))
 def test_tokens_of_probability_0_are_never_drawn(device, flow, dead, narrow_chunks):
     rows = draws_of(flow, device, interpreted=200) // 2
     inputs = exact(device, 1, 300, width=flow.width)

@@ -1064,7 +1064,7 @@ def test_one_answer_of_each_task(task, arguments):
     assert task.warning(None) == ""  # the result of an older version
 
 
-@pytest.mark.parametrize("held_out", [True, False])
+@pytest.mark.parametrize("held_out", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", FILES)
 def test_predictions_lead_back_to_the_file(task, held_out, arguments, files, tmp_path):
     path = files[task]
@@ -1150,6 +1150,7 @@ def test_examples(name, task, checkpoint, files, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "runs").rglob("model.safetensors"))
 
 
+@pytest.mark.slow
 def test_benchmark(checkpoint, files, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     benchmark = runpy.run_path(str(REPOSITORY / "benchmarks" / "finetuning.py"), run_name="test")

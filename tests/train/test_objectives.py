@@ -375,7 +375,7 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 # --- reproducibility ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["t5-tiny", "albert-tiny"])
+@pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
 def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
     """What samples are corrupted by: this process, two workers, or the trainer as on a GPU."""
     options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
