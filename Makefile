@@ -11,7 +11,11 @@ PARALLEL := -n auto --dist worksteal
 LEVEL :=
 AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 
-.PHONY: demo test test-gpu test-device test-compile test-cpu test-slow bench gpu-report docs lint clean
+# The oldest Triton that is supported (the newest one: TRITON=3.9.0).
+TRITON := 3.6.0
+
+.PHONY: demo test test-gpu test-device test-compile test-triton test-cpu test-slow bench gpu-report \
+	docs lint clean
 
 demo: $(VENV)/.base
 	$(BIN)/fastplm demo
@@ -20,6 +24,7 @@ demo: $(VENV)/.base
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory test-gpu
 	@$(MAKE) --no-print-directory test-compile
+	@$(MAKE) --no-print-directory test-triton
 	@$(MAKE) --no-print-directory test-cpu
 
 # $(1) name, $(2) environment and pytest arguments
@@ -41,6 +46,10 @@ test-device: $(VENV)/.test
 
 test-compile: $(VENV)/.test
 	$(call lane,compile,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
+
+# Every kernel compiles under another Triton than that of constraints.txt.
+test-triton: $(VENV)/triton-$(TRITON)
+	$(call lane,Triton $(TRITON),PYTHONPATH=$< OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py --once --arch 90)
 
 test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
@@ -65,6 +74,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(VENV)/triton-%: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache

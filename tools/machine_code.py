@@ -144,6 +144,31 @@ def _loops(code: list[Instruction]) -> list[set[int]]:
     return list(bodies.values())
 
 
+#: A loop that does none of these waits on a barrier.
+_WORK = {"mufu", "fp32", "shared", "global"}
+
+
+def _innermost(bodies: list[set[int]], kinds: list[str], wanted: Iterable[str]) -> list[set[int]]:
+    """Of the loops that hold wanted kinds of instructions those that hold no other such loop."""
+    bodies = [body for body in bodies if any(kinds[i] in wanted for i in body)]
+    return [body for body in bodies if not any(other < body for other in bodies)]
+
+
+def spills(sass: str) -> tuple[int, int]:
+    """(all accesses of local memory, those that an inner loop repeats).
+
+    An inner loop is one of the innermost that use the tensor cores, or that work at all. Where a
+    kernel has none, all of it is one.
+    """
+    code = parse(sass)
+    kinds = [instruction.kind for instruction in code]
+    places = {i for i, one in enumerate(code) if one.name.split(".")[0] in ("LDL", "STL")}
+    loops = _loops(code)
+    bodies = [*_innermost(loops, kinds, {"tensor"}), *_innermost(loops, kinds, _WORK)]
+    inner = set().union(*bodies) if bodies else set(range(len(code)))
+    return len(places), len(places & inner)
+
+
 def inner_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop with the most tensor work, else the longest one; else all of the code.
 
@@ -156,19 +181,14 @@ def inner_loop(code: list[Instruction]) -> list[Instruction]:
         return []
     kinds = [instruction.kind for instruction in code]
 
-    def holding(bodies: list[set[int]], wanted: Iterable[str]) -> list[set[int]]:
-        bodies = [body for body in bodies if any(kinds[i] in wanted for i in body)]
-        return [body for body in bodies if not any(other < body for other in bodies)]
-
     def tensor_work(body: set[int]) -> int:
         return sum(kinds[i] == "tensor" for i in body)
 
     loops = _loops(code)
-    if "tensor" in kinds and not holding(loops, {"tensor"}):
+    if "tensor" in kinds and not _innermost(loops, kinds, {"tensor"}):
         return code
-    # A loop that neither computes nor moves data waits on a barrier.
     best = max(
-        holding(loops, {"tensor"}) or holding(loops, {"mufu", "fp32", "shared", "global"}),
+        _innermost(loops, kinds, {"tensor"}) or _innermost(loops, kinds, _WORK),
         key=lambda body: (tensor_work(body), -len(body) if tensor_work(body) else len(body)),
         default=range(len(code)),
     )

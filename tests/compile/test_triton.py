@@ -246,6 +246,28 @@ def names(text: str) -> list[str]:
     return [instruction.name for instruction in machine_code.inner_loop(machine_code.parse(text))]
 
 
+def test_spills_are_counted_by_where_they_are():
+    """Once for a program, or in each iteration; a kernel without a loop is one."""
+    loop = ("HMMA.16816.F32.BF16 R4, R8, R12, R4", "@!P1 BRA 0x10", "LDL R1, [R2]", "EXIT")
+    assert machine_code.spills(sass("STL [R2], R1", *loop)) == (2, 0)
+    assert machine_code.spills(sass("NOP", "STL [R2], R1", *loop[:1], "@P0 BRA 0x10")) == (1, 1)
+    # A loop that waits on a barrier inside of the loop with the work is none.
+    waits = ("SYNCS R1", "@!P2 BRA 0x20", "@!P1 BRA 0x10", "EXIT")
+    assert machine_code.spills(sass("NOP", "HMMA R4, R8, R12, R4", *waits)) == (0, 0)
+    assert machine_code.spills(
+        sass(
+            "LDL R1, [R2]",
+            "HMMA R4, R8, R12, R4",
+            "LDL R1, [R2]",
+            "SYNCS R1",
+            "@!P2 BRA 0x30",
+            "@!P1 BRA 0x10",
+            "EXIT",
+        )
+    ) == (2, 1)
+    assert machine_code.spills(sass("STL [R2], R1", "EXIT")) == (1, 1)
+
+
 def test_the_inner_loop_is_the_innermost_with_the_most_tensor_work():
     nested = sass(
         "LDG R0, [R2]",

@@ -180,14 +180,10 @@ def _linear_distillation_given_dz_kernel(
         index_ptr + row * stride_index, probability_ptr + row * stride_probability, offs_k, K
     )
     total = tl.zeros([BLOCK_K], tl.float32)
-    for start_k in range(0, K, BLOCK_K):
-        other, share = load_given(
-            index_ptr + row * stride_index,
-            probability_ptr + row * stride_probability,
-            start_k + tl.arange(0, BLOCK_K),
-            K,
-        )
-        total += tl.sum(tl.where(index[:, None] == other[None, :], share[None, :], 0.0), 1)
+    for k in range(0, K):
+        other = tl.load(index_ptr + row * stride_index + k)
+        share = tl.load(probability_ptr + row * stride_probability + k)
+        total += tl.where(index == other, share, 0.0)
     here = (p != 0.0) & (index >= start_v) & (index < end_v)
     slot = slot.to(tl.int64)
     z = tl.load(picked_ptr + slot * K + offs_k, mask=here, other=0.0)[None, :]
