@@ -583,11 +583,9 @@ def sentence_vectors(
         pooling: "mean" | "cls".
         sample_index: int64 [B], of which dropout is drawn.
     """
-    inputs: dict[str, Any] = {
-        "attention_mask": attention_mask,
-        "sample_index": sample_index,
-        "return_dict": True,
-    }
+    inputs: dict[str, Any] = {"attention_mask": attention_mask, "return_dict": True}
+    if sample_index is not None:  # which models of Transformers do not take
+        inputs["sample_index"] = sample_index
     if pooling == "cls":
         inputs["output_rows"] = "first"
     hidden = model.base_model(input_ids, **inputs).last_hidden_state
