@@ -8,10 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import sacrebleu
 import torch
 import transformers
-from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer
 
 import fastplm.models
@@ -205,6 +203,9 @@ def lines(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
+    # Where they are not installed the other tests of this file run.
+    sacrebleu = pytest.importorskip("sacrebleu")
+    scorer = pytest.importorskip("rouge_score.rouge_scorer")
     args = arguments(start, data=folder / "sources.txt", targets=folder / "targets.txt")
     metrics = finetune(args)
     task = prepare_task(args)
@@ -217,7 +218,7 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
     assert len(written) == len(references) == 5
     scores = metrics["seeds"][0]["scores"]
     assert scores["bleu"] == sacrebleu.corpus_bleu(written, [references]).score
-    rouge = RougeScorer(["rouge2"])
+    rouge = scorer.RougeScorer(["rouge2"])
     each = [rouge.score(b, a)["rouge2"].fmeasure for a, b in zip(written, references, strict=True)]
     assert scores["rouge2"] == pytest.approx(100 * sum(each) / 5)
     # What was saved writes the same texts: in Transformers, if it has the class.
