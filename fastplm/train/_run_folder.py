@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -334,6 +335,8 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 # --- errors of libraries --------------------------------------------------------------------------
 
 
+#: A file where a folder is to be, and the other way round.
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 #: How a model is called on the Hugging Face Hub.
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -358,12 +361,16 @@ def writing(
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_of_a_connection(error):
             raise  # another process of the training has ended, and the disk is well
+        expected = "a disk with room for it"
+        if isinstance(error, OSError) and error.errno in _IN_THE_WAY:
+            expected = f"nothing in the way, which {error.filename or 'something'} is"
+            fix = "Move it away, then go on from the last checkpoint with --resume."
         raise DataError(
             message(
                 where,
                 "out",
                 f"{path}, which cannot be written ({_first_line(error)})",
-                "a disk with room for it",
+                expected,
                 fix,
             )
         ) from error

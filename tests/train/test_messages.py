@@ -145,6 +145,13 @@ def test_the_name_of_a_model_that_is_not_here(tmp_path, monkeypatch):
         config_at("finetune", "model", f"./{name}")
 
 
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "model").write_text("")
+    with pytest.raises(DataError, match="expected nothing in the way, which .*model is. Move it"):
+        with writing("pretrain", tmp_path):
+            (tmp_path / "model").mkdir()
+
+
 def test_a_backend_that_is_none(refused, arguments, tmp_path, monkeypatch):
     choice = _backends._Choice("tritn", {})
     monkeypatch.setattr(_backends, "_OF_MAIN_THREAD", [choice])
