@@ -24,6 +24,7 @@ from fastplm.train import _run_folder as module
 from fastplm.train._run_folder import claimed, last_checkpoint, read_record
 from fastplm.train.finetune import FinetuneArguments, prepare_task
 from fastplm.train.finetune_data import Example, hold_out
+from fastplm.train.report import counted
 from fastplm.train.trainer import FiniteCheck
 
 
@@ -599,7 +600,7 @@ def test_announcement(run, corpus, tmp_path, capsys):
     assert rows["learning"].endswith("0.001 with adamw, as given")
     assert "steps 1 to 2, 4 samples of 32 tokens" in rows["training"]
     assert "fp32, as --precision says" in rows["precision"]
-    assert f"{torch.get_num_threads()} threads, 1 process" in rows["device"]
+    assert f"{counted(torch.get_num_threads(), 'thread')}, 1 process" in rows["device"]
     assert "eager" in rows["backends"] and str(tmp_path / "out") in rows["results"]
     assert " gone 0:0" in lines and " to go 0:0" in lines
 
