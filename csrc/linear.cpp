@@ -66,8 +66,8 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From this many rows on it pays to pack fp32. An inner tile without AVX-512 has few sums, and loads more
-// for each; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is faster than both.
+// From this many rows on it pays to pack fp32. An inner tile without AVX-512 is smaller, and adds up lanes
+// more often; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is faster than both.
 constexpr int64_t kManyRows = 49;
 
 int64_t many_inner_rows() {

@@ -130,35 +130,33 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
 
     ``uneven``: as if no size or stride were a multiple of 16.
     """
-    module = importlib.import_module(f"fastplm.triton_kernels.{op}")
     found, seen = [], set()
-    for label, case in module.compile_cases():
-        if label.startswith("slow: ") and not all_cases:
-            continue
-        with record_launches(arch) as launches:
-            case()
-        for launch in launches:
-            source, options, key = source_of(launch, uneven)
-            if key not in seen:
-                seen.add(key)
-                found.append((label, launch, _compile(source, arch, options)))
+    for label, launch in _launches(op, arch, all_cases):
+        source, options, key = source_of(launch, uneven)
+        if key not in seen:
+            seen.add(key)
+            found.append((label, launch, _compile(source, arch, options)))
     return _reports(op, arch, found)
 
 
 def compile_once(op: str, arch: int) -> list[str]:
     """Compile the first launch of each kernel of an op; returns the names of the kernels."""
-    module, names = importlib.import_module(f"fastplm.triton_kernels.{op}"), []
-    for label, case in module.compile_cases():
-        if label.startswith("slow: "):
-            continue
-        with record_launches(arch) as launches:
-            case()
-        for launch in launches:
-            if launch.kernel.__name__ not in names:
-                names.append(launch.kernel.__name__)
-                source, options, _ = source_of(launch)
-                _compile(source, arch, options)
-    return names
+    first = {}
+    for _, launch in _launches(op, arch):
+        first.setdefault(launch.kernel.__name__, launch)
+    for launch in first.values():
+        source, options, _ = source_of(launch)
+        _compile(source, arch, options)
+    return list(first)
+
+
+def _launches(op: str, arch: int, all_cases: bool = False) -> Iterator[tuple[str, Launch]]:
+    """The launches of an op's cases, each with the label of its case."""
+    for label, case in importlib.import_module(f"fastplm.triton_kernels.{op}").compile_cases():
+        if all_cases or not label.startswith("slow: "):
+            with record_launches(arch) as launches:
+                case()
+            yield from ((label, launch) for launch in launches)
 
 
 def source_of(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str, int], str]:

@@ -15,6 +15,8 @@ from fastplm.train._config_file import write_settings
 from fastplm.train._run_folder import RECORD, claimed, read_record, write_hashed, writing
 from fastplm.train.report import settings_of
 
+#: What the processes on another machine may have otherwise.
+_OF_A_MACHINE = ("cache", "threads", "workers")
 # A product of this size takes a core a few milliseconds, and is repeated this often.
 _PRODUCT, _REPEATED = 512, 8
 # With idle cores two threads take half the time of one; above this share the cores are busy.
@@ -76,7 +78,8 @@ def check_ranks(args: Any) -> None:
     """
     if not torch.distributed.is_initialized():
         return
-    own = {name: value for name, value in settings_of(args).items() if name != "threads"}
+    given = settings_of(args)
+    own = {name: given[name] for name in given if name not in _OF_A_MACHINE}
     of_all: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_all, own)
     for rank, other in enumerate(of_all):

@@ -240,6 +240,16 @@ KINDS = ("one-hot", "offset", "equal", "huge", "excluded", "excluded by one", "f
 
 @pairwise(flow=FLOWS, kind=KINDS, options=DIVERGENCES)
 def test_extreme_logits(device, flow, kind, options, chunked):
+    check_extreme(device, flow, kind, options)
+
+
+@each_flow
+@pytest.mark.parametrize("divergence", ("forward_kl", "reverse_kl"))
+def test_an_infinite_gap_that_loses_all_weight(device, flow, divergence, chunked):
+    check_extreme(device, flow, "far below", {"divergence": divergence})
+
+
+def check_extreme(device, flow, kind, options):
     # Every product and sum is exact: what errs is the softmax alone.
     inputs = make(device, rows=40, vocab=300)
     for name in ("input", "teacher_input"):

@@ -47,7 +47,10 @@ class Rows(NamedTuple):
 
 
 class AttnMask(NamedTuple):
-    """[Tq, Tk] of one head: 0 where a query may not see a key."""
+    """[Tq, Tk] of one head: 0 where a query may not see a key.
+
+    Kernels make it in place: under Triton 3.6 no helper can return None where there is no mask.
+    """
 
     ptr: Any
     stride: Any
