@@ -25,7 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ import machine_code
 from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
 from hazards import find_hazards
 from offsets import offset_overflows
+from timeline import Timing, follow
 
 #: The architectures that the launch tables are made for, and that docs/kernels.md shows.
 ARCHS = (80, 90, 100)
@@ -185,6 +186,15 @@ def compile_launch(op: str, label: str, arch: int, launch: Launch) -> Report:
     """Compile one recorded launch."""
     source, options, _ = source_of(launch)
     return _reports(op, arch, [(label, launch, _compile(source, arch, options))])[0]
+
+
+def timing(launch: Launch, report: Report, turns: Sequence[int], programs: int) -> Timing:
+    """How long an SM takes for programs of a launch, see ``timeline.follow``."""
+    source, options, _ = source_of(launch)
+    cubin = _compile(source, report.arch, options).asm["cubin"]
+    ((sass, _),) = disassemble([cubin], report.arch)
+    where = (report.arch, report.warps, report.blocks)
+    return follow(sass, _text(cubin), *where, turns, programs)
 
 
 def _type(value: Any) -> str:
