@@ -2,9 +2,9 @@
 
     python benchmarks/attention_bound.py [--markdown docs/attention.md]
 
-For every shape with a target the launches are recorded, compiled for sm_90 with no GPU, and followed
-(``bounds``). The time that memory needs is another one; the longer one holds. Arithmetic, not a
-measurement.
+For every shape with a target the launches are recorded, compiled for sm_90 with no GPU, and
+followed (``bounds``). The time that memory needs is another one; the longer one holds. Arithmetic,
+not a measurement.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ dim 64.
 
 **How far to trust it.** The published rates nearest to these kernels are those of Triton's own
 forward on an H100 (FlashAttention-3, Shah et al. 2024, head dim 64, 16-bit, without a mask): 340
-TFLOP/s at 512 tokens, 382 at 1,024, 400 at 4,096. For a kernel with tiles of 128x64, which is near to
-that one, the simulation says 304, 384 and 479. No kernel of ours has been timed on such a device.
+TFLOP/s at 512 tokens, 382 at 1,024, 400 at 4,096. For a kernel with tiles of 128x64, which is near
+to that one, the simulation says 310, 389 and 481. No kernel of ours has been timed on such a device.
 
 {table}
 
 A forward with one producer and two consumers that take turns (FlashAttention-3, Shah et al. 2024)
 exists for sm_90, head dim 64, without dropout and bias: `attention/ping_pong.py`. It was compiled
 and emulated, never run on a device, and is off until it is timed: with
-`attention.launch.ping_pong_from = 512` it serves 512 queries and keys or more. By arithmetic its
-loop needs a fifth fewer cycles of its busiest unit than the one above; published times of the technique at head dim 64
-show no gain at 512 tokens, 3 % at 1,024 and 16 % at 2,048 over a plain pipelined kernel.
+`attention.launch.ping_pong_from = 512` it serves 512 queries and keys or more. The simulation does
+not follow its barriers. Published times of the technique at head dim 64 show no gain at 512 tokens,
+3 % at 1,024 and 16 % at 2,048 over a plain pipelined kernel.
 """
 
 

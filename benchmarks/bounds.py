@@ -52,9 +52,10 @@ def product(m: int, n: int, k: int) -> float:
 def executed(
     report: Report, launch: Launch, iterations: float, persistent: bool = False, inner: int = 1
 ) -> tuple[float, str]:
-    """(microseconds, what takes them) of that many turns of the inner loop by all programs together.
+    """(microseconds, what takes them) of a launch.
 
     Args:
+        iterations: turns of the inner loop by all programs together.
         persistent: the device has as many programs as it has places.
         inner: turns of the inner loop in each of the loop around it.
     """

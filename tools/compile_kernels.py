@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import triton
+from timeline import Timing, follow
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -40,7 +41,6 @@ import machine_code
 from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
 from hazards import find_hazards
 from offsets import offset_overflows
-from timeline import Timing, follow
 
 #: The architectures that the launch tables are made for, and that docs/kernels.md shows.
 ARCHS = (80, 90, 100)

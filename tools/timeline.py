@@ -6,10 +6,11 @@ each scheduler, matrix products that run beside the warps until they are waited 
 barriers, memory with a latency and a rate. So what overlaps in the code overlaps here, and what
 waits, waits. A program's start and end and whole waves of programs are part of it.
 
-What it does not know: which of two ready warps the hardware prefers (the one that waited longest,
-here), caches (what a loop loads comes from the L2, what stands outside of loops from memory), clocks
-that fall under load, and the matrix units of sm_100, which signal by other means. It was never held
-against a device. Nothing here is measured but the rates and latencies below.
+What it does not know: which of two ready warps the hardware prefers (here the one that waited
+longest), caches (what a loop loads comes from the L2, what stands outside of loops from memory),
+branches inside a loop (it goes on as the code stands, also where Triton made one loop of two),
+clocks that fall under load, and the matrix units of sm_100, which signal by other means. It was
+never held against a device. Nothing here is measured but the rates and latencies below.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Timing:
 
 
 _BASE = re.compile(r"\[(U?R\d+)")
+_WAITS = {"WARPGROUP.DEPBAR.LE": "products", "DEPBAR.LE": "copies"}
 _PENDING = re.compile(r"(0x[0-9a-f]+)\s*$")
 #: Bytes that a thread moves, by a part of the name.
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
