@@ -21,6 +21,8 @@ _SPLIT_COLUMNS = 4096
 # Elements of the buffer for dZ: columns enough that dW fills a large device, in at most 512 MiB of
 # 16 bits. Never more than a quarter of the vocabulary, or a small batch would store all its logits.
 _SCRATCH_ELEMENTS = 1 << 28
+# Of rows beyond those that were expected, of which usually none counts: it is there all the same.
+_SPARE_ELEMENTS = 1 << 26
 _SCRATCH_PARTS = 4
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
@@ -163,8 +165,9 @@ def wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[s
     return cdiv(cdiv(chunk_columns, splits), config["BLOCK_V"]) * config["BLOCK_V"]
 
 
-def chunk_columns_of(rows: int, vocab: int, *configs: dict[str, int]) -> int:
+def chunk_columns_of(rows: int, vocab: int, spare: bool, *configs: dict[str, int]) -> int:
     """Columns of the buffer for dZ: whole tiles of every kernel that writes or reads it."""
     block = max(config["BLOCK_V"] for config in configs)
-    wanted = min(cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
+    most = _SPARE_ELEMENTS if spare else _SCRATCH_ELEMENTS
+    wanted = min(cdiv(vocab, _SCRATCH_PARTS), most // max(rows, 1))
     return max(cdiv(wanted, block), 1) * block
