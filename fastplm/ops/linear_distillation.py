@@ -129,8 +129,7 @@ def linear_distillation(
             never keeps any. The teacher's are never kept. Default: 2 GiB where ``E + Et`` is at
             least 736 (on a CPU 192), else nothing.
         expected_targets: how many rows should count, if the caller knows it without asking the
-            device; as in ``linear_cross_entropy``. A CPU counts them where it sees them; without
-            ``target`` and ``mask`` all do.
+            device; as in ``linear_cross_entropy``. A CPU counts them where it sees them.
 
     Returns:
         ``LinearDistillation(loss, distillation, cross_entropy)``: ``distillation`` is the
@@ -360,8 +359,6 @@ def _distilled(
     call = call._replace(target=chosen, teacher_probabilities=probabilities)
     if backend == "eager":
         return _eager(call)
-    if target is None and mask is None and expected_targets is None:
-        expected_targets = call.input.shape[0]  # every row counts
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
     divides = normalizer is not None and normalizer.requires_grad
     laid_out: dict[str, Any] = {

@@ -534,8 +534,7 @@ def backward_recomputed(
     scratch, chunk_columns = input, vocab  # the buffer is never read
     split_columns = configs.split_columns_of(config_x["BLOCK_V"])
     if wide:
-        used = (config_x, config_w, config_z)
-        chunk_columns = configs.chunk_columns_of(rows, vocab, accumulates, *used)
+        chunk_columns = configs.chunk_columns_of(rows, vocab, config_x, config_w, config_z)
         scratch = input.new_empty(rows, chunk_columns)
         split_columns = configs.wide_split_columns(rows, width, chunk_columns, config_x)
     splits = cdiv(min(chunk_columns, vocab), split_columns)

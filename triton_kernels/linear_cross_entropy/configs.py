@@ -21,8 +21,6 @@ _SPLIT_COLUMNS = 4096
 # Elements of the buffer for dZ: columns enough that dW fills a large device, in at most 512 MiB of
 # 16 bits. Never more than a quarter of the vocabulary, or a small batch would store all its logits.
 _SCRATCH_ELEMENTS = 1 << 28
-# Of rows beyond those that were expected, of which usually none counts: it is there all the same.
-_SPARE_ELEMENTS = 1 << 26
 _SCRATCH_PARTS = 4
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
@@ -40,16 +38,16 @@ _TABLE = {
     (80, True, "forward 64"): (64, 64, 64, 4, 2),
     (90, True, "forward 64"): (128, 128, 64, 8, 3),
     (100, True, "forward 64"): (128, 64, 64, 4, 3),
-    (80, True, "forward 128"): (64, 64, 128, 4, 2),
+    (80, True, "forward 128"): (128, 64, 128, 8, 2),
     (86, True, "forward 128"): (128, 32, 128, 8, 2),
-    (90, True, "forward 128"): (64, 64, 128, 4, 3),
+    (90, True, "forward 128"): (128, 128, 128, 8, 3),
     (100, True, "forward 128"): (128, 64, 128, 8, 3),
     (80, True, "dX 16"): (64, 64, 16, 4, 2),
     (80, True, "dX 32"): (64, 64, 32, 4, 2),
     (80, True, "dX 64"): (64, 64, 64, 4, 2),
     (90, True, "dX 64"): (128, 64, 64, 8, 3),
-    (80, True, "dX 128"): (32, 64, 128, 4, 2),
-    (90, True, "dX 128"): (64, 32, 128, 4, 3),
+    (80, True, "dX 128"): (64, 64, 128, 8, 2),
+    (90, True, "dX 128"): (128, 64, 128, 8, 3),
     (80, True, "dW 16"): (64, 64, 16, 4, 2),
     (100, True, "dW 16"): (64, 64, 16, 8, 2),
     (80, True, "dW 32"): (64, 64, 32, 4, 2),
@@ -58,20 +56,20 @@ _TABLE = {
     (90, True, "dW 64"): (64, 128, 64, 8, 3),
     (100, True, "dW 64"): (64, 64, 64, 8, 3),
     (80, True, "dW 128"): (64, 64, 128, 4, 2),
-    (90, True, "dW 128"): (64, 128, 128, 8, 2),
+    (90, True, "dW 128"): (64, 128, 128, 8, 3),
     (100, True, "dW 128"): (64, 64, 128, 8, 3),
-    (80, True, "wide forward"): (128, 128, 32, 4, 3),
-    (90, True, "wide forward"): (128, 256, 32, 8, 4),
+    (80, True, "wide forward"): (128, 128, 32, 8, 3),
+    (90, True, "wide forward"): (128, 128, 64, 8, 4),
     (100, True, "wide forward"): (128, 64, 64, 8, 4),
     (80, True, "wide forward with more"): (128, 64, 32, 4, 3),
     (86, True, "wide forward with more"): (128, 32, 32, 4, 3),
-    (90, True, "wide forward with more"): (128, 256, 32, 8, 4),
-    (80, True, "wide dZ"): (128, 128, 32, 4, 3),
-    (90, True, "wide dZ"): (128, 256, 64, 8, 3),
-    (80, True, "wide dX"): (128, 32, 128, 4, 4),
-    (90, True, "wide dX"): (128, 64, 256, 8, 3),
+    (90, True, "wide forward with more"): (128, 64, 64, 8, 4),
+    (80, True, "wide dZ"): (128, 128, 32, 8, 3),
+    (90, True, "wide dZ"): (128, 128, 64, 8, 4),
+    (80, True, "wide dX"): (128, 64, 128, 8, 3),
+    (90, True, "wide dX"): (128, 64, 256, 8, 4),
     (100, True, "wide dX"): (128, 64, 128, 8, 4),
-    (80, True, "wide dW"): (32, 64, 128, 4, 3),
+    (80, True, "wide dW"): (64, 64, 128, 4, 2),
     (90, True, "wide dW"): (64, 128, 256, 8, 4),
     (80, True, "wide dW with more"): (64, 64, 128, 4, 2),
     (90, True, "wide dW with more"): (64, 128, 256, 8, 4),
@@ -165,9 +163,8 @@ def wide_split_columns(rows: int, width: int, chunk_columns: int, config: dict[s
     return cdiv(cdiv(chunk_columns, splits), config["BLOCK_V"]) * config["BLOCK_V"]
 
 
-def chunk_columns_of(rows: int, vocab: int, spare: bool, *configs: dict[str, int]) -> int:
+def chunk_columns_of(rows: int, vocab: int, *configs: dict[str, int]) -> int:
     """Columns of the buffer for dZ: whole tiles of every kernel that writes or reads it."""
     block = max(config["BLOCK_V"] for config in configs)
-    most = _SPARE_ELEMENTS if spare else _SCRATCH_ELEMENTS
-    wanted = min(cdiv(vocab, _SCRATCH_PARTS), most // max(rows, 1))
+    wanted = min(cdiv(vocab, _SCRATCH_PARTS), _SCRATCH_ELEMENTS // max(rows, 1))
     return max(cdiv(wanted, block), 1) * block

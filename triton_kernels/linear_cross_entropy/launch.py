@@ -132,7 +132,7 @@ def linear_cross_entropy_bwd(
     operands = operands_of(input, linear_weight, linear_bias, parts)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
-        dw, db = (torch.empty_like(grad, dtype=torch.float32) for grad in (dw, db))
+        dw, db = dw.float(), db.float()
     # What is not needed is None, here and below.
     grads = dict(
         dx_ptr=grad_input if need_input else None,

@@ -181,7 +181,7 @@ def linear_distillation_bwd(
     )
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:  # the parts add up in fp32
-        dw, db = (torch.empty_like(grad, dtype=torch.float32) for grad in (dw, db))
+        dw, db = dw.float(), db.float()
     grads = dict(
         dx_ptr=grad_input if need_input else None,
         dw_ptr=dw if need_weight else None,
