@@ -282,6 +282,13 @@ EDITS = {
     "no barrier": (r"bar\.sync\s+0\s*;", lambda m: "", -1),
     "one barrier less": (r"bar\.sync\s+0\s*;", lambda m: "", 0),
     "no fence before products": (r"fence\.proxy\.async\S*;", lambda m: "", -1),
+    "no fence of registers": (r"wgmma\.fence\S*;", lambda m: "", -1),
+    "one fence of registers less": (r"wgmma\.fence\S*;", lambda m: "", 0),
+    "a fragment overwritten too early": (
+        r"(?s)(wgmma\.mma_async\S* \{[^}]*\}, \{(%r\d+),.*?wgmma\.commit_group\S*;)",
+        lambda m: f"{m[1]} mov.b32 {m[2]}, 0;",
+        0,
+    ),
     "one phase not waited for": (
         r"(?s)\{\s*\.reg \.pred\s+complete;\s*waitLoop:.*?bra\.uni waitLoop;\s*\}",
         lambda m: "",

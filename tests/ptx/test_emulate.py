@@ -139,9 +139,19 @@ def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
 
 def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
-    for fault in ("products not waited for", "no fence before products"):
+    faults = ("products not waited for", "no fence before products")
+    for fault in (*faults, "a fragment overwritten too early"):
         assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
     assert emulate("faulty_attention", fault="another comment", **arguments) == "passes"
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_registers_of_a_product_that_are_not_fenced_are_named(emulate, place):
+    """Scores and output, of whole tiles and of the last one."""
+    arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
+    fault = "one fence of registers less"
+    found = emulate("faulty_attention", fault=fault, place=place, **arguments)
+    assert "wgmma.mma_async" in found and "with no wgmma.fence" in found
 
 
 def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):

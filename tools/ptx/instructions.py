@@ -35,7 +35,7 @@ NUMPY = {
     **{f"s{8 * size}": np.dtype(f"i{size}").type for size in (1, 2, 4, 8)},
 }
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
-#: Instructions that say nothing to an emulator in which what is written is seen at once.
+#: Instructions that change nothing here; ``fences`` says whether a ``wgmma.fence`` is missing.
 NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg")
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
@@ -1243,17 +1243,15 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         warps = np.arange(len(first)) if mask is None else np.flatnonzero(mask[first])
         heads = first[warps]
         read_b = operand(right[heads], warps, columns, b_by_columns)
-        if from_registers:
-            held = np.stack([row.reshape(-1, 32)[warps] for row in left]).view(element)
-            held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
-            held = widen(held.reshape(-1, 16, 8 * each), kind)
-        else:
+        if not from_registers:
             read_a = operand(left[heads], warps, 64, a_by_columns)
         added = scales[heads].copy()
 
         def land(which: np.ndarray) -> None:
-            if from_registers:
-                tile = held[which]
+            if from_registers:  # which nobody may write before the product is waited for
+                held = np.stack([row.reshape(-1, 32)[warps[which]] for row in left]).view(element)
+                held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
+                tile = widen(held.reshape(-1, 16, 8 * each), kind)
             else:
                 quarter = group.warp[heads[which]] % 4 * 16
                 tile = read_a(which, quarter[:, None] + np.arange(16))

@@ -22,6 +22,7 @@ from itertools import product
 
 import numpy as np
 
+from ptx.fences import unfenced
 from ptx.instructions import NUMPY, bind, trying
 from ptx.memory import GlobalMemory, SharedMemory
 from ptx.parse import Instruction, Kernel, PtxError, number, parse
@@ -380,6 +381,8 @@ class Program:
             raise PtxError(f"{self.kernel.name} is for {self.kernel.threads} threads")
         self.shared = self.kernel.static_shared + shared
         self.shared_stride = SharedMemory(0, self.shared).stride
+        if missing := unfenced(self.kernel):
+            raise PtxError(missing[0])
         self.has_phases = any(ins.parts[0] == "mbarrier" for ins in self.kernel.code)
         self._split()
         self._groups: dict[tuple[int, int], list[Group]] = {}
