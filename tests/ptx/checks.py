@@ -39,9 +39,11 @@ QKV = ("query", "key", "value")
 FENCED = False if triton.__version__.startswith("3.6") else None
 
 
-def hold(
-    arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None, peers=()
-) -> list[str]:
+#: Faults that are planted in kernels while a check runs.
+edits: dict = {}
+
+
+def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, peers=()) -> list[str]:
     """Output and gradients within the error budget, and of the same bits by every schedule."""
     results = []
     for seed in seeds:
@@ -115,7 +117,7 @@ def allowed_tf32():
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
+def attention(arch, dtype, shape, option="", seeds=(0, 1), schedule=None) -> list[str]:
     """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
     than those in fp32."""
     in_tf32 = dtype == "tf32"
@@ -126,7 +128,7 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=
     function = with_table(function)
     wrt = [name for name in (*QKV, "table") if name in inputs]
     if not in_tf32:
-        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits)
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule)
 
     def peer(**inputs):
         with ProductsInTF32():
@@ -135,7 +137,7 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=
     with allowed_tf32():
         with emulated(arch), pytest.raises(BudgetExceeded, match="output"):
             assert_within_budget(function, reference, inputs)
-        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits, [peer])
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, [peer])
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
@@ -289,6 +291,7 @@ EDITS = {
         lambda m: f"{m[1]} mov.b32 {m[2]}, 0;",
         0,
     ),
+    "a relaxed atomic": (r"(atom\.global\.gpu\.)acq_rel", lambda m: f"{m[1]}relaxed", -1),
     "one phase not waited for": (
         r"(?s)\{\s*\.reg \.pred\s+complete;\s*waitLoop:.*?bra\.uni waitLoop;\s*\}",
         lambda m: "",
@@ -303,8 +306,9 @@ def later(match: re.Match) -> str:
     return match[0][: match.start(1) - match.start()] + str(int(match[1]) + 1)
 
 
-def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1), place=None) -> str:
-    """What the fault in the kernel's PTX leads to: "passes", "numbers" or an error's text."""
+def faulty(check, kernel, fault, place=None, **arguments) -> str:
+    """What the fault in the kernel's PTX leads a check to: "passes", "numbers" or an error's
+    text."""
     pattern, change, which = EDITS[fault]
     which = which if place is None else place
 
@@ -316,12 +320,15 @@ def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1),
         return text
 
     edit.__name__ = f"{fault} {which}"
+    edits[kernel] = edit
     try:
-        launched = attention(arch, dtype, shape, option, seeds, edits={kernel: edit})
+        launched = globals()[check](**arguments)
     except (BudgetExceeded, AssertionError):
         return "numbers"
     except PtxError as error:
         return str(error)
+    finally:
+        edits.clear()
     assert kernel in launched, f"{kernel} was not launched but {launched}"
     return "passes"
 
@@ -336,6 +343,34 @@ def planted_kernel(arch, name, schedules) -> list:
                 found.append(getattr(planted, name)())
         except PtxError as error:
             found.append(str(error))
+    return found
+
+
+#: What stands around a relaxed atomic in place of its own order.
+AROUND = {
+    "": ("", ""),
+    "fences": ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
+    "old fences": ("membar.gl;", "membar.sys;"),
+    "no fence behind": ("fence.acq_rel.gpu;", ""),
+    "no fence before": ("", "fence.acq_rel.gpu;"),
+    "fences of a block": ("fence.acq_rel.cta;", "membar.cta;"),
+}
+
+
+def last_block(arch, fences, seeds, **options) -> list[bool]:
+    """By seed, whether the sum of the last block to arrive is right."""
+    before, behind = AROUND[fences]
+
+    def edit(text: str) -> str:
+        atom = r"@%p\d+ atom\.global\.gpu\.relaxed[^;]*;"
+        return re.sub(atom, lambda m: f"{before} {m[0]} {behind}", text)
+
+    edit.__name__ = fences
+    edits = {"_last_block_kernel": edit} if fences else {}
+    found = []
+    for seed in seeds:
+        with emulated(arch, seed, edits=edits):
+            found.append(planted.last_block(**options) == 0)
     return found
 
 

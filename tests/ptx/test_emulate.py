@@ -132,7 +132,13 @@ FORWARD = "_attention_stream_fwd_kernel"
 def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
     shape = (1, 1, 70, 300, 64)
     found = emulate(
-        "faulty_attention", arch=arch, dtype="bfloat16", shape=shape, kernel=FORWARD, fault=fault
+        "faulty",
+        check="attention",
+        arch=arch,
+        dtype="bfloat16",
+        shape=shape,
+        kernel=FORWARD,
+        fault=fault,
     )
     assert found == "numbers"
 
@@ -141,8 +147,8 @@ def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
     faults = ("products not waited for", "no fence before products")
     for fault in (*faults, "a fragment overwritten too early"):
-        assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
-    assert emulate("faulty_attention", fault="another comment", **arguments) == "passes"
+        assert emulate("faulty", check="attention", fault=fault, **arguments) == "numbers"
+    assert emulate("faulty", check="attention", fault="another comment", **arguments) == "passes"
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -150,7 +156,7 @@ def test_registers_of_a_product_that_are_not_fenced_are_named(emulate, place):
     """Scores and output, of whole tiles and of the last one."""
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
     fault = "one fence of registers less"
-    found = emulate("faulty_attention", fault=fault, place=place, **arguments)
+    found = emulate("faulty", check="attention", fault=fault, place=place, **arguments)
     assert "wgmma.mma_async" in found and "with no wgmma.fence" in found
 
 
@@ -166,6 +172,36 @@ def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
 
 def planted(emulate, arch: int, name: str, schedules) -> list:
     return emulate("planted_kernel", arch=arch, name=name, schedules=schedules)
+
+
+@pytest.mark.parametrize("arch", (80, 90))
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        (dict(), True),
+        (dict(sem="relaxed", fences="fences"), True),
+        (dict(sem="relaxed", fences="old fences"), True),
+        (dict(sem="relaxed"), False),
+        (dict(sem="release"), False),
+        (dict(sem="acquire"), False),
+        (dict(scope="cta"), False),
+        (dict(barrier=False), False),
+        (dict(counts=False), False),
+        (dict(sem="relaxed", fences="no fence behind"), False),
+        (dict(sem="relaxed", fences="no fence before"), False),
+        (dict(sem="relaxed", fences="fences of a block"), False),
+    ],
+)
+def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, right):
+    """A program counts those that have stored, and the last one reads what all stored."""
+    found = emulate("last_block", arch=arch, seeds=[0, 1, 2, 3], **dict(fences="") | options)
+    assert all(found) if right else not found[0]
+
+
+def test_partial_sums_of_gather_rows_need_the_order_of_its_atomic(emulate):
+    arguments = dict(check="gather_rows", dtype="bfloat16", width=40, seeds=[0])
+    arguments |= dict(arch=90, kernel="_gather_rows_bwd_kernel")
+    assert emulate("faulty", fault="a relaxed atomic", **arguments) == "numbers"
 
 
 @pytest.mark.parametrize("arch", (80, 90))

@@ -36,7 +36,7 @@ NUMPY = {
 }
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
 #: Instructions that change nothing here; ``fences`` says whether a ``wgmma.fence`` is missing.
-NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg")
+NOTHING = ("fence.acq_rel.cta", "fence.sc.cta", "membar.cta", "wgmma.fence", "setmaxnreg")
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
 _PURE: dict[str, Callable[..., Pure]] = {}
@@ -831,6 +831,30 @@ def _active(group: Any, ins: Instruction) -> Callable:
 _HINTS = {"weak", "relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "sys", "nc", "volatile"}
 
 
+def releases(ins: Instruction) -> bool:
+    """Whether it shows other blocks what was stored before."""
+    said = set(ins.parts)
+    if ins.parts[0] in ("fence", "membar"):
+        return bool(said & {"gpu", "gl", "sys"})
+    return bool(said & {"release", "acq_rel"}) and "cta" not in said
+
+
+def _acquires(ins: Instruction) -> bool:
+    return bool({"acquire", "acq_rel"} & set(ins.parts)) and "cta" not in ins.parts
+
+
+def acquire(group: Any, which: Any) -> None:
+    """From now on these threads see what was released to whatever they have read."""
+    group.acquired[which] = np.maximum(group.acquired[which], group.observed[which])
+
+
+def _is_strong(ins: Instruction) -> bool:
+    """Whether it is of the memory that all blocks share."""
+    said = set(ins.parts)
+    strong = said & {"relaxed", "acquire", "release", "acq_rel", "volatile"}
+    return bool(strong) and "cta" not in said
+
+
 def _access(ins: Instruction) -> tuple[str, int, str]:
     """(space, elements, type) of a load or store."""
     modifiers = [m for m in ins.parts[1:-1] if m not in _HINTS and "::" not in m]
@@ -873,6 +897,8 @@ def _load(group: Any, ins: Instruction) -> Callable:
     names = out if isinstance(out, tuple) else (out,)
     element = NUMPY[kind]
     rows, straight = [], True
+    how = "strong" if _is_strong(ins) else "constant" if "nc" in ins.parts else "weak"
+    acquires = _acquires(ins)
     for name in names:
         if name != "_":
             straight &= group.width(name) == size
@@ -883,7 +909,10 @@ def _load(group: Any, ins: Instruction) -> Callable:
         if mask is not None:
             places, blocks = places[mask], blocks[mask]
         if space == "global":
-            whole = group.memory.load(places, size * count)
+            which = slice(None) if mask is None else mask
+            whole = group.memory.load(places, size * count, group, which, how)
+            if acquires:
+                acquire(group, which)
         else:
             whole = group.shared.load(blocks, places, size * count)
         values = whole.view(element).reshape(-1, count)
@@ -913,7 +942,8 @@ def _store(group: Any, ins: Instruction) -> Callable:
     names = given if isinstance(given, tuple) else (given,)
     bits = f"b{8 * size}"
     rows = [group.source(name, bits) for name in names]
-    lanes = group.lanes
+    lanes, is_release = group.lanes, releases(ins)
+    how = "strong" if _is_strong(ins) else "weak"
 
     def store(mask: np.ndarray | None) -> None:
         values = np.empty((lanes, count), NUMPY[bits])
@@ -924,7 +954,9 @@ def _store(group: Any, ins: Instruction) -> Callable:
         if mask is not None:
             whole, places, blocks = whole[mask], places[mask], blocks[mask]
         if space == "global":
-            group.memory.store(places, size * count, whole)
+            which = slice(None) if mask is None else mask
+            released = group.memory.release(group, which) if is_release else 0
+            group.memory.store(places, size * count, whole, group, which, how, released)
         else:
             group.shared.store(blocks, places, size * count, whole)
 
@@ -957,20 +989,28 @@ def _atomic(group: Any, ins: Instruction) -> Callable:
     sources = [group.source(operand, kind) for operand in given]
     function = _ATOMIC.get(words[0])
     size, element = _SIZE[kind], NUMPY[kind]
+    # Without a word the order is relaxed, and the scope that of the GPU.
+    reads, writes = ("weak", "weak") if "cta" in ins.parts else ("strong", "atomic")
+    is_release, is_acquire = releases(ins), _acquires(ins)
 
     def atomic(mask: np.ndarray | None) -> None:
         places = address()
-        for lane in range(group.lanes) if mask is None else np.flatnonzero(mask):
+        lanes = np.arange(group.lanes) if mask is None else np.flatnonzero(mask)
+        released = group.memory.release(group, lanes) if is_release else 0
+        for lane in lanes:
             where = places[lane : lane + 1]
-            old = group.memory.load(where, size).view(element)
+            old = group.memory.load(where, size, group, [lane], reads).view(element)
             if function is not None:
                 new = function(old, sources[0][lane : lane + 1])
             else:
                 compared, wanted = (source[lane : lane + 1] for source in sources)
                 new = np.where(old == compared, wanted, old)
-            group.memory.store(where, size, new.astype(element).view(WHOLE[size]))
+            changed = new.astype(element).view(WHOLE[size])
+            group.memory.store(where, size, changed, group, [lane], writes, released)
             if target is not None:
                 target[lane] = old[0]
+        if is_acquire:
+            acquire(group, lanes)
 
     return atomic
 
@@ -1007,11 +1047,13 @@ def _copy(group: Any, ins: Instruction) -> Callable:
         values = np.zeros(len(lanes), WHOLE[size])
         sizes = np.full(len(lanes), size) if taken is None else taken[lanes]
         whole = sizes == size
-        values[whole] = group.memory.load(of()[lanes][whole], size) if whole.any() else 0
+        if whole.any():
+            values[whole] = group.memory.load(of()[lanes][whole], size, group, lanes[whole])
         raw = values.view(np.uint8).reshape(-1, size)
         for i in np.flatnonzero(~whole & (sizes > 0)):
             start = of()[lanes[i]]
-            raw[i, : sizes[i]] = group.memory.load(start + np.arange(sizes[i]), 1)
+            which = np.full(sizes[i], lanes[i])
+            raw[i, : sizes[i]] = group.memory.load(start + np.arange(sizes[i]), 1, group, which)
         view = group.shared.views[size]
 
         def land(which: np.ndarray) -> None:
@@ -1020,6 +1062,21 @@ def _copy(group: Any, ins: Instruction) -> Callable:
         group.copies.issue(lanes, land)
 
     return copy
+
+
+@_masked("bar")
+def _warp_barrier(group: Any, ins: Instruction) -> Callable:
+    if not ins.name.startswith("bar.warp.sync"):
+        raise ins.error("a barrier that the emulator does not know")
+
+    def meet(mask: np.ndarray | None) -> None:
+        taken = np.ones(group.lanes, bool) if mask is None else mask
+        warps = taken.reshape(-1, 32)
+        for times, later in ((group.acquired, 0), (group.clock, 1)):
+            most = np.where(warps, times.reshape(-1, 32), 0).max(1, keepdims=True) + later
+            np.copyto(times.reshape(-1, 32), most, where=warps)
+
+    return meet
 
 
 # --- phases of mbarrier objects -------------------------------------------------------------------
@@ -1077,8 +1134,16 @@ def trying(group: Any, ins: Instruction) -> Callable[[np.ndarray], np.ndarray]:
     return passed
 
 
-@_masked("fence")
+@_masked("fence", "membar")
 def _fence(group: Any, ins: Instruction) -> Callable:
+    if releases(ins):
+
+        def order(mask: np.ndarray | None) -> None:
+            which = slice(None) if mask is None else mask
+            acquire(group, which)
+            group.released[which] = group.memory.release(group, which)
+
+        return order
     if not ins.name.startswith("fence.proxy.async"):
         raise ins.error("a fence that the emulator does not know")
 

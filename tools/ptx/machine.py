@@ -6,8 +6,9 @@ barrier happens in an order that the hardware may take, too, and seldom does. Se
 side by side: they are independent, and a group holds the same warps of all of them.
 
 A copy (``cp.async``) lands, and a product (``wgmma``) reads shared memory and writes its registers,
-at once or not before a wait forces it: as ``Schedule`` says. A copy that an ``mbarrier`` is told of
-is forced when nothing else can go on.
+at once or not before a wait forces it: as ``Schedule`` says. So are stores to global memory seen by
+other blocks, at once or not before they must be (``GlobalMemory``). A copy that an ``mbarrier`` is
+told of is forced when nothing else can go on.
 
 Warps of different roles meet at numbered barriers and at ``mbarrier`` objects. A thread that waits
 for a phase tries again after every round of the groups, of which one, by chance, only goes on where
@@ -23,7 +24,7 @@ from itertools import product
 import numpy as np
 
 from ptx.fences import unfenced
-from ptx.instructions import NUMPY, bind, trying
+from ptx.instructions import NUMPY, bind, releases, trying
 from ptx.memory import GlobalMemory, SharedMemory
 from ptx.parse import Instruction, Kernel, PtxError, number, parse
 
@@ -41,6 +42,7 @@ class Schedule:
     (each warp's by chance). By default the first seeds are the extremes: 0 has both late, 1 early
     copies and late products, which meets a product that is still reading what a copy overwrites.
     ``fenced``: products see what threads wrote to shared memory only after a fence; 0 has it so.
+    ``stores``: when other blocks see what a block stores to global memory; 0 has it late, 1 early.
     From 2 on all is by chance, and there are four groups of warps, not two, which takes longer.
     """
 
@@ -49,11 +51,13 @@ class Schedule:
     products: str = ""
     groups: int = 0
     fenced: bool | None = None
+    stores: str = ""
     random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = self.copies or {0: "late", 1: "early"}.get(self.seed, "random")
         self.products = self.products or {0: "late", 1: "late"}.get(self.seed, "random")
+        self.stores = self.stores or {0: "late", 1: "early"}.get(self.seed, "random")
         self.groups = self.groups or (2 if self.seed < 2 else 4)
         self.random = np.random.default_rng(self.seed)
         if self.fenced is None:
@@ -176,6 +180,13 @@ class Group:
         self.block = np.repeat(np.arange(blocks), warps * 32)
         self.warp = np.empty(self.lanes, np.int64)
         self.block_start = self.block * program.shared_stride
+        self.number = np.empty(self.lanes, np.int32)  # of the block in its launch, from 1 on
+        # What orders accesses to global memory: until when a thread sees the stores of other
+        # blocks, until when it would if it acquired, when a fence last released its own, and a
+        # clock that is later behind every barrier.
+        self.acquired, self.observed = np.empty((2, self.lanes), np.int64)
+        self.released, self.clock = np.empty((2, self.lanes), np.int64)
+        self.releases, self.has_phases = program.releases, program.has_phases
         self.special = {
             f"%{name}": np.zeros(self.lanes, np.uint32)
             for name in ("tid.x", "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y")
@@ -294,14 +305,19 @@ class Group:
         self,
         warps: np.ndarray,
         places: np.ndarray,
+        first: int,
         grid: tuple[int, int, int],
         params: dict[str, bytes],
         memory: GlobalMemory,
         shared: SharedMemory,
         schedule: Schedule,
     ) -> None:
-        """Begin the blocks at ``places`` [blocks, 3] with these warps of them."""
+        """Begin the blocks at ``places`` [blocks, 3], whose numbers begin with ``first``, with
+        these warps of them."""
         self._place_warps[:] = warps[None, :, None]
+        self.number[:] = first + self.block
+        for times in (self.acquired, self.observed, self.released, self.clock):
+            times.fill(0)
         self.special["%tid.x"][:] = self.warp * 32 + self.lane
         for axis, name in enumerate("xyz"):
             self.special[f"%ctaid.{name}"][:] = places[self.block, axis]
@@ -384,6 +400,7 @@ class Program:
         if missing := unfenced(self.kernel):
             raise PtxError(missing[0])
         self.has_phases = any(ins.parts[0] == "mbarrier" for ins in self.kernel.code)
+        self.releases = any(map(releases, self.kernel.code))
         self._split()
         self._groups: dict[tuple[int, int], list[Group]] = {}
 
@@ -423,13 +440,17 @@ class Program:
         warps = self.threads // 32
         chunks = -(-len(places) * self.threads // THREADS)
         groups = min(schedule.groups, warps)
+        memory.start(schedule.stores, schedule.random)
+        first = 1
         with np.errstate(all="ignore"):
             for chunk in np.array_split(places, min(chunks, len(places))):
                 bound = self.bind(len(chunk), groups)
                 shared = SharedMemory(len(chunk), self.shared, schedule.fenced)
                 order = schedule.random.permutation(warps)
                 for group, part in zip(bound, np.split(order, groups), strict=True):
-                    group.start(part, chunk, whole, params, memory, shared, schedule)
+                    group.start(part, chunk, first, whole, params, memory, shared, schedule)
+                first += len(chunk)
+                memory.unreleased.clear()
                 lazy = -1
                 while self._alive(bound):
                     if self.has_phases and schedule.random.random() < 0.2:
@@ -465,10 +486,23 @@ class Program:
                     f"barrier {number} is for {threads} threads: {there.max()} are there"
                 )
             full = (there == expected) & (there > 0)
-            for group in groups:
-                group.at[(group.at == meeting) & full[group.block]] = -1
+            passing = [(group.at == meeting) & full[group.block] for group in groups]
+            if self.releases:
+                self._meet(groups, passing, blocks)
+            for group, which in zip(groups, passing, strict=True):
+                group.at[which] = -1
             opened |= bool(full.any())
         return opened
+
+    @staticmethod
+    def _meet(groups: list[Group], passing: list[np.ndarray], blocks: int) -> None:
+        """What one thread of a barrier has seen of other blocks, all of it have seen behind it."""
+        for name, later in (("acquired", 0), ("clock", 1)):
+            most = np.zeros(blocks, np.int64)
+            for group, which in zip(groups, passing, strict=True):
+                np.maximum.at(most, group.block[which], getattr(group, name)[which])
+            for group, which in zip(groups, passing, strict=True):
+                getattr(group, name)[which] = most[group.block[which]] + later
 
 
 def _is_end(ins: Instruction) -> bool:
