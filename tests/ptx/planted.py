@@ -123,9 +123,12 @@ def product_and_sum() -> float:
     return (out - dz.float().T @ x.float()).abs().max().nan_to_num(9.0).item()
 
 
-def copy(size: int = 300, first: int = 0) -> float:
+def copy(size: int = 300, first: int = 0, dtype: torch.dtype = torch.float32) -> float:
     """How many of 300 numbers were not copied."""
-    x, out = torch.randn(300), torch.zeros(300)
+    x = (100 * torch.randn(300)).to(dtype)
+    freed = [x.clone() for _ in range(8)]  # where the next allocation may well be
+    del freed
+    out = torch.empty(300, dtype=dtype)
     arguments = dict(x_ptr=x, out_ptr=out, size=size, first=first, BLOCK=128, num_warps=4)
     launch(_copy_kernel, (3,), _DEVICE, **arguments)
     return (out != x).sum().item()
@@ -133,6 +136,14 @@ def copy(size: int = 300, first: int = 0) -> float:
 
 def read_past_the_end() -> float:
     return copy(size=301)
+
+
+def write_too_little() -> float:
+    return copy(size=299)
+
+
+def write_too_few_integers() -> float:
+    return copy(size=299, dtype=torch.int32)
 
 
 def write_past_the_end() -> float:

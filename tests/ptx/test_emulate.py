@@ -198,6 +198,12 @@ def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, ri
     assert all(found) if right else not found[0]
 
 
+def test_what_a_launch_leaves_unwritten_is_no_number(emulate):
+    """Also where the memory held the right numbers before."""
+    for name in ("write_too_little", "write_too_few_integers"):
+        assert planted(emulate, 90, name, [("", "")]) == [1]
+
+
 def test_partial_sums_of_gather_rows_need_the_order_of_its_atomic(emulate):
     arguments = dict(check="gather_rows", dtype="bfloat16", width=40, seeds=[0])
     arguments |= dict(arch=90, kernel="_gather_rows_bwd_kernel")
