@@ -25,7 +25,10 @@ from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
-from fastplm.reference.linear_distillation import linear_distillation_ref  # noqa: E402
+from fastplm.reference.linear_distillation import (  # noqa: E402
+    linear_distillation_ref,
+    linear_distillation_topk_ref,
+)
 from fastplm.reference.maxsim import maxsim_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
 from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
@@ -215,6 +218,36 @@ def linear_distillation(
     def reference(**inputs):
         return linear_distillation_ref(**inputs).loss
 
+    return hold(arch, loss, reference, inputs, wrt, seeds)
+
+
+def linear_distillation_topk(
+    arch, dtype, shape, words, renormalize=True, seeds=(0, 1), logits_budget=0
+) -> list[str]:
+    """Rows of many words, of few and of none; a place with probability 0 has any index."""
+    rows, vocab, _ = shape
+    inputs = loss_inputs(dtype, *shape)
+    indices = torch.stack([torch.randperm(vocab)[:words] for _ in range(rows)])
+    probabilities = torch.rand(rows, words)
+    for row, few in ((0, 0), (1, 1), (2, words - 1)):
+        probabilities[row, few:] = 0.0
+        indices[row, few:] = 1 << 40
+    probabilities /= 1.1 * probabilities.sum(1, keepdim=True).clamp(min=1e-9)
+    inputs |= dict(
+        teacher_indices=indices,
+        teacher_probabilities=probabilities,
+        temperature=2.0,
+        renormalize=renormalize,
+        cross_entropy_weight=0.5,
+    )
+
+    def loss(**inputs):
+        return ops.linear_distillation_topk(**inputs, logits_budget=logits_budget).loss
+
+    def reference(**inputs):
+        return linear_distillation_topk_ref(**inputs).loss
+
+    wrt = ["input", "linear_weight", "linear_bias"]
     return hold(arch, loss, reference, inputs, wrt, seeds)
 
 

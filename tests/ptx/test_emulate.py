@@ -117,6 +117,23 @@ def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
     emulate("linear_distillation", teacher_width=72, logits_budget=1 << 28, **call)
 
 
+@pytest.mark.parametrize("budget", (0, 1 << 28))
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_distillation_from_given_words(emulate, arch, dtype, budget):
+    """More words than a tile holds; logits that are made again, and kept ones."""
+    call = dict(arch=arch, dtype=dtype, shape=(20, 90, 40), words=37, logits_budget=budget)
+    launched = emulate("linear_distillation_topk", **call)
+    kernels = {f"_linear_distillation_{name}_kernel" for name in ("given", "given_dz")}
+    assert kernels <= set(launched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", (80, 90))
+def test_distillation_from_given_words_as_they_are(emulate, arch):
+    call = dict(arch=arch, dtype="float16", shape=(150, 200, 272), words=8)
+    emulate("linear_distillation_topk", renormalize=False, **call)
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "float32")))
 def test_sampling(emulate, arch, dtype):
     emulate("sample", arch=arch, dtype=dtype, shape=(40, 150, 64))
