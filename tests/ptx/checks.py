@@ -379,6 +379,61 @@ def planted_kernel(arch, name, schedules) -> list:
     return found
 
 
+#: Kernels whose scratch memory depends on the order of atomics, their results on its content alone.
+IN_ANY_ORDER = ("_gather_rows_count_kernel",)
+
+
+def bits_of(launch) -> list[torch.Tensor]:
+    """Copies of all memory of a launch."""
+    tensors = [t for t in launch.arguments.values() if isinstance(t, torch.Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).clone() for t in tensors]
+
+
+def set_bits(launch, copies: list[torch.Tensor]) -> None:
+    tensors = [t for t in launch.arguments.values() if isinstance(t, torch.Tensor)]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(copy)
+
+
+def removed_barriers(check, seeds=range(8), **arguments) -> dict[str, list]:
+    """By kernel, for each of its barriers the first seed by which the launch without it is an error
+    or gives other memory; None where no seed does."""
+    import ptx.emulate as emulator
+
+    run_launch, found = emulator.run_launch, {}
+
+    def seen(launch, arch, before, right, seed) -> str:
+        set_bits(launch, before)
+        try:
+            run_launch(launch, arch, Schedule(seed, fenced=FENCED))
+        except PtxError as error:
+            return str(error)
+        return "" if all(map(torch.equal, bits_of(launch), right)) else "other memory"
+
+    def run(launch, arch, schedule, edit):
+        before = bits_of(launch)
+        run_launch(launch, arch, schedule)
+        right = bits_of(launch)
+        program, _ = emulator.compile_program(launch, arch)
+        if program.kernel.name in found or not program.barriers:
+            return
+        places = found[program.kernel.name] = []
+        same = {seen(launch, arch, before, right, seed) for seed in (1, 2, 3)}
+        assert same == {""} or launch.kernel.__name__ in IN_ANY_ORDER, same
+        for barrier in program.barriers:
+            with program.without(barrier):
+                by = (seed for seed in seeds if seen(launch, arch, before, right, seed) not in same)
+                places.append(next(by, None))
+        set_bits(launch, right)
+
+    emulator.run_launch = run
+    try:
+        globals()[check](seeds=[0], **arguments)
+    finally:
+        emulator.run_launch = run_launch
+    return found
+
+
 #: What stands around a relaxed atomic in place of its own order.
 AROUND = {
     "": ("", ""),

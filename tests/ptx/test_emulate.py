@@ -147,17 +147,11 @@ FORWARD = "_attention_stream_fwd_kernel"
 @pytest.mark.parametrize("arch", (80, 90))
 @pytest.mark.parametrize("fault", ("copies waited for too little", "no barrier"))
 def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
-    shape = (1, 1, 70, 300, 64)
-    found = emulate(
-        "faulty",
-        check="attention",
-        arch=arch,
-        dtype="bfloat16",
-        shape=shape,
-        kernel=FORWARD,
-        fault=fault,
-    )
-    assert found == "numbers"
+    call = dict(check="attention", dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
+    found = emulate("faulty", arch=arch, fault=fault, seeds=[0], **call)
+    assert found == "numbers" or "with no barrier in between" in found
+    if fault == "no barrier":
+        assert emulate("faulty", arch=arch, fault=fault, seeds=[1], **call) == "numbers"
 
 
 def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):

@@ -905,16 +905,15 @@ def _load(group: Any, ins: Instruction) -> Callable:
         rows.append(None if name == "_" else group.row(name))
 
     def load(mask: np.ndarray | None) -> None:
-        places, blocks = address(), group.block_start
+        places, which = address(), slice(None)
         if mask is not None:
-            places, blocks = places[mask], blocks[mask]
+            places, which = places[mask], mask
         if space == "global":
-            which = slice(None) if mask is None else mask
             whole = group.memory.load(places, size * count, group, which, how)
             if acquires:
                 acquire(group, which)
         else:
-            whole = group.shared.load(blocks, places, size * count)
+            whole = group.shared.load(places, size * count, group, which)
         values = whole.view(element).reshape(-1, count)
         for i, row in enumerate(rows):
             if row is None:
@@ -950,15 +949,14 @@ def _store(group: Any, ins: Instruction) -> Callable:
         for i, row in enumerate(rows):
             values[:, i] = row
         whole, places = values.view(WHOLE[size * count])[:, 0], address()
-        blocks = group.block_start
+        which = slice(None)
         if mask is not None:
-            whole, places, blocks = whole[mask], places[mask], blocks[mask]
+            whole, places, which = whole[mask], places[mask], mask
         if space == "global":
-            which = slice(None) if mask is None else mask
             released = group.memory.release(group, which) if is_release else 0
             group.memory.store(places, size * count, whole, group, which, how, released)
         else:
-            group.shared.store(blocks, places, size * count, whole)
+            group.shared.store(places, size * count, whole, group, which)
 
     return store
 
@@ -1055,11 +1053,16 @@ def _copy(group: Any, ins: Instruction) -> Callable:
             which = np.full(sizes[i], lanes[i])
             raw[i, : sizes[i]] = group.memory.load(start + np.arange(sizes[i]), 1, group, which)
         view = group.shared.views[size]
+        group.shared.watch(places, size, group, lanes, writes=True)
 
         def land(which: np.ndarray) -> None:
+            group.shared.watch(places[which], size, group, lanes[which], writes=True)
             view[places[which] // size] = values[which]
 
-        group.copies.issue(lanes, land)
+        def landed(which: np.ndarray) -> None:
+            _reported(land, ins, which)
+
+        group.copies.issue(lanes, landed)
 
     return copy
 
@@ -1175,9 +1178,10 @@ def _matrix(group: Any, ins: Instruction) -> Callable:
     def lines(mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Where each row of each matrix lies, [warps * count * 8], and the warps that take part."""
         active = np.ones(warps, bool) if mask is None else mask.reshape(-1, 32).all(1)
-        offsets = address().reshape(-1, 32)[active, : 8 * count].reshape(-1)
-        blocks = group.block_start.reshape(-1, 32)[active, : 8 * count].reshape(-1)
-        return (group.shared.places(offsets, 16) + blocks) // 16, active
+        lanes = np.arange(group.lanes).reshape(-1, 32)[active, : 8 * count].reshape(-1)
+        places = group.shared.places(address()[lanes], 16) + group.block_start[lanes]
+        group.shared.watch(places, 16, group, lanes, writes=not loads)
+        return places // 16, active
 
     def load(mask: np.ndarray | None) -> None:
         places, active = lines(mask)
@@ -1299,8 +1303,10 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             linear = starts[which][:, None, None] + offsets
             linear ^= (linear >> 7 & _SWIZZLE[mode]) << 4
             found = group.shared.places(linear.reshape(-1), size).reshape(linear.shape)
-            seen = group.shared.proxy.view(element)
-            return widen(seen[(found + blocks[which][:, None, None]) // size], kind)
+            found += blocks[which][:, None, None]
+            lanes = np.repeat(first[warps[which]], found[0].size)
+            group.shared.watch(found.reshape(-1), size, group, lanes, writes=False)
+            return widen(group.shared.proxy.view(element)[found // size], kind)
 
         return read
 

@@ -21,6 +21,7 @@ class MemoryFault(Exception):
 
 #: When a store is seen that nothing has shown to other blocks yet.
 NEVER = np.iinfo(np.int64).max
+_SEVERAL = 63  # in the place of a warp's number
 
 
 class Stores:
@@ -272,15 +273,48 @@ class SharedMemory:
 
     Products (``wgmma``) read it through another proxy, for which what threads wrote is only there
     after a ``fence.proxy.async``: where ``fenced`` says so, they see the last fence's state.
+
+    ``watched``: it is an error if a warp reads what another wrote, or writes what another read,
+    with no barrier of the block in between. It is one in every order of the warps, and also where
+    the number that is read is not used.
     """
 
-    def __init__(self, blocks: int, size: int, fenced: bool = False) -> None:
+    def __init__(self, blocks: int, size: int, fenced: bool = False, watched: bool = False) -> None:
         self.size = size
         self.stride = -(-max(size, 1) // 1024) * 1024
         self.raw = np.full(blocks * self.stride, 0xFF, np.uint8)
         self.views = {size: self.raw.view(kind) for size, kind in WHOLE.items()}
         self.proxy = self.raw.copy() if fenced else self.raw
         self.barriers: dict[int, list[int]] = {}  # place -> [threads, still to come, phases]
+        # For each byte who accessed it last: 64 times the barriers that it had passed, + its warp.
+        self.readers, self.writers = np.zeros((2, len(self.raw) * watched), np.int64)
+
+    def watch(self, places: np.ndarray, size: int, group: Any, lanes: Any, writes: bool) -> None:
+        """Accesses of these lanes, at places that include where their block begins."""
+        if not len(self.readers):
+            return
+        warps, passed = group.warp[lanes], group.passed[lanes]
+        for warp in np.unique(warps):
+            mine = np.flatnonzero(warps == warp)
+            rows = places[mine] // size
+            since = 64 * passed[mine][:, None]
+            tags = since + warp
+            readers, writers = (
+                tags_of.reshape(-1, size) for tags_of in (self.readers, self.writers)
+            )
+            last = (readers if writes else writers)[rows]
+            if ((last >= since) & (last != tags)).any():
+                at = int(places[mine][((last >= since) & (last != tags)).any(1)][0])
+                done = "writes what another one read" if writes else "reads what another one wrote"
+                raise MemoryFault(
+                    f"warp {warp} {done}, with no barrier in between: {size} bytes at"
+                    f" {at % self.stride} of shared memory"
+                )
+            if writes:
+                writers[rows] = tags
+            else:
+                last = readers[rows]
+                readers[rows] = np.where((last >= since) & (last != tags), since + _SEVERAL, tags)
 
     def fence(self, blocks: np.ndarray) -> None:
         """What was written before is there for products of these blocks."""
@@ -300,14 +334,17 @@ class SharedMemory:
             raise MemoryFault(f"{size} bytes of shared memory: not aligned")
         return offsets
 
-    def load(self, blocks: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
-        """``blocks``: where the memory of each thread's block begins, in bytes."""
-        return self.views[size].take((self.places(addresses, size) + blocks) // size)
+    def load(self, addresses: np.ndarray, size: int, group: Any, which: Any) -> np.ndarray:
+        places = self.places(addresses, size) + group.block_start[which]
+        self.watch(places, size, group, which, writes=False)
+        return self.views[size].take(places // size)
 
     def store(
-        self, blocks: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray
+        self, addresses: np.ndarray, size: int, values: np.ndarray, group: Any, which: Any
     ) -> None:
-        self.views[size][(self.places(addresses, size) + blocks) // size] = values
+        places = self.places(addresses, size) + group.block_start[which]
+        self.watch(places, size, group, which, writes=True)
+        self.views[size][places // size] = values
 
     # --- mbarrier objects ---
 
