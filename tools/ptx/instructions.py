@@ -1286,7 +1286,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     first = np.arange(0, group.lanes, 32)
 
     def operand(words: np.ndarray, warps: np.ndarray, rows: int, flag: bool) -> Callable:
-        """What reads the operand of given warps, [warps, rows, K], from shared memory."""
+        """What says where the operand of given warps, [warps, rows, K], is in shared memory."""
         if (words >> U64(49) & U64(7)).any():
             raise ins.error("a descriptor with a base offset")
         layouts = np.unique(words & ~U64(0x3FFF))
@@ -1298,7 +1298,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         starts = (words & U64(0x3FFF)).astype(np.int64) * 16
         blocks = group.block_start[first[warps]]
 
-        def read(which: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
+        def reach(which: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
             offsets = table[None] if lines is None else table[lines]
             linear = starts[which][:, None, None] + offsets
             linear ^= (linear >> 7 & _SWIZZLE[mode]) << 4
@@ -1306,16 +1306,28 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
             found += blocks[which][:, None, None]
             lanes = np.repeat(first[warps[which]], found[0].size)
             group.shared.watch(found.reshape(-1), size, group, lanes, writes=False)
-            return widen(group.shared.proxy.view(element)[found // size], kind)
+            return found // size
 
-        return read
+        return reach
+
+    def read(places: np.ndarray) -> np.ndarray:
+        return widen(group.shared.proxy.view(element)[places], kind)
+
+    def quarter(warps: np.ndarray) -> np.ndarray:
+        """The rows of A that are a warp's."""
+        return (group.warp[first[warps]] % 4 * 16)[:, None] + np.arange(16)
 
     def issue(mask: np.ndarray | None) -> None:
         warps = np.arange(len(first)) if mask is None else np.flatnonzero(mask[first])
         heads = first[warps]
-        read_b = operand(right[heads], warps, columns, b_by_columns)
+        reach_b = operand(right[heads], warps, columns, b_by_columns)
         if not from_registers:
-            read_a = operand(left[heads], warps, 64, a_by_columns)
+            reach_a = operand(left[heads], warps, 64, a_by_columns)
+        every = np.arange(len(warps))
+        if group.shared.watched:  # it may read from now on
+            reach_b(every)
+            if not from_registers:
+                reach_a(every, quarter(warps))
         added = scales[heads].copy()
 
         def land(which: np.ndarray) -> None:
@@ -1324,9 +1336,8 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
                 held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
                 tile = widen(held.reshape(-1, 16, 8 * each), kind)
             else:
-                quarter = group.warp[heads[which]] % 4 * 16
-                tile = read_a(which, quarter[:, None] + np.arange(16))
-            product = tile @ read_b(which).swapaxes(1, 2)  # [warps, 16, columns]
+                tile = read(reach_a(which, quarter(warps[which])))
+            product = tile @ read(reach_b(which)).swapaxes(1, 2)  # [warps, 16, columns]
             lanes = (heads[which][:, None] + np.arange(32)).reshape(-1)
             # Register 4 j + 2 h + e of thread 4 g + t holds row 8 h + g, column 8 j + 2 t + e.
             parts = product.reshape(-1, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)

@@ -287,11 +287,12 @@ class SharedMemory:
         self.proxy = self.raw.copy() if fenced else self.raw
         self.barriers: dict[int, list[int]] = {}  # place -> [threads, still to come, phases]
         # For each byte who accessed it last: 64 times the barriers that it had passed, + its warp.
+        self.watched = watched
         self.readers, self.writers = np.zeros((2, len(self.raw) * watched), np.int64)
 
     def watch(self, places: np.ndarray, size: int, group: Any, lanes: Any, writes: bool) -> None:
         """Accesses of these lanes, at places that include where their block begins."""
-        if not len(self.readers):
+        if not self.watched:
             return
         warps, passed = group.warp[lanes], group.passed[lanes]
         for warp in np.unique(warps):
