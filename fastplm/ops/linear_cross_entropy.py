@@ -47,7 +47,7 @@ _NAME = "linear_cross_entropy"
 # costs one more product. On an H200 (4.3 TB/s, 790 TFLOP/s) they break even at 184 columns a pass,
 # whatever the number of rows. On two cores of an EPYC they were measured to do so between 128 and
 # 256 columns (benchmarks/results/cpu).
-_KEEP_FROM_WIDTH = 2 * 184
+_COLUMNS_OF_A_PASS = 184
 _KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
 # Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
@@ -386,9 +386,14 @@ def _kept_rows(
     return rows_that_fit(rows, input, linear_weight, budget)
 
 
-def usual_budget(width: int, *, on_cpu: bool) -> int:
-    """The default of ``logits_budget``: bytes where keeping pays, else 0."""
-    pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
+def usual_budget(columns: int, passes: int = 2, *, on_cpu: bool) -> int:
+    """The default of ``logits_budget``: bytes where keeping pays, else 0.
+
+    Args:
+        columns: the width of all products that keeping saves.
+        passes: over 16-bit logits that it costs a GPU.
+    """
+    pays = columns >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else passes * _COLUMNS_OF_A_PASS)
     return _LOGITS_BUDGET if pays else 0
 
 
