@@ -292,6 +292,7 @@ def _vocabulary_pass(
         sampling.temperature,
         return_statistics,
         0,
+        False,
         normalizer,
         reduction,
     )
@@ -300,7 +301,7 @@ def _vocabulary_pass(
     backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
-    kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
+    kept_rows, spare = _kept_rows(operands, logits_budget, expected_targets, backend)
     if backend == "torch" and multiplies_in(operands[0]) is not operands[0].dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
@@ -314,6 +315,7 @@ def _vocabulary_pass(
         sample_index=None if call.sample_index is None else call.sample_index.contiguous(),
         position=None if call.position is None else call.position.contiguous(),
         kept_rows=kept_rows,
+        spare=spare,
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
@@ -371,11 +373,12 @@ def _kept_rows(
     budget: int | None,
     expected: int | None,
     backend: str,
-) -> int:
-    """How many rows keep their logits for a backward: where it pays, those that fit."""
+) -> tuple[int, bool]:
+    """How many rows keep their logits for a backward: where it pays, those that fit; and whether
+    these are all that are expected to count."""
     learns = (tensor is not None and tensor.requires_grad for tensor in operands)
     if not (torch.is_grad_enabled() and any(learns)):
-        return 0
+        return 0, False
     input, linear_weight, _ = operands
     rows = input.shape[0]
     if backend == "triton":  # which multiplies kept rows whether they count or not
@@ -383,7 +386,10 @@ def _kept_rows(
         rows = most if expected is None else torch.sym_min(rows, expected)
     if budget is None:
         budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
-    return rows_that_fit(rows, input, linear_weight, budget)
+    spare = expected is not None and (
+        rows_that_fit(expected, input, linear_weight, budget) == expected
+    )
+    return rows_that_fit(rows, input, linear_weight, budget), spare
 
 
 def usual_budget(columns: int, passes: int = 2, *, on_cpu: bool) -> int:
@@ -445,6 +451,7 @@ def _triton_forward(call: Call) -> tuple[Tensor, ...]:
     check_targets(call.target, call.linear_weight, call.ignore_index)
     arguments = call._asdict()
     normalizer, reduction = arguments.pop("normalizer"), arguments.pop("reduction")
+    del arguments["spare"]
     kernels(_NAME).linear_cross_entropy_fwd(*outputs, **arguments)
     if reduction != "mean":
         return _reduced(call, *outputs)

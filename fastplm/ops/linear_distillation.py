@@ -367,11 +367,10 @@ def _distilled(
         for name, value in call._asdict().items()
         if isinstance(value, Tensor) and value.dim() > 0
     }
+    all_count = target is None and mask is None
     call = call._replace(
         **laid_out,
-        kept_rows=_kept_rows(
-            call, logits_budget, expected_targets, backend, all_count=target is None and mask is None
-        ),
+        kept_rows=_kept_rows(call, logits_budget, expected_targets, backend, all_count),
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
@@ -427,7 +426,7 @@ def _eager(call: Call) -> LinearDistillation:
 
 
 def _kept_rows(
-    call: Call, budget: int | None, expected: int | None, backend: str, *, all_count: bool
+    call: Call, budget: int | None, expected: int | None, backend: str, all_count: bool
 ) -> int:
     """How many rows keep D for a backward: if there is one and it pays, those that fit."""
     learns = (call.input, call.linear_weight, call.linear_bias)

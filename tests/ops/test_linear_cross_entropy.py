@@ -1283,6 +1283,57 @@ def test_more_or_fewer_targets_than_expected(device, expected, weight, width, ch
     check(Flow("triton", ROOM), inputs, reference)
 
 
+@pytest.mark.parametrize("width", (32, 160))
+@pytest.mark.parametrize("ignored", (0.85, 0.5), ids=("four splits", "two splits"))
+def test_a_few_spare_rows_take_several_splits(device, width, ignored):
+    inputs = ignore(make(device, rows=200, vocab=300, width=width), ignored)
+    inputs |= {"expected_targets": 10, "label_smoothing": 0.1}
+
+    def reference(expected_targets, **inputs):
+        return linear_cross_entropy_ref(**inputs)
+
+    check(Flow("triton", ROOM), inputs, reference)
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__ or "_to_copy" in func.__name__:
+            self.bytes.append(result.nbytes)
+        return result
+
+
+def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkeypatch):
+    """4,915 of 32,768 rows should count: the others take the sums of weight and bias in fp32, and
+    one fp32 gradient of their own."""
+    launches_of = importlib.import_module("fastplm.triton_kernels._launch").record_launches
+    cases = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.cases")
+    backward = cases.linear_cross_entropy_bwd
+
+    def measure(rows: int) -> tuple[int, int]:
+        monkeypatch.setattr(cases, "linear_cross_entropy_bwd", counted)
+        with launches_of(90):
+            cases.meta_case(torch.bfloat16, 768, 4915, rows=rows, spare=True)
+        return found.pop()
+
+    def counted(*grads, **arguments):
+        with Allocations() as allocated, launches_of(90) as launches:
+            backward(*grads, **arguments)
+        found.append((sum(allocated.bytes), len(launches)))
+
+    found = []
+    (whole, launches), (alone, few) = measure(32768), measure(4915)
+    assert launches == few + 3
+    spare_rows = -(-(32768 - 4915) // 128) * 128
+    assert whole - alone <= 4 * (768 * (30522 + spare_rows) + 30522)
+
+
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):
     """Of 1,400 columns one chunk holds 704, in two splits; of the second the last is cut short."""
     splits = []
