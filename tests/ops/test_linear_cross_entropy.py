@@ -367,6 +367,60 @@ def test_extreme_logits(device, flow, kind, smoothing, chunked):
     check(flow, inputs | {"label_smoothing": smoothing})
 
 
+LIMITS = {
+    "equal": [],
+    "one word": [(2, 3e38)],
+    "one late word": [(210, 3e38)],
+    "all but one": [(slice(0, 300), -3e38), (77, 0.0)],
+    "both ends": [(slice(0, 150), -3e38), (slice(150, 300), 3e38)],
+    "largest": [(slice(0, 300), 3e38)],
+    "lowest": [(slice(0, 300), -3e38)],
+    "infinite": [(77, INF)],
+    "two infinities": [(2, INF), (210, INF)],
+    "one impossible": [(77, -INF)],
+    "impossible until late": [(slice(0, 299), -INF)],
+    "all impossible": [(slice(0, 300), -INF)],
+}
+
+
+def with_limits(bias: torch.Tensor, kind: str) -> torch.Tensor:
+    bias = torch.zeros_like(bias) if kind == "equal" else bias.clone()
+    for place, value in LIMITS[kind]:
+        bias[place] = value
+    return bias
+
+
+@pairwise(flow=PATHS, kind=LIMITS, smoothing=(0.0, 0.1))
+def test_logits_at_the_limits(device, flow, kind, smoothing, chunked):
+    """The same numbers, infinities and NaN as the reference in fp32."""
+    inputs = make(device, rows=6, vocab=300, width=flow.width) | {"reduction": "none"}
+    inputs |= {"label_smoothing": smoothing}
+    inputs["target"] = torch.tensor([2, 77, 149, 150, 210, 299], device=device)
+    inputs["linear_bias"] = with_limits(inputs["linear_bias"], kind)
+    upstream = torch.linspace(-1, 2, 6, device=device)
+    loss, _, grads = loss_and_grads(flow, inputs, upstream)
+    learning = with_gradients(inputs)
+    expected = linear_cross_entropy_ref(**learning)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    expected.backward(upstream)
+    for name, grad in grads.items():
+        torch.testing.assert_close(
+            grad, learning[name].grad, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name
+        )
+    assert_samples_are_words(flow, inputs)
+
+
+def assert_samples_are_words(flow: Flow, inputs: dict) -> None:
+    """Words of some probability; 0 where the largest logit is infinite."""
+    inputs = {name: value for name, value in inputs.items() if name != "reduction"}
+    sample = sampled(flow, **inputs)
+    logits = F.linear(inputs["input"], inputs["linear_weight"], inputs["linear_bias"])
+    chosen = logits.softmax(1).gather(1, sample[:, None])[:, 0]
+    finite = logits.amax(1).isfinite()
+    assert ((chosen > 0) == finite).all()
+    assert not sample[~finite].any()
+
+
 @each_path
 @pytest.mark.parametrize("value", (NAN, INF))
 def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, value):

@@ -287,6 +287,71 @@ def check_extreme(device, flow, kind, options):
     check(flow, inputs | options | {"reduction": "none"})
 
 
+LIMITS = {
+    "equal": [(slice(0, 300), 0.0)],
+    "one word": [(2, 3e38)],
+    "one late word": [(210, 3e38)],
+    "one low word": [(77, -3e38)],
+    "all but one": [(slice(0, 300), -3e38), (77, 0.0)],
+    "largest": [(slice(0, 300), 3e38)],
+    "infinite": [(77, INF)],
+    "one impossible": [(77, -INF)],
+    "impossible until late": [(slice(0, 299), -INF)],
+    "all impossible": [(slice(0, 300), -INF)],
+}
+
+
+@pairwise(
+    flow=FLOWS,
+    kind=LIMITS,
+    divergence=("forward_kl", "reverse_kl", "js", "topk"),
+    sides=(("linear_bias",), ("teacher_bias",), ("linear_bias", "teacher_bias")),
+    weight=(0.0, 0.7),
+)
+def test_logits_at_the_limits(device, flow, kind, divergence, sides, weight, chunked):
+    """The same numbers, infinities and NaN as the reference, whose sums are in fp64."""
+    inputs = make(device, rows=4, vocab=300, width=16, teacher_width=16)
+    inputs |= dict(temperature=2.0, cross_entropy_weight=weight, reduction="none")
+    inputs["target"] = torch.tensor([2, 77, 210, 299], device=device)
+    for side in sides:
+        for place, value in LIMITS[kind]:
+            inputs[side][place] = value
+    op, reference = ops.linear_distillation, linear_distillation_ref
+    if divergence == "topk":
+        op, reference = ops.linear_distillation_topk, linear_distillation_topk_ref
+        inputs = {name: value for name, value in inputs.items() if "teacher" not in name}
+        inputs["teacher_indices"] = torch.tensor([[2, 77, 299]] * 4, device=device)
+        inputs["teacher_probabilities"] = torch.tensor([[0.5, 0.3, 0.2]] * 4, device=device)
+    else:
+        inputs["divergence"] = divergence
+    upstream = torch.linspace(-1, 2, 4, device=device)
+
+    def found(function, inputs) -> list[torch.Tensor]:
+        learning = with_gradients(inputs)
+        parts = function(**learning)
+        parts.loss.backward(upstream.to(parts.loss.dtype))
+        return [*parts, *(learning[name].grad for name in PARAMETERS)]
+
+    wide = {n: v.double() if is_floating(v) else v for n, v in inputs.items()}
+    names = ("loss", "distillation", "cross_entropy", *PARAMETERS)
+    ours = found(functools.partial(run, flow, op), inputs)
+    for name, one, expected in zip(names, ours, found(reference, wide), strict=True):
+        expected = expected.float()
+        size = float(expected[expected.isfinite()].abs().amax()) if expected.isfinite().any() else 0
+        torch.testing.assert_close(
+            one.detach(),
+            expected.detach(),
+            rtol=1e-3,
+            atol=1e-5 * max(1.0, size),
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def is_floating(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 @pairwise(flow=FLOWS, options=DIVERGENCES, name=("input", "teacher_input"))
 def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, options, name):
     inputs = make(device) | options | {"reduction": "none"}
