@@ -303,18 +303,18 @@ LIMITS = {
 
 @pairwise(
     flow=FLOWS,
-    kind=LIMITS,
+    limits=LIMITS,
     divergence=("forward_kl", "reverse_kl", "js", "topk"),
     sides=(("linear_bias",), ("teacher_bias",), ("linear_bias", "teacher_bias")),
     weight=(0.0, 0.7),
 )
-def test_logits_at_the_limits(device, flow, kind, divergence, sides, weight, chunked):
+def test_logits_at_the_limits(device, flow, limits, divergence, sides, weight, chunked):
     """The same numbers, infinities and NaN as the reference, whose sums are in fp64."""
     inputs = make(device, rows=4, vocab=300, width=16, teacher_width=16)
     inputs |= dict(temperature=2.0, cross_entropy_weight=weight, reduction="none")
     inputs["target"] = torch.tensor([2, 77, 210, 299], device=device)
     for side in sides:
-        for place, value in LIMITS[kind]:
+        for place, value in limits:
             inputs[side][place] = value
     op, reference = ops.linear_distillation, linear_distillation_ref
     if divergence == "topk":
