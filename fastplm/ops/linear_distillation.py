@@ -142,7 +142,8 @@ def linear_distillation(
         Products of each side in the dtype of its rows; softmax, sums and loss in fp32. Gradients
         as in ``linear_cross_entropy``. A probability of 0 times the logarithm of 0 is 0; two logits
         of a row that are further apart than the largest fp32 number are infinitely far apart. A
-        weight of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero gradients.
+        weight of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero
+        gradients.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend (on the CPU for one number of
