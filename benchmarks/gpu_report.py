@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,20 @@ ORDER = {
     "memory.py": 6,
 }
 LAST_SHARE = 4
+#: What the rows of a benchmark need checked: its own op, or the ops that it uses.
+CHECKED = (
+    *("attention", "linear_cross_entropy", "gather_rows", "replaced_token_loss", "mask_tokens"),
+    *("linear_distillation", "maxsim", "corrupt_spans", "bart_noise"),
+)
+_STEP = ("attention", "linear_cross_entropy", "gather_rows")
+USES: dict[str, tuple[str, ...]] = {
+    **{op: (op,) for op in CHECKED},
+    **dict.fromkeys(("bert", "roberta", "albert", "t5", "bart", "gpt2"), _STEP),
+    "electra": (*_STEP, "replaced_token_loss"),
+    "electra_pretraining": (*_STEP, "replaced_token_loss", "mask_tokens"),
+    "loss_memory": _STEP[1:],
+    "collators": ("mask_tokens",),
+}
 #: What a dry run asks of the scripts.
 SMALL = {
     "pretrain.py": (
@@ -120,8 +134,8 @@ def plan(options: argparse.Namespace) -> list[Step]:
     rounds = ["--rounds", str(options.rounds)] if options.rounds else []
     steps = [] if options.skip_build else [Step("build", [], 180, most=150)]
     steps.append(Step("info", [sys.executable, "-m", "fastplm", "info"], 6, most=60))
-    if not options.skip_tests:
-        steps.append(Step("gpu tests", gpu_tests(options.dry_run), 40, most=150))
+    if not options.skip_tests and (ops := _checked(options.only)):
+        steps.append(Step("checks", script("gpu_checks.py", *ops), 40, most=120))
     known = benchmarks()
     named = {name.split(":")[0] for name in ORDER}
     shares = ORDER | {name: LAST_SHARE for name in known if name not in named}
@@ -140,25 +154,18 @@ def plan(options: argparse.Namespace) -> list[Step]:
         for step in steps:
             step.most = float("inf")
             step.environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            if step.name == "checks":
+                step.environment["TRITON_INTERPRET"] = "1"
     return steps
 
 
-def gpu_tests(dry_run: bool) -> list[str]:
-    """pytest on the gpu lane, ops first; a few tests of the interpreter in a dry run."""
-    folders = sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())
-    folders = [path for path in folders if not path.name.startswith(("_", "."))]
-    folders.sort(key=lambda path: path.name != "ops")
-    paths = [*folders, *sorted((ROOT / "tests").glob("test_*.py"))]
-    lane = ["-m", "gpu and not slow"]
-    if dry_run:
-        paths = [ROOT / "tests" / "ops" / "test_gather_rows.py"]
-        lane = ["-m", "not gpu and not slow"]
-    elif importlib.util.find_spec("xdist"):
-        # Kernels are compiled on the host, which has more cores than one.
-        lane += ["-n", "4", "--dist", "worksteal"]
-    command = [sys.executable, "-m", "pytest", *map(str, paths), *lane, "-v", "-rN"]
-    command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
-    return [*command, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+def _checked(only: Sequence[str] | None) -> list[str]:
+    """The ops to check: those that the chosen benchmarks and scripts use, or all of them."""
+    scripts = {"pretrain": "electra_pretraining", "memory": "loss_memory"}
+    if only is None or "profile_kernels" in only:
+        return list(CHECKED)
+    used = {op for name in only for op in USES.get(scripts.get(name, name), ())}
+    return [op for op in CHECKED if op in used]
 
 
 def run(step: Step, limit: float) -> None:
@@ -269,42 +276,46 @@ def machine(dry_run: bool) -> Machine:
 
 # --- the page -------------------------------------------------------------------------------------
 
-_SAID = r"(?P<said>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)"
-#: With and without xdist; a name may have spaces in it.
-_TEST = (
-    re.compile(rf"\[gw\d+\] \[ *\d+%\] {_SAID} (?P<name>\S+::.+)"),
-    re.compile(rf"(?P<name>\S+::.+?) {_SAID}( \(.*\)?)?( +\[ *\d+%\])?"),
-)
-_RED_OP = re.compile(r"ops/test_(\w+)\.py")
+RED, UNTESTED = "refused: its checks are red", "not tested"
 
 
-def outcomes(output: str) -> dict[str, str]:
-    """What ``pytest -v`` said of each test, also of a run that was stopped."""
+def refusals(steps: Sequence[Step]) -> dict[str, str]:
+    """Why the rows of an op have no speed, by the name of the op or model."""
+    said = next((step.output for step in steps if step.name == "checks"), "")
+    red, done = _named("RED", said), _named("DONE", said)
     found = {}
-    for line in output.splitlines():
-        for form in _TEST:
-            if said := form.fullmatch(line.strip()):
-                found[said["name"]] = said["said"]
-                break
+    for name, used in USES.items():
+        bad = [op for op in used if op in red]
+        unknown = [op for op in used if op not in done]
+        if used == (name,):
+            why = RED if bad else UNTESTED if unknown else ""
+        elif bad:
+            why = f"refused: the checks of {', '.join(bad)} are red"
+        else:
+            why = f"{UNTESTED}: {', '.join(unknown)}" if unknown else ""
+        if why:
+            found[name] = why
     return found
 
 
-def failed_tests(steps: Sequence[Step]) -> list[str]:
-    text = next((step.output for step in steps if step.name == "gpu tests"), "")
-    return [name for name, said in outcomes(text).items() if said in ("FAILED", "ERROR")]
+def _named(word: str, said: str) -> set[str]:
+    """The ops of the lines that begin with a word."""
+    return set(re.findall(rf"^{word} (\w+)", said, re.MULTILINE))
 
 
-def red_ops(steps: Sequence[Step]) -> list[str]:
-    """The ops whose GPU tests failed."""
-    return sorted({m[1] for name in failed_tests(steps) if (m := _RED_OP.search(name))})
+def red_checks(steps: Sequence[Step]) -> list[str]:
+    said = next((step.output for step in steps if step.name == "checks"), "")
+    return re.findall(r"^RED (.*)", said, re.MULTILINE)
 
 
 def note(step: Step) -> str:
     """What a step's outcome does not say."""
     lines = step.output.splitlines()
-    if step.name == "gpu tests" and (said := outcomes(step.output)):
-        kinds = list(said.values())
-        return ", ".join(f"{kinds.count(kind)} {kind.lower()}" for kind in dict.fromkeys(kinds))
+    if step.name == "checks":
+        kinds = re.findall(r"^(GREEN|RED) ", step.output, re.MULTILINE)
+        done = len(_named("DONE", step.output))
+        counts = f"{kinds.count('GREEN')} green, {kinds.count('RED')} red"
+        return f"{counts}; {done} ops to the end" if kinds else "".join(lines[-1:])
     if step.name == "build" and step.outcome == "ok":
         return "; ".join(dict.fromkeys(lines))
     if step.name in ("pretrain", "profile_kernels") or step.outcome.startswith("exit"):
@@ -323,7 +334,7 @@ def write_page(
     folder = results / here.folder
     folder.mkdir(parents=True, exist_ok=True)
     rows = plots.latest_rows(folder)
-    red = red_ops(steps)
+    refused = refusals(steps)
     lines = [
         f"# fastplm on {here.line['machine']}",
         "",
@@ -342,20 +353,33 @@ def write_page(
     for step in steps:
         figures = (f"{step.seconds:.0f}", step.rows or "")
         lines.append(_cells(step.name, step.outcome, *figures, note(step)[:400]))
-    for op in red:
-        lines += ["", f"GPU tests of `{op}` failed: no speed of it counts."]
-    for name in failed_tests(steps):
-        lines += ["", f"Failed: `{name}`"]
-    lines += ["", "## Targets", "", *_targets(results, here, rows, red)]
-    lines += ["", "## The three worst", "", *_worst(folder, here, rows, red)]
+    lines += ["", *_checks(steps)]
+    lines += ["", "## Targets", "", *_targets(results, here, rows, refused)]
+    lines += ["", "## The three worst", "", *_worst(folder, here, rows, refused)]
     if pictures:  # which take seconds
-        lines += ["", "## Pictures", "", *_pictures(folder)]
-    lines += ["", "## All rows", "", *_rows(here, rows, red)]
+        lines += ["", "## Pictures", "", *_pictures(folder, refused)]
+    lines += ["", "## All rows", "", *_rows(here, rows, refused)]
     page = folder / "report.md"
     scratch = page.with_suffix(".tmp")
     scratch.write_text("\n".join(lines) + "\n")
     os.replace(scratch, page)
     return page
+
+
+def _checks(steps: Sequence[Step]) -> Iterator[str]:
+    """Which ops are right on this machine, and what was not asked."""
+    refused = refusals(steps)
+    for said in (RED, UNTESTED):
+        if ops := [f"`{op}`" for op in CHECKED if refused.get(op) == said]:
+            yield f"No speed is shown of {', '.join(ops)}, or of what uses them: {said}."
+            yield ""
+    for line in red_checks(steps):
+        yield f"Red: `{line}`"
+        yield ""
+    yield (
+        "The checks are one small call of each kernel, dtype and branch. The whole GPU suite is "
+        "`make test-device`; this report did not run it."
+    )
 
 
 def _cells(*cells: object) -> str:
@@ -368,7 +392,7 @@ def _plain(value: float | None) -> str:
 
 
 def _targets(
-    results: Path, here: Machine, rows: Sequence[plots.Row], red: Sequence[str]
+    results: Path, here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]
 ) -> Iterator[str]:
     """Every target; those of the machine that this is not, from the rows of that one."""
     name = here.line["machine"]
@@ -381,7 +405,8 @@ def _targets(
         "cpu": targets.Rows(rows if name.startswith("cpu") else plots.latest_rows(results / "cpu")),
     }
     for target in targets.TARGETS:
-        found = targets.judge(target, known[target.machine], red)
+        of_here = target.machine in name  # the others were measured elsewhere, and checked there
+        found = targets.judge(target, known[target.machine], refused if of_here else {})
         said = found.text
         if found.measured is None and said == "not measured" and target.machine not in name:
             said += (
@@ -396,10 +421,10 @@ def _targets(
 
 
 def _worst(
-    folder: Path, here: Machine, rows: Sequence[plots.Row], red: Sequence[str]
+    folder: Path, here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]
 ) -> Iterator[str]:
     """The rows furthest from their targets, and where the profile says their time goes."""
-    counted = [row for row in rows if row["op"] not in red]
+    counted = [row for row in rows if row["op"] not in refused]
     found = targets.worst(targets.Rows(counted), here.line["machine"])
     if not found:
         yield "No row has a target or a share of the roofline yet."
@@ -468,9 +493,9 @@ def _latest(rows: Sequence[plots.Row], key: plots.Key) -> list[plots.Row]:
     return [row for row in of_case if row["date"] == of_case[-1]["date"]]
 
 
-def _pictures(folder: Path) -> Iterator[str]:
+def _pictures(folder: Path, refused: Mapping[str, str]) -> Iterator[str]:
     try:
-        drawn, missing = plots.draw(folder, folder)
+        drawn, missing = plots.draw(folder, folder, without=refused)
     except ImportError:
         yield "None: matplotlib is not installed."
         return
@@ -482,7 +507,7 @@ def _pictures(folder: Path) -> Iterator[str]:
         yield ""
 
 
-def _rows(here: Machine, rows: Sequence[plots.Row], red: Sequence[str]) -> Iterator[str]:
+def _rows(here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]) -> Iterator[str]:
     times = {
         (target.key, target.variant): target for target in targets.TARGETS if target.unit == "µs"
     }
@@ -509,8 +534,8 @@ def _rows(here: Machine, rows: Sequence[plots.Row], red: Sequence[str]) -> Itera
         time_us = f"{row['p50_us']} [{row['p20_us']}–{row['p80_us']}]" if row["p50_us"] else ""
         figures = [row.get(column) or "" for column in columns]
         status = row["status"]
-        if row["op"] in red:
-            time_us, figures, status = "", [""] * len(columns), "refused: its GPU tests are red"
+        if row["op"] in refused:
+            time_us, figures, status = "", [""] * len(columns), refused[row["op"]]
         yield _cells(*key, row["variant"], time_us, *goals, *figures, status, row["commit"])
 
 

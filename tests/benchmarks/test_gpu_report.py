@@ -117,7 +117,7 @@ def test_rows_of_a_stopped_step_are_counted_and_on_the_page(report, tmp_path):
     code = "import os, time; os.renames({!r}, {!r}); time.sleep(60)"
     made = python(code.format(str(tmp_path / "made.csv"), str(folder / "attention.csv")), "made")
     made.most = 4  # as long as a busy machine may take to start Python
-    page = report(made)
+    page = report(python(f"print({GREEN!r})", "checks"), made)
     assert re.search(r"\| made \| stopped after 4 s \| \d+ \| 1 \|  \|", page)
     assert "| attention | kept | forward | fastplm | 100.0 [100.0–100.0] |" in page
 
@@ -160,7 +160,7 @@ def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path)
         return [step.name for step in gpu_report.plan(options)]
 
     names = named()
-    assert names[:5] == ["build", "info", "gpu tests", "benchmark attention"] + [
+    assert names[:5] == ["build", "info", "checks", "benchmark attention"] + [
         "benchmark linear_cross_entropy"
     ]
     measured = {name.removeprefix("benchmark ").split(":")[0] for name in names[3:]}
@@ -168,7 +168,8 @@ def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path)
     assert measured == scripts | set(gpu_report.benchmarks())
     assert all((BENCHMARKS / f"{name}.py").exists() for name in scripts)
     assert names.index("profile_kernels") > names.index("pretrain")
-    assert named("--skip-build", "--skip-tests", "--only", "bert", "pretrain")[1:] == [
+    assert named("--skip-build", "--only", "bert", "pretrain")[1:] == [
+        "checks",
         "benchmark bert: padding 0%",
         "pretrain",
         "benchmark bert: padding 30%",
@@ -186,41 +187,86 @@ def test_a_build_that_is_not_possible_leaves_the_sources(tmp_path, monkeypatch):
     assert (tmp_path / "site/fastplm/triton_kernels/attention/launch.py").exists()
 
 
-# --- tests, and what follows from red ones --------------------------------------------------------
+# --- checks, and what follows from red ones -------------------------------------------------------
 
-PYTEST = """
-../tests/ops/test_attention.py::test_a[cuda] PASSED                       [  1%]
-[gw0] [  2%] PASSED ../tests/ops/test_gather_rows.py::test_b
-[gw1] [  3%] FAILED ../tests/ops/test_gather_rows.py::test_c[a b]
-../tests/models/test_bert.py::test_d SKIPPED (no PASSED)                  [  4%]
-../tests/ops/test_mask_tokens.py::test_e
-"""
+GREEN = "\n".join(f"GREEN {op} | bfloat16 | 0.10 s\nDONE {op}" for op in gpu_report.CHECKED)
 
 
-def test_outcomes_are_counted_of_a_run_that_was_stopped_too():
-    said = gpu_report.outcomes(PYTEST)
-    assert list(said.values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
-    assert "../tests/ops/test_gather_rows.py::test_c[a b]" in said
-    step = Step("gpu tests", [], 1, outcome="stopped after 9 s", output=PYTEST)
-    assert gpu_report.note(step) == "2 passed, 1 failed, 1 skipped"
-    assert gpu_report.red_ops([step]) == ["gather_rows"]
+def checked(output: str = GREEN, outcome: str = "ok") -> Step:
+    return Step("checks", [], 1, outcome=outcome, output=output)
 
 
-def test_an_op_whose_tests_are_red_has_no_speed(tmp_path):
-    rows = [
-        row("gather_rows", "BERT-base 256x128", p50=4),
-        row("mask_tokens", "BERT-base 256x128", p50=5),
-    ]
+def rows_of(page: str, op: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith(f"| {op} |")]
+
+
+def test_an_op_that_is_red_or_not_tested_has_no_speed(tmp_path):
+    rows = [row(op, "BERT-base 256x128", p50=4) for op in ("gather_rows", "mask_tokens")]
+    rows += [row("bert", "base", "training", p50=7), row("gelu", "any", p50=8)]
     write(tmp_path / "nvidia-h200", "rows", rows)
-    step = Step("gpu tests", [], 1, outcome="exit status 1", output=PYTEST)
-    page = gpu_report.write_page(tmp_path, H200, [step], pictures=False).read_text()
-    assert "GPU tests of `gather_rows` failed" in page
-    assert "| gather rows | µs | 3.5 | 5 |  |  | refused: its GPU tests are red |" in page
-    assert "| choose + corrupt + compact | µs | 2.5 | 6 |  | 5 | must reached |" in page
-    (line,) = (line for line in page.splitlines() if line.startswith("| gather_rows |"))
-    assert "refused" in line and "4.0" not in line
-    green = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+
+    def page(*steps):
+        return gpu_report.write_page(tmp_path, H200, steps, pictures=False).read_text()
+
+    green = page(checked())
     assert "| gather rows | µs | 3.5 | 5 |  | 4 | must reached |" in green
+    assert all("| 4 [4–4] |" in rows_of(green, op)[0] for op in ("gather_rows", "mask_tokens"))
+
+    said = GREEN.replace("GREEN gather_rows |", "RED gather_rows |")
+    red = page(checked(said, "exit status 1"))
+    assert "No speed is shown of `gather_rows`, or of what uses them: refused" in red
+    assert "Red: `gather_rows | bfloat16 | 0.10 s`" in red
+    assert "| gather rows | µs | 3.5 | 5 |  |  | refused: its checks are red |" in red
+    assert "refused: its checks are red" in rows_of(red, "gather_rows")[0]
+    assert "refused: the checks of gather_rows are red" in rows_of(red, "bert")[0]
+    assert "| 4 [4–4] |" in rows_of(red, "mask_tokens")[0]
+
+    cut = page(checked(GREEN.replace("DONE mask_tokens", ""), "stopped after 9 s"))
+    assert "| choose + corrupt + compact | µs | 2.5 | 6 |  |  | not tested |" in cut
+    assert "not tested" in rows_of(cut, "mask_tokens")[0] and "[" in rows_of(cut, "bert")[0]
+
+    never = page()
+    for op in ("gather_rows", "mask_tokens", "bert"):
+        (line,) = rows_of(never, op)
+        assert "not tested" in line and "[" not in line
+    assert "[8–8]" in rows_of(never, "gelu")[0]  # which has no kernel for a GPU
+    assert "make test-device" in never
+
+
+def test_what_was_checked_is_counted():
+    output = "GREEN attention | a | 0.1 s\nRED attention | b | 0.2 s: why\nDONE attention"
+    assert gpu_report.note(checked(output)) == "1 green, 1 red; 1 ops to the end"
+    assert gpu_report.note(checked("Killed", "exit status 9")) == "Killed"
+
+
+def test_the_ops_that_a_benchmark_uses_are_checked(tmp_path):
+    import gpu_checks
+
+    assert list(gpu_checks.OPS) == list(gpu_report.CHECKED)
+
+    def asked(*arguments):
+        options = gpu_report.parse(["--results", str(tmp_path), *arguments])
+        steps = {step.name: step for step in gpu_report.plan(options)}
+        return steps["checks"].command[2:] if "checks" in steps else None
+
+    assert asked() == list(gpu_report.CHECKED)
+    assert asked("--only", "bert") == ["attention", "linear_cross_entropy", "gather_rows"]
+    assert asked("--only", "memory") == ["linear_cross_entropy", "gather_rows"]
+    assert asked("--only", "gelu") is None
+
+
+@pytest.mark.parametrize("family", ("bert", "roberta", "albert", "electra", "gpt2", "t5", "bart"))
+def test_a_model_counts_as_the_ops_that_it_uses(family):
+    import torch
+
+    import steps
+    from fastplm._backends import record_decisions
+
+    case = steps.case(steps.Step(f"{family}-tiny", 2, 16, padding=0.3, vocab=1999))
+    with record_decisions() as decisions:
+        case.variants["fastplm"](**case.make_small(torch.device("cpu")))
+    used = {decision.op for decision in decisions} & set(gpu_report.CHECKED)
+    assert used and used == set(gpu_report.USES[family])
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -294,7 +340,7 @@ def test_every_time_to_reach_is_that_of_its_benchmark():
 
 
 def test_every_target_is_on_the_page(tmp_path):
-    page = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+    page = gpu_report.write_page(tmp_path, H200, [checked()], pictures=False).read_text()
     for target in targets.TARGETS:
         assert f"| {target.what}" in page
     assert page.count("| not measured |") == sum(t.machine != "cpu" for t in targets.TARGETS)
@@ -318,7 +364,7 @@ def test_the_three_worst_are_named_with_their_profile(tmp_path):
         kernel | dict(kernel="write", launches=6, us=5, share=0.2),
     ]
     write(tmp_path / "nvidia-h200", "profile", profile)
-    page = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+    page = gpu_report.write_page(tmp_path, H200, [checked()], pictures=False).read_text()
     worst = page.split("## The three worst")[1].split("##")[0]
     assert re.findall(r"\d\. \*\*(.*?): (\S+) × the must", worst) == [
         ("choose + corrupt + compact", "10.00"),
@@ -473,6 +519,6 @@ def test_the_whole_report_without_a_gpu(tmp_path):
     assert "![roofline](roofline.png)" in page and "![memory](memory.png)" in page
     rows = dict(re.findall(r"^\| (.+?) \| ok \| \d+ \| (\d*) \|", page, re.MULTILINE))
     # The small BERT of a CPU has no batch with 30 % of padding.
-    without = {"build", "info", "gpu tests", "benchmark bert: padding 30%"}
+    without = {"build", "info", "checks", "benchmark bert: padding 30%"}
     assert {name for name, number in rows.items() if not number} == without
     assert len(rows) == len(gpu_report.plan(gpu_report.parse(["--dry-run"])))
