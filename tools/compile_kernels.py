@@ -81,6 +81,7 @@ class Report:
     dots: bool  # whether a matmul has the 64 rows that a warp group needs
     half: bool
     mix: dict[str, int]  # instructions of the inner loop, by kind
+    accesses: dict[str, int]  # those of them on memory, by name
     cycles: dict[str, float]  # of one block and one iteration, by the unit that needs them
     flops: int  # of the matmuls of an iteration
     moved: int  # bytes that an iteration loads and stores
@@ -131,7 +132,7 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
     ``uneven``: as if no size or stride were a multiple of 16.
     """
     found, seen = [], set()
-    for label, launch in _launches(op, arch, all_cases):
+    for label, launch in launches_of(op, arch, all_cases):
         source, options, key = source_of(launch, uneven)
         if key not in seen:
             seen.add(key)
@@ -142,7 +143,7 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
 def compile_once(op: str, arch: int) -> list[str]:
     """Compile the first launch of each kernel of an op; returns the names of the kernels."""
     first = {}
-    for _, launch in _launches(op, arch):
+    for _, launch in launches_of(op, arch):
         first.setdefault(launch.kernel.__name__, launch)
     for launch in first.values():
         source, options, _ = source_of(launch)
@@ -150,7 +151,7 @@ def compile_once(op: str, arch: int) -> list[str]:
     return list(first)
 
 
-def _launches(op: str, arch: int, all_cases: bool = False) -> Iterator[tuple[str, Launch]]:
+def launches_of(op: str, arch: int, all_cases: bool = False) -> Iterator[tuple[str, Launch]]:
     """The launches of an op's cases, each with the label of its case."""
     for label, case in importlib.import_module(f"fastplm.triton_kernels.{op}").compile_cases():
         if all_cases or not label.startswith("slow: "):
@@ -244,6 +245,7 @@ def _report(
         dots=any(int(rows) >= 64 for rows in _DOT.findall(compiled.asm["ttir"])),
         half=any(kind in str(compiled.src.signature) for kind in ("*fp16", "*bf16")),
         mix=mix,
+        accesses=machine_code.loop_accesses(sass),
         cycles=cycles,
         flops=flops,
         moved=moved,
@@ -364,10 +366,11 @@ def _print_once(ops: Iterable[str], archs: Iterable[int]) -> int:
     return 0
 
 
-def _aligned(rows: list[tuple[Any, ...]]) -> list[tuple[str, ...]]:
+def aligned(rows: list[tuple[Any, ...]]) -> str:
+    """Rows as text, their columns below each other."""
     texts = [tuple(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return [tuple(map(str.ljust, row, widths)) for row in texts]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
 
 
 def table(reports: Iterable[Report]) -> str:
@@ -380,7 +383,7 @@ def table(reports: Iterable[Report]) -> str:
         spills = f"{r.loop_spills}/{r.spills}"
         code = (r.registers, spills, r.shared, r.blocks, hgmma, f"{unit} {cycles:.0f}")
         rows.append((r.kernel, r.case, f"sm_{r.arch}", r.tiles, r.warps, r.stages, *code))
-    return "\n".join("  ".join(row).rstrip() for row in _aligned(rows))
+    return aligned(rows)
 
 
 _PAGE = """# The kernels, as compiled

@@ -286,6 +286,16 @@ def _tensor_work(code: list[Instruction], place: int, warps: int) -> tuple[int, 
     raise ValueError(f"no shape found for {instruction.name} {instruction.operands}")
 
 
+def loop_accesses(sass: str) -> dict[str, int]:
+    """What the inner loop asks of memory: how often a warp executes LDG, LDGSTS … in an iteration.
+
+    LDGSTS copies to shared memory and nobody waits for it here; what LDG loads is waited for.
+    """
+    loop = inner_loop(parse(sass))
+    names = (one.name.split(".")[0] for one in loop if one.kind == "global")
+    return dict(sorted(Counter(names).items()))
+
+
 def loop_mix(sass: str, warps: int, arch: int) -> tuple[dict[str, int], dict[str, float]]:
     """(instructions of the inner loop by kind, cycles of one iteration by the unit they need).
 
