@@ -263,8 +263,8 @@ MUTATIONS = (
     ),
     Mutation(
         DISTIL,
-        "mean = (weight * (total_c - l_c * shift)).sum(0) / l_i",
-        "mean = (weight * total_c).sum(0) / l_i",
+        "mean = _sum_of_tiles(weight * l_c / l_i, mean_c - shift)",
+        "mean = _sum_of_tiles(weight * l_c / l_i, mean_c)",
         f"{DISTILLED} 'temperatures and torch'",
     ),
     Mutation(
@@ -281,8 +281,8 @@ MUTATIONS = (
     ),
     Mutation(
         "triton_kernels/linear_distillation/tiles.py",
-        "shift = (by - (finite(new) - finite(old))) * inverse_temperature",
-        "shift = by * inverse_temperature",
+        "shift = (by - (finite(new) - finite(old))) *",
+        "shift = by *",
         f"{DISTILLED} 'temperatures and triton'",
     ),
     Mutation(
@@ -311,8 +311,8 @@ MUTATIONS = (
     ),
     Mutation(
         GIVEN,
-        "d -= (distillation_scale * p)[None, :]",
-        "d = 0.0 - (distillation_scale * p)[None, :]",
+        "d -= (distillation_scale * total)[None, :]",
+        "d = 0.0 - (distillation_scale * total)[None, :]",
         f"{DISTILLED} 'given_probabilities and triton'",
     ),
     Mutation(

@@ -237,7 +237,7 @@ def _softened(call: Any, logits: Tensor, m: Tensor, out: Tensor) -> Tensor:
 
 
 def _fold(call: Call, tile: _Tile, rows: Tensor) -> tuple[Tensor, ...]:
-    """(m, l and l_hard of the student, m and l of the teacher, the sum of the difference of logits
+    """(m, l and l_hard of the student, m and l of the teacher, the mean of the difference of logits
     by weights of exponentials, the target's logit [rows]; the logits of given indices [rows, K]).
 
     Logits are relative to the largest of the tile and divided by T, but for l_hard and the last
@@ -247,7 +247,7 @@ def _fold(call: Call, tile: _Tile, rows: Tensor) -> tuple[Tensor, ...]:
     soft, other, exps = tile.scratch
     m = z.amax(1)
     nothing = m.new_zeros(m.shape)
-    picked = l_hard = teacher_m = teacher_l = total = nothing
+    picked = l_hard = teacher_m = teacher_l = mean = nothing
     if call.has_target:
         column, inside = locate(call.target[rows], tile.start, z)
         picked = torch.where(inside, z.gather(1, column).squeeze(1), nothing)
@@ -262,24 +262,24 @@ def _fold(call: Call, tile: _Tile, rows: Tensor) -> tuple[Tensor, ...]:
         teacher_m = t.amax(1)
         _softened(call, t, pivot(teacher_m), other)
         if call.divergence == "reverse_kl":
-            total = _expected(exps, soft.sub_(other))
+            mean = _mean(exps, l_i, soft.sub_(other))
             teacher_l = torch.exp(other, out=exps).sum(1)
         else:
             teacher_l = torch.exp(other, out=exps).sum(1)
             if call.divergence == "forward_kl":
-                total = _expected(exps, other.sub_(soft))
+                mean = _mean(exps, teacher_l, other.sub_(soft))
     else:
         assert call.teacher_indices is not None
         column, inside = _locate_given(call.teacher_indices[rows], tile)
         given = torch.where(inside, z.gather(1, column), 0.0)
-    return m, l_i, l_hard, teacher_m, teacher_l, total, picked, given
+    return m, l_i, l_hard, teacher_m, teacher_l, mean, picked, given
 
 
 def _combine(call: Call, parts: list[tuple[Tensor, ...]], rows: Tensor) -> tuple[_Rows, Tensor]:
     """(what is known of the rows, their divergence), of all their tiles; of "js" the second is
     not known yet."""
     *each, picked, given = (torch.stack(one) for one in zip(*parts, strict=True))  # [tiles, rows]
-    m_c, l_c, hard_c, teacher_m_c, teacher_l_c, total_c = each
+    m_c, l_c, hard_c, teacher_m_c, teacher_l_c, mean_c = each
     inverse = 1.0 / call.temperature
     m, teacher_m = m_c.amax(0), teacher_m_c.amax(0)
     weight = ((m_c - m) * inverse).exp()
@@ -300,10 +300,10 @@ def _combine(call: Call, parts: list[tuple[Tensor, ...]], rows: Tensor) -> tuple
     shift = ((pivot(teacher_m_c) - teacher_m) - (pivot(m_c) - m)) * inverse
     ratio = teacher_l.log() - l_i.log()
     if call.divergence == "forward_kl":
-        mean = _sum_of_tiles(teacher_weight, total_c + teacher_l_c * shift) / teacher_l
+        mean = _sum_of_tiles(teacher_weight * teacher_l_c / teacher_l, mean_c + shift)
         divergence = mean - ratio
     else:
-        mean = _sum_of_tiles(weight, total_c - l_c * shift) / l_i
+        mean = _sum_of_tiles(weight * l_c / l_i, mean_c - shift)
         divergence = mean + ratio
     known = _Rows(m, l_i, l_hard, teacher_m, teacher_l, mean, log_probability)
     return known, divergence
@@ -375,7 +375,7 @@ def _grad_logits(
         z.scatter_add_(1, column, torch.where(inside, p * -scale, 0.0))
     elif call.divergence == "js":
         q, _, gap = _log_ratio(call, tile, rows)
-        value = _finite(_over_mixture(gap, call.beta)).sub_(rows.mean[:, None])
+        value = _over_mixture(gap, call.beta).sub_(rows.mean[:, None]).masked_fill_(q == 0, 0.0)
         torch.mul(q, value, out=z).mul_(scale * (1 - call.beta))
     else:
         assert t is not None
@@ -385,7 +385,8 @@ def _grad_logits(
         if call.divergence == "forward_kl":
             z.sub_(other.exp_().mul_((scale / rows.teacher_l)[:, None]))
         else:
-            z.mul_(_finite(soft.sub_(other)).sub_(rows.mean[:, None]))
+            soft.sub_(other).sub_(rows.mean[:, None])
+            z.mul_(soft.masked_fill_(z == 0, 0.0))  # 0 times an infinite difference is 0
     if hard is not None:
         column, inside = locate(target, tile.start, z)
         # Not softmax - 1 of rounded logits: this is exact where the row is certain.
@@ -396,14 +397,17 @@ def _grad_logits(
     return z
 
 
+def _mean(weight: Tensor, total: Tensor, value: Tensor) -> Tensor:
+    """[rows], the mean of ``value`` by weights that sum to ``total``; 0 times infinity is 0."""
+    mean = torch.linalg.vecdot(weight, value) / total
+    if bool(mean.isfinite().all()):
+        return mean
+    return _expected(weight / total[:, None], value)
+
+
 def _expected(weight: Tensor, value: Tensor) -> Tensor:
     """[rows], the sum of ``value`` by weights; 0 times an infinite value is 0."""
     total = torch.linalg.vecdot(weight, value)
     if bool(total.isfinite().all()):
         return total
     return torch.linalg.vecdot(weight, value.masked_fill(weight == 0, 0.0))
-
-
-def _finite(value: Tensor) -> Tensor:
-    """Finite numbers in place of infinite ones: they are to be multiplied by 0."""
-    return value.nan_to_num_(nan=0.0)

@@ -47,7 +47,7 @@ _NAME = "linear_cross_entropy"
 # costs one more product. On an H200 (4.3 TB/s, 790 TFLOP/s) they break even at 184 columns a pass,
 # whatever the number of rows. On two cores of an EPYC they were measured to do so between 128 and
 # 256 columns (benchmarks/results/cpu).
-_KEEP_FROM_WIDTH = 2 * 184
+_COLUMNS_OF_A_PASS = 184
 _KEEP_FROM_WIDTH_ON_A_CPU = 192
 _LOGITS_BUDGET = 2 << 30
 # Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
@@ -292,6 +292,7 @@ def _vocabulary_pass(
         sampling.temperature,
         return_statistics,
         0,
+        False,
         normalizer,
         reduction,
     )
@@ -300,7 +301,7 @@ def _vocabulary_pass(
     backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
-    kept_rows = _kept_rows(operands, logits_budget, expected_targets, backend)
+    kept_rows, spare = _kept_rows(operands, logits_budget, expected_targets, backend)
     if backend == "torch" and multiplies_in(operands[0]) is not operands[0].dtype:
         kept_rows = 0  # a CPU without 16-bit products makes them in fp32
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
@@ -314,6 +315,7 @@ def _vocabulary_pass(
         sample_index=None if call.sample_index is None else call.sample_index.contiguous(),
         position=None if call.position is None else call.position.contiguous(),
         kept_rows=kept_rows,
+        spare=spare,
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
@@ -371,11 +373,12 @@ def _kept_rows(
     budget: int | None,
     expected: int | None,
     backend: str,
-) -> int:
-    """How many rows keep their logits for a backward: where it pays, those that fit."""
+) -> tuple[int, bool]:
+    """How many rows keep their logits for a backward: where it pays, those that fit; and whether
+    these are all that are expected to count."""
     learns = (tensor is not None and tensor.requires_grad for tensor in operands)
     if not (torch.is_grad_enabled() and any(learns)):
-        return 0
+        return 0, False
     input, linear_weight, _ = operands
     rows = input.shape[0]
     if backend == "triton":  # which multiplies kept rows whether they count or not
@@ -383,12 +386,20 @@ def _kept_rows(
         rows = most if expected is None else torch.sym_min(rows, expected)
     if budget is None:
         budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
-    return rows_that_fit(rows, input, linear_weight, budget)
+    spare = expected is not None and (
+        rows_that_fit(expected, input, linear_weight, budget) == expected
+    )
+    return rows_that_fit(rows, input, linear_weight, budget), spare
 
 
-def usual_budget(width: int, *, on_cpu: bool) -> int:
-    """The default of ``logits_budget``: bytes where keeping pays, else 0."""
-    pays = width >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else _KEEP_FROM_WIDTH)
+def usual_budget(columns: int, passes: int = 2, *, on_cpu: bool) -> int:
+    """The default of ``logits_budget``: bytes where keeping pays, else 0.
+
+    Args:
+        columns: the width of all products that keeping saves.
+        passes: over 16-bit logits that it costs a GPU.
+    """
+    pays = columns >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else passes * _COLUMNS_OF_A_PASS)
     return _LOGITS_BUDGET if pays else 0
 
 
@@ -440,6 +451,7 @@ def _triton_forward(call: Call) -> tuple[Tensor, ...]:
     check_targets(call.target, call.linear_weight, call.ignore_index)
     arguments = call._asdict()
     normalizer, reduction = arguments.pop("normalizer"), arguments.pop("reduction")
+    del arguments["spare"]
     kernels(_NAME).linear_cross_entropy_fwd(*outputs, **arguments)
     if reduction != "mean":
         return _reduced(call, *outputs)

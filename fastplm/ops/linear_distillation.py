@@ -126,10 +126,11 @@ def linear_distillation(
         logits_budget: bytes. The gradient of the student's logits, in the dtype of ``input``, is
             kept from the forward to the backward, of all rows or of the first that fit (at least
             4,096); the logits of both sides are computed again, tile by tile, for the others; 0
-            never keeps any. The teacher's are never kept. Default: 2 GiB where ``E + Et`` is at
-            least 736 (on a CPU 192), else nothing.
+            never keeps any. The teacher's logits of the kept rows exist in the forward alone.
+            Default: 2 GiB where ``E + Et`` is at least 552 ("js" 276, on a CPU 192), else nothing.
         expected_targets: how many rows should count, if the caller knows it without asking the
-            device; as in ``linear_cross_entropy``. A CPU counts them where it sees them.
+            device; as in ``linear_cross_entropy``, but that without ``target`` and ``mask`` all
+            rows are known to count. A CPU counts them where it sees them.
 
     Returns:
         ``LinearDistillation(loss, distillation, cross_entropy)``: ``distillation`` is the
@@ -139,8 +140,10 @@ def linear_distillation(
 
     Numerics:
         Products of each side in the dtype of its rows; softmax, sums and loss in fp32. Gradients
-        as in ``linear_cross_entropy``. A probability of 0 times the logarithm of 0 is 0. A weight
-        of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero gradients.
+        as in ``linear_cross_entropy``. A probability of 0 times the logarithm of 0 is 0; two logits
+        of a row that are further apart than the largest fp32 number are infinitely far apart. A
+        weight of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero
+        gradients.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend (on the CPU for one number of
@@ -366,9 +369,10 @@ def _distilled(
         for name, value in call._asdict().items()
         if isinstance(value, Tensor) and value.dim() > 0
     }
+    all_count = target is None and mask is None
     call = call._replace(
         **laid_out,
-        kept_rows=_kept_rows(call, logits_budget, expected_targets, backend),
+        kept_rows=_kept_rows(call, logits_budget, expected_targets, backend, all_count),
         normalizer=None if divides else normalizer,
         reduction="sum" if divides else reduction,
     )
@@ -423,7 +427,9 @@ def _eager(call: Call) -> LinearDistillation:
     )
 
 
-def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: str) -> int:
+def _kept_rows(
+    call: Call, budget: int | None, expected: int | None, backend: str, all_count: bool
+) -> int:
     """How many rows keep D for a backward: if there is one and it pays, those that fit."""
     learns = (call.input, call.linear_weight, call.linear_bias)
     if not (
@@ -438,15 +444,29 @@ def _kept_rows(call: Call, budget: int | None, expected: int | None, backend: st
         rows = int((call.target != call.ignore_index).sum())
     elif expected is not None:
         rows = torch.sym_min(rows, expected)
-    elif not on_cpu and budget is None:
+    elif not on_cpu and budget is None and not all_count:
         rows = 0  # a GPU multiplies kept rows whether they count or not
     if budget is None:
-        # Keeping D saves the products of each side in the backward, at the price of passes over
-        # its logits: so it goes by the mean width, on a CPU by the sum.
-        sides = (call.input,) if call.teacher_input is None else (call.input, call.teacher_input)
-        width = sum(side.shape[1] for side in sides)
-        budget = usual_budget(width if on_cpu else width // len(sides), on_cpu=on_cpu)
+        budget = _usual_budget(call, on_cpu=on_cpu)
     return rows_that_fit(rows, call.input, call.linear_weight, budget)
+
+
+def _usual_budget(call: Call, *, on_cpu: bool) -> int:
+    """Keeping D saves the products that the other flow repeats: one more of each side in the
+    backward and, for "js", one more of each side in the forward.
+
+    It costs a GPU one pass to write the logits of each side, and one to write D. To read them takes
+    less time than what is computed on them, which is the same in both flows (on sm_90, by its
+    machine code, 220 cycles of memory for 1,024 words of both sides against 600 of instructions).
+    So it pays from E + Et = 3 * 184 on, for "js" from half of that on; without a teacher's rows two
+    passes stand against E, as in ``linear_cross_entropy``.
+    """
+    sides = (call.input,) if call.teacher_input is None else (call.input, call.teacher_input)
+    width = sum(side.shape[1] for side in sides)
+    if on_cpu:
+        return usual_budget(width, on_cpu=True)
+    repeats = 2 if call.divergence == "js" else 1
+    return usual_budget(repeats * width, passes=len(sides) + 1, on_cpu=False)
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -367,6 +367,54 @@ def test_extreme_logits(device, flow, kind, smoothing, chunked):
     check(flow, inputs | {"label_smoothing": smoothing})
 
 
+LIMITS = {
+    "equal": [(slice(0, 300), 0.0)],
+    "one word": [(2, 3e38)],
+    "one late word": [(210, 3e38)],
+    "all but one": [(slice(0, 300), -3e38), (77, 0.0)],
+    "both ends": [(slice(0, 150), -3e38), (slice(150, 300), 3e38)],
+    "largest": [(slice(0, 300), 3e38)],
+    "lowest": [(slice(0, 300), -3e38)],
+    "infinite": [(77, INF)],
+    "two infinities": [(2, INF), (210, INF)],
+    "one impossible": [(77, -INF)],
+    "impossible until late": [(slice(0, 299), -INF)],
+    "all impossible": [(slice(0, 300), -INF)],
+}
+
+
+@pairwise(flow=PATHS, limits=LIMITS, smoothing=(0.0, 0.1))
+def test_logits_at_the_limits(device, flow, limits, smoothing, chunked):
+    """The same numbers, infinities and NaN as the reference in fp32."""
+    inputs = make(device, rows=6, vocab=300, width=flow.width) | {"reduction": "none"}
+    inputs |= {"label_smoothing": smoothing}
+    inputs["target"] = torch.tensor([2, 77, 149, 150, 210, 299], device=device)
+    for place, value in limits:
+        inputs["linear_bias"][place] = value
+    upstream = torch.linspace(-1, 2, 6, device=device)
+    loss, _, grads = loss_and_grads(flow, inputs, upstream)
+    learning = with_gradients(inputs)
+    expected = linear_cross_entropy_ref(**learning)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    expected.backward(upstream)
+    for name, grad in grads.items():
+        torch.testing.assert_close(
+            grad, learning[name].grad, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name
+        )
+    assert_samples_are_words(flow, inputs)
+
+
+def assert_samples_are_words(flow: Flow, inputs: dict) -> None:
+    """Words of some probability; 0 where the largest logit is infinite."""
+    inputs = {name: value for name, value in inputs.items() if name != "reduction"}
+    sample = sampled(flow, **inputs)
+    logits = F.linear(inputs["input"], inputs["linear_weight"], inputs["linear_bias"])
+    chosen = logits.softmax(1).gather(1, sample[:, None])[:, 0]
+    finite = logits.amax(1).isfinite()
+    assert ((chosen > 0) == finite).all()
+    assert not sample[~finite].any()
+
+
 @each_path
 @pytest.mark.parametrize("value", (NAN, INF))
 def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, value):
@@ -1281,6 +1329,57 @@ def test_more_or_fewer_targets_than_expected(device, expected, weight, width, ch
         return linear_cross_entropy_ref(**inputs)
 
     check(Flow("triton", ROOM), inputs, reference)
+
+
+@pytest.mark.parametrize("width", (32, 160))
+@pytest.mark.parametrize("ignored", (0.85, 0.5), ids=("four splits", "two splits"))
+def test_a_few_spare_rows_take_several_splits(device, width, ignored):
+    inputs = ignore(make(device, rows=200, vocab=300, width=width), ignored)
+    inputs |= {"expected_targets": 10, "label_smoothing": 0.1}
+
+    def reference(expected_targets, **inputs):
+        return linear_cross_entropy_ref(**inputs)
+
+    check(Flow("triton", ROOM), inputs, reference)
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__ or "_to_copy" in func.__name__:
+            self.bytes.append(result.nbytes)
+        return result
+
+
+def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkeypatch):
+    """4,915 of 32,768 rows should count: the others take the sums of weight and bias in fp32, and
+    one fp32 gradient of their own."""
+    launches_of = importlib.import_module("fastplm.triton_kernels._launch").record_launches
+    cases = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.cases")
+    backward = cases.linear_cross_entropy_bwd
+
+    def measure(rows: int) -> tuple[int, int]:
+        monkeypatch.setattr(cases, "linear_cross_entropy_bwd", counted)
+        with launches_of(90):
+            cases.meta_case(torch.bfloat16, 768, 4915, rows=rows, spare=True)
+        return found.pop()
+
+    def counted(*grads, **arguments):
+        with Allocations() as allocated, launches_of(90) as launches:
+            backward(*grads, **arguments)
+        found.append((sum(allocated.bytes), len(launches)))
+
+    found = []
+    (whole, launches), (alone, few) = measure(32768), measure(4915)
+    assert launches == few + 3
+    spare_rows = -(-(32768 - 4915) // 128) * 128
+    assert whole - alone <= 4 * (768 * (30522 + spare_rows) + 30522)
 
 
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):

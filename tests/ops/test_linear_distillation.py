@@ -28,6 +28,7 @@ from fastplm.testing import (
 from ..pairwise import pairwise
 
 op_module = importlib.import_module("fastplm.ops.linear_distillation")
+loss_op = importlib.import_module("fastplm.ops.linear_cross_entropy")
 torch_module = importlib.import_module("fastplm.ops._linear_distillation_torch")
 loss_module = importlib.import_module("fastplm.ops._linear_cross_entropy_torch")
 
@@ -284,6 +285,71 @@ def check_extreme(device, flow, kind, options):
             # Of one side alone: where the divergence stays finite.
             inputs["teacher_bias"][70 * (kind != "excluded") : 140] = -INF
     check(flow, inputs | options | {"reduction": "none"})
+
+
+LIMITS = {
+    "equal": [(slice(0, 300), 0.0)],
+    "one word": [(2, 3e38)],
+    "one late word": [(210, 3e38)],
+    "one low word": [(77, -3e38)],
+    "all but one": [(slice(0, 300), -3e38), (77, 0.0)],
+    "largest": [(slice(0, 300), 3e38)],
+    "infinite": [(77, INF)],
+    "one impossible": [(77, -INF)],
+    "impossible until late": [(slice(0, 299), -INF)],
+    "all impossible": [(slice(0, 300), -INF)],
+}
+
+
+@pairwise(
+    flow=FLOWS,
+    limits=LIMITS,
+    divergence=("forward_kl", "reverse_kl", "js", "topk"),
+    sides=(("linear_bias",), ("teacher_bias",), ("linear_bias", "teacher_bias")),
+    weight=(0.0, 0.7),
+)
+def test_logits_at_the_limits(device, flow, limits, divergence, sides, weight, chunked):
+    """The same numbers, infinities and NaN as the reference, whose sums are in fp64."""
+    inputs = make(device, rows=4, vocab=300, width=16, teacher_width=16)
+    inputs |= dict(temperature=2.0, cross_entropy_weight=weight, reduction="none")
+    inputs["target"] = torch.tensor([2, 77, 210, 299], device=device)
+    for side in sides:
+        for place, value in limits:
+            inputs[side][place] = value
+    op, reference = ops.linear_distillation, linear_distillation_ref
+    if divergence == "topk":
+        op, reference = ops.linear_distillation_topk, linear_distillation_topk_ref
+        inputs = {name: value for name, value in inputs.items() if "teacher" not in name}
+        inputs["teacher_indices"] = torch.tensor([[2, 77, 299]] * 4, device=device)
+        inputs["teacher_probabilities"] = torch.tensor([[0.5, 0.3, 0.2]] * 4, device=device)
+    else:
+        inputs["divergence"] = divergence
+    upstream = torch.linspace(-1, 2, 4, device=device)
+
+    def found(function, inputs) -> list[torch.Tensor]:
+        learning = with_gradients(inputs)
+        parts = function(**learning)
+        parts.loss.backward(upstream.to(parts.loss.dtype))
+        return [*parts, *(learning[name].grad for name in PARAMETERS)]
+
+    wide = {n: v.double() if is_floating(v) else v for n, v in inputs.items()}
+    names = ("loss", "distillation", "cross_entropy", *PARAMETERS)
+    ours = found(functools.partial(run, flow, op), inputs)
+    for name, one, expected in zip(names, ours, found(reference, wide), strict=True):
+        expected = expected.float()
+        size = float(expected[expected.isfinite()].abs().amax()) if expected.isfinite().any() else 0
+        torch.testing.assert_close(
+            one.detach(),
+            expected.detach(),
+            rtol=1e-3,
+            atol=1e-5 * max(1.0, size),
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def is_floating(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @pairwise(flow=FLOWS, options=DIVERGENCES, name=("input", "teacher_input"))
@@ -636,6 +702,39 @@ def test_how_many_rows_are_kept(device):
     assert kept("triton") == kept("triton", logits_budget=0, expected_targets=9) == 0
     assert kept("triton", expected_targets=9) == 9
     assert kept("triton", logits_budget=1 << 20) == 20
+
+
+WIDTHS = [("forward_kl", 300, 251, 0), ("forward_kl", 300, 252, 20), ("reverse_kl", 30, 521, 0)]
+WIDTHS += [("reverse_kl", 30, 522, 20), ("js", 30, 245, 0), ("js", 30, 246, 20)]
+WIDTHS += [("topk", 367, 0, 0), ("topk", 368, 0, 20)]
+
+
+@pytest.mark.parametrize("divergence, width, teacher_width, expected", WIDTHS)
+def test_a_gpu_keeps_all_rows_where_all_count_and_it_pays(
+    device, divergence, width, teacher_width, expected
+):
+    """184 columns of the products it saves stand against each pass over logits."""
+    inputs = make(device, rows=20, vocab=10, width=width, teacher_width=max(teacher_width, 1))
+    inputs = with_gradients(inputs)
+    targets = {"target": inputs.pop("target")}
+    if divergence == "topk":
+        inputs = {name: inputs[name] for name in PARAMETERS}
+        inputs["teacher_indices"] = torch.zeros(20, 1, dtype=torch.int64, device=device)
+        inputs["teacher_probabilities"] = torch.ones(20, 1, device=device)
+        op = ops.linear_distillation_topk
+    else:
+        op = functools.partial(ops.linear_distillation, divergence=divergence)
+
+    def kept(**more) -> int:
+        with fastplm.use_backend("triton"):
+            saved = op(**inputs, **more).loss.grad_fn.saved_tensors
+        width = loss_op.logit_columns(10)
+        shapes = {tuple(one.shape) for one in saved if one is not None and one.dim() == 2}
+        return max((shape[0] for shape in shapes if shape[1] == width), default=0)
+
+    assert kept() == expected
+    assert kept(**targets) == kept(mask=torch.ones(20, dtype=torch.bool, device=device)) == 0
+    assert kept(**targets, expected_targets=9) == min(expected, 9)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))

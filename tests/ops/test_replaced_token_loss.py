@@ -350,9 +350,10 @@ def test_logits_of_any_size(device, backend, name, size, dtype):
 @pytest.mark.parametrize("replaced", (False, True))
 def test_values_at_the_limits(device, backend, replaced):
     """softplus of z in closed form, to the last bits on both sides, signed zero included."""
-    logit = torch.tensor([0.0, 10.0, -10.0, 200.0, -200.0, INF, -INF], device=device)
+    sizes = [0.0, 10.0, -10.0, 200.0, -200.0, 3e38, -3e38, INF, -INF]
+    logit = torch.tensor(sizes, device=device)
     input = logit[:, None].requires_grad_()
-    flags = torch.full((7,), replaced, device=device)
+    flags = torch.full((len(sizes),), replaced, device=device)
     one = torch.ones(1, device=device)
     loss = run(backend, input=input, weight=one, replaced=flags, reduction="none")
     x = (-logit if replaced else logit).double()

@@ -24,6 +24,9 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     tile_ptrs,
 )
 
+# Splits of the vocabulary that a few spare rows take, so that they use more of a device.
+SPARE_SPLITS = tl.constexpr(16)
+
 
 class Logits(NamedTuple):
     """Another op's gradient of logits: ``write(dz, chunk_start, columns)`` launches it into a
@@ -151,6 +154,14 @@ def _linear_cross_entropy_bwd_logits_kernel(
     tl.store(ptrs, dz.to(dz_ptr.dtype.element_ty), mask=used[:, None])
 
 
+@triton.jit
+def spare_splits(count, N, BLOCK_N: tl.constexpr):
+    """(splits of the vocabulary, slots of each) of dX of ``count`` spare rows of N: the fewer rows,
+    the more splits, in the memory of one split of all."""
+    tiles = tl.maximum(tl.cdiv(count, BLOCK_N), 1)
+    return tl.minimum(tl.cdiv(N, BLOCK_N) // tiles, SPARE_SPLITS), tiles * BLOCK_N
+
+
 @triton.jit(do_not_specialize=["N"])
 def _linear_cross_entropy_bwd_input_kernel(
     # pointers
@@ -186,9 +197,13 @@ def _linear_cross_entropy_bwd_input_kernel(
     HAS_BIAS: tl.constexpr,
     SMOOTHED: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
+    SPARE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of dX, by slot and in fp32: over one split or, from scratch, over one chunk more."""
+    """One tile of dX, by slot and in fp32: over one split or, from scratch, over one chunk more.
+
+    ``SPARE``: the split is one of as many as fit into the memory of one of all slots.
+    """
     TILE: tl.constexpr = Tile(E, BLOCK_N, BLOCK_V, BLOCK_E, HAS_BIAS, UPCAST)
     operands = Operands(x_ptr, w_ptr, bias_ptr, V, stride_xn, stride_wv)
     saved = Saved(
@@ -199,15 +214,22 @@ def _linear_cross_entropy_bwd_input_kernel(
     count = tl.load(count_ptr).to(tl.int32)
     if start_n >= count:
         return
+    split_rows = N
+    if SPARE:
+        num_splits, split_rows = spare_splits(count, N, BLOCK_N)
+        split_columns = tl.cdiv(tl.cdiv(V, BLOCK_V), num_splits) * BLOCK_V
+        if split >= num_splits:
+            return
     rows, used = load_slots(order_ptr, count, start_n, BLOCK_N)
-    split_dx_ptr += split.to(tl.int64) * N * E
+    split_dx_ptr += split.to(tl.int64) * split_rows * E
     mask_dx = used[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
     dx = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     if chunk_start > 0:  # the sum over the chunks before
         dx_ptrs = tile_ptrs(split_dx_ptr, start_n, start_e, E, BLOCK_N, BLOCK_E)
         dx = tl.load(dx_ptrs, mask=mask_dx, other=0.0)
     if not FROM_SCRATCH:
-        x = load_x(operands, rows, used, 0, TILE)  # [BLOCK_N, BLOCK_E]
+        if E <= BLOCK_E:
+            x = load_x(operands, rows, used, 0, TILE)  # [BLOCK_N, BLOCK_E]
         row = load_row_scalars(saved, rows, used, V, SMOOTHED)
 
     first_v = chunk_start + split * split_columns
@@ -220,8 +242,11 @@ def _linear_cross_entropy_bwd_input_kernel(
             dz = tl.load(ptrs, mask=used[:, None], other=0.0)  # [BLOCK_N, BLOCK_V]
         else:
             offs_v = start_v + tl.arange(0, BLOCK_V)
-            z = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-            z = dot(x, tl.trans(w), z, UPCAST)
+            if E <= BLOCK_E:
+                z = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+                z = dot(x, tl.trans(w), z, UPCAST)
+            else:
+                z = streamed_products(operands, rows, used, start_v, TILE)
             z += load_bias(operands, offs_v, HAS_BIAS)[None, :]
             dz = grad_logits(z, offs_v, row, SMOOTHED, False)
         dx = dot(dz.to(w.dtype), w, dx, UPCAST)
@@ -246,18 +271,26 @@ def _linear_cross_entropy_reduce_input_kernel(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    SPARE_BLOCK_N: tl.constexpr,
 ):
-    """dX from slots to rows, its splits summed in order, times g if given; 0 for ignored rows."""
+    """dX from slots to rows, its splits summed in order, times g if given; 0 for ignored rows.
+
+    ``SPARE_BLOCK_N``: the slots of a tile where the splits are those of ``spare_splits``, else 0.
+    """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = (offs_n < N)[:, None] & (offs_e < E)[None, :]
-    used = exists & (offs_n < tl.load(count_ptr).to(tl.int32))[:, None]
+    count = tl.load(count_ptr).to(tl.int32)
+    used = exists & (offs_n < count)[:, None]
     dx = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     offs_s = offs_n.to(tl.int64)
+    split_rows = N
+    if SPARE_BLOCK_N:
+        num_splits, split_rows = spare_splits(count, N, SPARE_BLOCK_N)
     for _ in range(0, num_splits):
         ptrs = split_dx_ptr + offs_s[:, None] * E + offs_e[None, :]
         dx += tl.load(ptrs, mask=used, other=0.0)
-        offs_s += N
+        offs_s += split_rows
     rows = tl.load(order_ptr + offs_n, mask=offs_n < N, other=0)
     if g_ptr is not None:
         g = tl.load(g_ptr + rows * stride_g, mask=offs_n < N, other=0.0)
@@ -325,13 +358,17 @@ def _linear_cross_entropy_bwd_weight_kernel(
     mask_v = offs_v < V
     mask_dw = mask_v[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
     if not FROM_SCRATCH:
-        w = load_weight(operands, chunk_start + start_c, 0, TILE)
+        if E <= BLOCK_E:
+            w = load_weight(operands, chunk_start + start_c, 0, TILE)
         bias = load_bias(operands, offs_v, HAS_BIAS)
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
     if ACCUMULATES:  # the sum over the rows of the other data flow
-        dw_ptrs = tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
-        dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
+        if NEED_WEIGHT:
+            dw_ptrs = tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
+            dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
+        if NEED_BIAS:
+            db = tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
 
     next_rows, next_used = load_slots(order_ptr, count, 0, BLOCK_N)
     for start_n in range(0, count, BLOCK_N):
@@ -347,6 +384,11 @@ def _linear_cross_entropy_bwd_weight_kernel(
         if FROM_SCRATCH:
             ptrs = tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz_t = tl.trans(tl.load(ptrs, mask=used[:, None], other=0.0))  # [BLOCK_V, BLOCK_N]
+        elif E > BLOCK_E:
+            z = streamed_products(operands, rows, used, chunk_start + start_c, TILE)
+            z += bias[None, :]  # [BLOCK_N, BLOCK_V]
+            row = load_row_scalars(saved, rows, used, V, SMOOTHED)
+            dz_t = tl.trans(grad_logits(z, offs_v, row, SMOOTHED, False))
         else:
             z_t = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
             z_t = dot(w, tl.trans(x), z_t, UPCAST) + bias[:, None]
@@ -486,10 +528,15 @@ def _bias_gradient(
 
 
 def _reduce_input(
-    part: Part, split_dx: torch.Tensor, g: torch.Tensor | None, dx: torch.Tensor
+    part: Part,
+    split_dx: torch.Tensor,
+    g: torch.Tensor | None,
+    dx: torch.Tensor,
+    spare_block_n: int = 0,
 ) -> None:
     """Launch the sum of ``split_dx`` [splits, slots, E] into the rows of dX, times g if given."""
-    splits, rows, width = split_dx.shape
+    splits, _, width = split_dx.shape
+    rows = part.rows
     launch(
         _linear_cross_entropy_reduce_input_kernel,
         (cdiv(rows, 32), cdiv(width, 64)),
@@ -503,6 +550,7 @@ def _reduce_input(
         E=width,
         BLOCK_N=32,
         BLOCK_E=64,
+        SPARE_BLOCK_N=spare_block_n,
         **part.arguments(),
     )
 
@@ -515,18 +563,25 @@ def backward_recomputed(
     dw_ptr: torch.Tensor | None,
     db_ptr: torch.Tensor | None,
     accumulates: bool,
+    spare: bool = False,
     logits: Logits | None = None,
     **scalars: Any,
 ) -> None:
     """Launch the backward of the rows whose logits were not stored; those of another op, whose
-    ``logits`` give dZ, in any case through a stored one."""
+    ``logits`` give dZ, in any case through a stored one.
+
+    Args:
+        spare: that none of them counts is likely. So there is no buffer for dZ, at the price that
+            each tile of E computes it again, and there are three launches, whose programs end at
+            once if none counts.
+    """
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
     # If wide, all products read a stored dZ. So do those of a second part, which is rare.
-    wide = configs.is_wide(width) or accumulates or logits is not None
+    wide = not spare and (configs.is_wide(width) or accumulates or logits is not None)
     prefix = "wide " if wide else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))
-    if accumulates:
+    if accumulates and wide:
         config_w = configs.config_of("wide dW with more", input)
     config_z = configs.config_of("wide dZ", input) if wide else {}
     if logits is not None:
@@ -537,10 +592,13 @@ def backward_recomputed(
         chunk_columns = configs.chunk_columns_of(rows, vocab, config_x, config_w, config_z)
         scratch = input.new_empty(rows, chunk_columns)
         split_columns = configs.wide_split_columns(rows, width, chunk_columns, config_x)
-    splits = cdiv(min(chunk_columns, vocab), split_columns)
+    splits, split_rows = cdiv(min(chunk_columns, vocab), split_columns), rows
+    if spare:
+        splits = SPARE_SPLITS.value
+        split_rows = cdiv(rows, config_x["BLOCK_N"]) * config_x["BLOCK_N"]
     shared = dict(**scalars, dz_ptr=scratch, stride_dzn=scratch.stride(0))
     if dx_ptr is not None:
-        split_dx = input.new_empty(splits, rows, width, dtype=torch.float32)
+        split_dx = input.new_empty(1 if spare else splits, split_rows, width, dtype=torch.float32)
     for chunk_start in range(0, vocab, chunk_columns):
         columns = min(chunk_columns, vocab - chunk_start)
         if logits is not None:
@@ -571,6 +629,7 @@ def backward_recomputed(
                 chunk_columns=chunk_columns,
                 split_columns=split_columns,
                 FROM_SCRATCH=wide,
+                SPARE=spare,
                 **shared,
                 **part.arguments(),
                 **operands,
@@ -606,4 +665,4 @@ def backward_recomputed(
                 accumulates=accumulates,
             )
     if dx_ptr is not None:
-        _reduce_input(part, split_dx, None, dx_ptr)
+        _reduce_input(part, split_dx, None, dx_ptr, config_x["BLOCK_N"] if spare else 0)

@@ -27,6 +27,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1,
     },
     " sampled at T": {"temperature": 0.5},
+    " spare": {"spare": True},
 }
 
 
@@ -43,11 +44,12 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 for option, arguments in _OPTIONS.items():
                     if option and not (default or width == 64 or dtype is torch.bfloat16):
                         continue
-                    if option and kept_rows == 256:
+                    if option and (kept_rows == 256) != (option == " spare"):
                         continue
                     always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
                     if (width, kept_rows) == (768, 0):  # as always, but for its options
                         always &= not option
+                    always |= option == " spare" and (width, dtype) == (768, torch.bfloat16)
                     case = functools.partial(meta_case, dtype, width, kept_rows, **arguments)
                     yield label + option if always else f"slow: {label}{option}", case
 
@@ -63,6 +65,7 @@ def meta_case(
     need_argmax: bool = False,
     temperature: float | None = None,
     reduces: bool = True,
+    spare: bool = False,
 ) -> None:
     """Launch forward and backward on meta tensors; with a ``temperature`` it samples.
 
@@ -119,6 +122,7 @@ def meta_case(
         grad_logits=grad_logits,
         slots=slots,
         order=order,
+        spare=spare,
         need_input=True,
         need_weight=True,
         need_bias=True,

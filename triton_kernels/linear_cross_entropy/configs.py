@@ -116,7 +116,7 @@ _WANTED_PROGRAMS = 512
 def config_of(which: str, input: torch.Tensor) -> dict[str, int]:
     half, width = input.dtype.itemsize == 2, input.shape[1]
     if which in ("forward", "dX", "dW"):
-        which = f"{which} {max(16, next_power_of_2(width))}"
+        which = f"{which} {min(max(16, next_power_of_2(width)), 128)}"
     # Tools change the table between recordings.
     look_up = _look_up.__wrapped__ if is_recording() else _look_up
     return look_up(which, half, arch_of(input.device))

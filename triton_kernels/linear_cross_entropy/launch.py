@@ -40,6 +40,11 @@ def operands_of(
     )
 
 
+def sums_like(grad: torch.Tensor) -> torch.Tensor:
+    """Memory in fp32, in which the parts of a gradient add up."""
+    return grad if grad.dtype is torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+
+
 def linear_cross_entropy_fwd(
     loss: torch.Tensor,
     log_probability: torch.Tensor,
@@ -116,13 +121,15 @@ def linear_cross_entropy_bwd(
     order: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
+    spare: bool,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements.
 
-    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same.
+    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same. ``spare``: see
+    ``backward_recomputed``, of the rows beside those that keep their logits.
     """
     parts = parts_of(order, grad_logits.shape[0])
     if not parts:
@@ -131,8 +138,8 @@ def linear_cross_entropy_bwd(
         return
     operands = operands_of(input, linear_weight, linear_bias, parts)
     dw, db = grad_weight, grad_bias
-    if len(parts) > 1:  # the parts add up in fp32
-        dw, db = dw.float(), db.float()
+    if len(parts) > 1:
+        dw, db = sums_like(dw), sums_like(db)
     # What is not needed is None, here and below.
     grads = dict(
         dx_ptr=grad_input if need_input else None,
@@ -150,6 +157,7 @@ def linear_cross_entropy_bwd(
             operands,
             **grads,
             accumulates=number > 0,
+            spare=spare and number > 0,
             target_ptr=target,
             g_ptr=grad_loss,
             log_probability_ptr=log_probability,

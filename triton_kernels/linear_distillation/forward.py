@@ -34,6 +34,7 @@ from fastplm.triton_kernels.linear_distillation.tiles import (
     SUM,
     TEACHER_MAX,
     TEACHER_SUM,
+    TOTAL_SCALE,
     Running,
     Setting,
     Statistics,
@@ -130,10 +131,10 @@ def divergence_of(
     mean = m * 0.0
     divergence = mean
     if DIVERGENCE == FORWARD:
-        mean = total / teacher_l
+        mean = total / (teacher_l * TOTAL_SCALE)
         divergence = mean + log_ratio
     if DIVERGENCE == REVERSE:
-        mean = total / l_i
+        mean = total / (l_i * TOTAL_SCALE)
         divergence = mean - log_ratio
     if DIVERGENCE == GIVEN:
         mean = total

@@ -12,7 +12,7 @@ from fastplm.triton_kernels.linear_cross_entropy.backward import (
     backward_kept,
     backward_recomputed,
 )
-from fastplm.triton_kernels.linear_cross_entropy.launch import operands_of
+from fastplm.triton_kernels.linear_cross_entropy.launch import operands_of, sums_like
 from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, write_order
 from fastplm.triton_kernels.linear_distillation.backward import (
     _linear_distillation_bwd_logits_kernel,
@@ -180,8 +180,8 @@ def linear_distillation_bwd(
         given, divergence, beta, temperature, distillation_weight, cross_entropy_weight
     )
     dw, db = grad_weight, grad_bias
-    if len(parts) > 1:  # the parts add up in fp32
-        dw, db = dw.float(), db.float()
+    if len(parts) > 1:
+        dw, db = sums_like(dw), sums_like(db)
     grads = dict(
         dx_ptr=grad_input if need_input else None,
         dw_ptr=dw if need_weight else None,

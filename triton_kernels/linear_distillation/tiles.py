@@ -27,6 +27,8 @@ MEAN = tl.constexpr(5)
 LOG_PROBABILITY = tl.constexpr(6)
 #: exp of it and of its negative are normal. Where a ratio is larger, what it is multiplied by is 0.
 _LARGEST_GAP = tl.constexpr(80.0)
+#: Sums of differences of logits are kept times this: so they are finite where their mean is.
+TOTAL_SCALE = tl.constexpr(2.0**-20)
 
 
 class Setting(NamedTuple):
@@ -90,10 +92,10 @@ def expected(weight, value):
 
 @triton.jit
 def moved(x, weight, old, new, by, inverse_temperature):
-    """A sum of differences ``x``, by weights that sum to ``weight``, from a maximum ``old`` to
-    ``new``; the other side's maximum rises by ``by``. What has become too small for a weight
+    """A scaled sum of differences ``x``, by weights that sum to ``weight``, from a maximum ``old``
+    to ``new``; the other side's maximum rises by ``by``. What has become too small for a weight
     counts no longer, infinite as it may be."""
-    shift = (by - (finite(new) - finite(old))) * inverse_temperature
+    shift = (by - (finite(new) - finite(old))) * (inverse_temperature * TOTAL_SCALE)
     factor = tl.exp2((old - finite(new)) * inverse_temperature * LOG2E)
     return tl.where(factor == 0.0, 0.0, factor * (x + weight * shift))
 
@@ -141,11 +143,11 @@ def fold(
     if DIVERGENCE == FORWARD:
         rise = finite(m) - finite(running.m)
         total = moved(total, running.teacher_l, running.teacher_m, teacher_m, rise, inverse)
-        total += expected(p, t - z)
+        total += expected(p, (t - z) * TOTAL_SCALE)
     if DIVERGENCE == REVERSE:
         rise = finite(teacher_m) - finite(running.teacher_m)
         total = moved(total, running.l, running.m, m, rise, inverse)
-        total += expected(q, z - t)
+        total += expected(q, (z - t) * TOTAL_SCALE)
     l_i = running.l * tl.exp2((running.m - finite(m)) * inverse * LOG2E) + tl.sum(q, 1)
     teacher_l = running.teacher_l
     if DIVERGENCE != GIVEN:
