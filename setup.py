@@ -38,7 +38,7 @@ PACKAGES = [
 ]
 # 2.11, in the encoding of torch/headeronly/version.h: one binary serves every later torch.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-CUDA_ARCHS = (80, 90, 100)
+CUDA_ARCHS = (80, 90, 100, 120)
 CUDA_LIBRARY = "fastplm._C_cuda"
 
 

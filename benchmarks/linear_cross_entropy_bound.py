@@ -3,9 +3,8 @@
     python benchmarks/linear_cross_entropy_bound.py [--markdown docs/linear_cross_entropy.md]
 
 For every shape with a target all launches are recorded. Triton's kernels are compiled for sm_90
-with no GPU and read; plain products and copies are taken at measured rates. What is said of each is
-a range, see ``bounds``: its lower end leaves out latency, launches, the ends of waves and what does
-not overlap, its upper end counts them. Arithmetic, not a measurement.
+with no GPU, and followed (``bounds``); plain products and copies are taken at measured rates.
+Arithmetic, not a measurement.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from unittest import mock
 
 import torch
 import triton
-from bounds import ARCH, CLOCK, SMS, Span, executed, moved, product
+from bounds import ARCH, CLOCK, SMS, executed, moved, product
 
 from compile_kernels import compile_launch
 from fastplm.triton_kernels import linear_cross_entropy
@@ -31,10 +30,10 @@ Written by `python benchmarks/linear_cross_entropy_bound.py --markdown docs/line
 with Triton {triton}. **No time on this page is measured.** H200: {sms} SMs at {clock:.3f} GHz,
 4.3 TB/s; bf16, forward and backward, every row counts, with a bias.
 
-- `launches`: every one, in its order: of Triton's kernels the inner loop, of those that only walk
-  over stored logits the bytes; `z`, `dX`, `dW`: plain products by the vendor's library, from 790
-  TFLOP/s to 80 % of it in whole waves; `copies`: the weight in whole vectors, the scaled
-  gradient of the weight.
+- `launches`: every one, in its order: Triton's kernels by what their machine code issues and waits
+  for (`tools/timeline.py`), those that only walk over stored logits by the bytes, at 80 % of the
+  rate of memory; `z`, `dX`, `dW`: plain products by the vendor's library, 80 % of 790 TFLOP/s in
+  whole waves; `copies`: the weight in whole vectors, the scaled gradient of the weight.
 - `expected`: their sum.
 - `floor`: the matrix products alone at 790 TFLOP/s, 6NVE kept and 8NVE recomputed; `must`: the
   target.
@@ -124,21 +123,20 @@ def recorded(shape: Shape, kept: bool) -> list[Launch | Product]:
     return steps
 
 
-def passes(launch: Launch, name: str, shape: Shape) -> Span | None:
+def passes(launch: Launch, name: str, shape: Shape) -> float | None:
     """The time of a kernel that only reads and writes stored logits.
 
-    What it reads again comes from the L2 at best, from memory at worst.
+    A program's rows are in the L2 when it reads them again.
     """
     logits = 2.0 * shape.rows * shape.vocab
     if name == "rows":
-        reads, writes = launch.arguments["READS"], launch.arguments["WRITES"]
-        return Span(moved(logits * (1 + writes)).low, moved(logits * (reads + 2 * writes)).high)
+        return moved(logits * (1 + launch.arguments["WRITES"]))
     return moved(logits) if name == "bwd_bias" else None
 
 
-def times(shape: Shape, kept: bool) -> dict[str, Span]:
-    """By launch, those of one name summed up."""
-    found: dict[str, Span] = {}
+def times(shape: Shape, kept: bool) -> dict[str, float]:
+    """By launch, those of one name summed up; microseconds."""
+    found: dict[str, float] = {}
     reports: dict[tuple, Any] = {}
     products = iter(("z", "dX", "dW"))
     for step in recorded(shape, kept):
@@ -152,8 +150,11 @@ def times(shape: Shape, kept: bool) -> dict[str, Span]:
                 key = name, step.arguments.get("NEED_BIAS")
                 if key not in reports:
                     reports[key] = compile_launch("linear_cross_entropy", shape.label, ARCH, step)
-                time = executed(reports[key], step, iterations(step, name, shape))
-        found[name] = found.get(name, Span(0.0, 0.0)) + time
+                steps_e = triton.cdiv(shape.width, step.arguments.get("BLOCK_E", shape.width))
+                inner = steps_e if name == "fwd" else 1
+                total = iterations(step, name, shape)
+                time, _ = executed(reports[key], step, total, inner=inner)
+        found[name] = found.get(name, 0.0) + time
     if kept:
         weight = 2.0 * shape.vocab * shape.width
         padded = 2 * 2 * weight if shape.vocab % 8 else 0.0
@@ -166,11 +167,11 @@ def rows() -> list[tuple[str, ...]]:
     for shape in SHAPES:
         for kept in (True, False):
             by_kernel = times(shape, kept)
-            total = sum(by_kernel.values(), Span(0.0, 0.0))
-            parts = ", ".join(f"{name} {time}" for name, time in by_kernel.items())
+            total = sum(by_kernel.values())
+            parts = ", ".join(f"{name} {time:.0f}" for name, time in by_kernel.items())
             flow = "kept" if kept else "recomputed"
             default = kept == (shape.width >= 368)
-            number = total.milliseconds()
+            number = f"{total / 1e3:.3g}"
             if default:
                 flow, number = f"**{flow}**", f"**{number}**"
             table.append(

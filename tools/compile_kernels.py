@@ -25,13 +25,14 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from timeline import Timing, follow
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -185,6 +186,15 @@ def compile_launch(op: str, label: str, arch: int, launch: Launch) -> Report:
     """Compile one recorded launch."""
     source, options, _ = source_of(launch)
     return _reports(op, arch, [(label, launch, _compile(source, arch, options))])[0]
+
+
+def timing(launch: Launch, report: Report, turns: Sequence[int], programs: int) -> Timing:
+    """How long an SM takes for programs of a launch, see ``timeline.follow``."""
+    source, options, _ = source_of(launch)
+    cubin = _compile(source, report.arch, options).asm["cubin"]
+    ((sass, _),) = disassemble([cubin], report.arch)
+    where = (report.arch, report.warps, report.blocks)
+    return follow(sass, _text(cubin), *where, turns, programs)
 
 
 def _type(value: Any) -> str:

@@ -257,8 +257,7 @@ def find_hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
     proxies = unfenced(ptx)
     findings = narrow(module, accesses, threads)
     findings += (line for line in proxies if line.startswith("unfenced"))
-    if stages > 1:
-        findings += unpipelined(module) + shallow(module, seen.ahead, stages)
+    findings += unpipelined(module) + shallow(module, seen.ahead, stages)
     counts = Counter((access.kind, access.width) for access in accesses)
     return {
         "races": [

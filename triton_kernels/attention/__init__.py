@@ -19,7 +19,7 @@ Legend: B batch · H heads · Tq/Tk query/key length · D head dim (BLOCK_D, its
 
 Two families, chosen from dtype and shapes alone (``configs.py``):
 
-row     One tile holds all keys of a row (Tk <= 256 in 16 bits), so the softmax needs no running
+row     One tile holds all keys of a row (Tk <= 128 in 16 bits), so the softmax needs no running
         maximum. A program keeps K and V for several tiles of queries. Up to 128 queries and keys,
         the backward is one kernel, and one tile holds a head: it computes the softmax again, so it
         reads neither O nor row statistics, and the three gradients take 5 matmuls.

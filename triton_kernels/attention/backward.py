@@ -43,15 +43,15 @@ from fastplm.triton_kernels.attention.tiles import (
 
 
 @triton.jit
-def tile_step(
-    dk, dv, k, v, mask_k, query, d_out, d_query, head, start_q, offs_k, TILE: tl.constexpr
-):
+def tile_step(dk, dv, k, v, query, d_out, d_query, head, start_q, offs_k, TILE: tl.constexpr):
     """dQ of a tile of queries, and what they add to dK and dV; the tile holds all of their keys."""
     offs_q = start_q + tl.arange(0, TILE.BLOCK_Q)
     mask_q = offs_q < head.length_q
     q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
     do = load_rows(d_out, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
 
+    # Made again rather than kept, to save registers.
+    mask_k = keys_allowed(head.mask_ptr, 0, head.length_k, TILE.BLOCK_K)
     s = masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE)
     m_i = tl.max(s, 1) * head.numbers.scale_log2
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
@@ -111,14 +111,14 @@ def tile_head(
     dv_rows = rows_of(d_value, b, h, first_k)
     mask_row = None
     if mask_ptr is not None:
-        mask_row = mask_ptr + b * stride_mb + first_k
+        mask_row = mask_ptr + b * stride_mb
     attn_rows = None
     if attn_mask.ptr is not None:
         attn_ptr = attn_mask.ptr + b * attn_mask.stride_b + h * attn_mask.stride_h
         attn_rows = AttnMask(attn_ptr, attn_mask.stride_t, MASK_STEP)
 
     offs_k = tl.arange(0, TILE.BLOCK_K)
-    mask_k = keys_allowed(mask_row, offs_k, length_k)
+    mask_k = keys_allowed(mask_row, 0, length_k, TILE.BLOCK_K)
     k = load_rows(k_rows, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     v = load_rows(v_rows, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     dk = tl.zeros([TILE.BLOCK_K, TILE.BLOCK_D], tl.float32)
@@ -129,9 +129,7 @@ def tile_head(
         head = Head(
             b, h, length_q, length_k, diagonal, None, mask_row, attn_rows, None, numbers, dropout
         )
-        dk, dv = tile_step(
-            dk, dv, k, v, mask_k, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE
-        )
+        dk, dv = tile_step(dk, dv, k, v, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE)
 
     exists = offs_k < length_k  # masked keys too: their gradient is 0, and is written
     store_rows(dk_rows, dk * numbers.scale, offs_k, exists, TILE)
@@ -302,7 +300,7 @@ def dq_range(
         offs_k = start_k + tl.arange(0, BLOCK_K)
         mask_k = offs_k >= 0
         if MASKED:
-            mask_k = keys_allowed(head.mask_ptr, offs_k, head.length_k)
+            mask_k = keys_allowed(head.mask_ptr, start_k, head.length_k, BLOCK_K)
         k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
         v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
         s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
@@ -413,7 +411,7 @@ def _attention_stream_bwd_dq_kernel(
     d_query = rows_of(Tensor(dq_ptr, stride_dqb, stride_dqh, stride_dqt), b, h, first_q)
     stats = stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh)
     if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first_k
+        mask_ptr += b * stride_mb
 
     start_q = tile * BLOCK_Q
     offs_q = start_q + tl.arange(0, BLOCK_Q)
@@ -641,11 +639,11 @@ def _attention_stream_bwd_dkdv_kernel(
     d_value = rows_of(Tensor(dv_ptr, stride_dkb, stride_dkh, stride_dkt), b, h, first_k)
     stats = stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh)
     if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first_k
+        mask_ptr += b * stride_mb
 
     start_k = tile * BLOCK_K
     offs_k = start_k + tl.arange(0, BLOCK_K)
-    mask_k = keys_allowed(mask_ptr, offs_k, length_k)
+    mask_k = keys_allowed(mask_ptr, start_k, length_k, BLOCK_K)
     k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)

@@ -192,8 +192,8 @@ def _attention_bwd_dbias_kernel(
             mask_q = (offs_q >= 0) & (offs_q < length_q)
             row_mask_ptr = None
             if mask_ptr is not None:
-                row_mask_ptr = mask_ptr + b * stride_mb + first_k
-            mask_k = keys_allowed(row_mask_ptr, offs_k, length_k)
+                row_mask_ptr = mask_ptr + b * stride_mb
+            mask_k = keys_allowed(row_mask_ptr, start_k, length_k, BLOCK_K)
 
             query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), b, h, first_q)
             key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), b, h, first_k)

@@ -27,7 +27,7 @@ from fastplm.triton_kernels._launch import (
     next_power_of_2,
 )
 
-_LENGTHS = (64, 128, 256)
+_LENGTHS = (64, 128)
 _TILE_KINDS = (64, 128, "128 dropout")
 #: "mask": with an attention mask, and whatever else there is.
 STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
@@ -41,9 +41,7 @@ STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
 # below 64 without an entry take that of 64.
 _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "row_fwd": {
-        (80, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1), (32, 256, 8, 1)),
-        (90, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1), (128, 256, 8, 1)),
-        (100, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1), (64, 256, 8, 1)),
+        (80, True, 64): ((64, 64, 4, 1), (64, 128, 4, 1)),
         (80, True, 128): ((64, 64, 4, 1), (64, 128, 8, 1)),
         (90, True, 128): ((64, 64, 4, 1), (64, 128, 4, 1)),
     },
@@ -63,7 +61,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "stream_fwd": {
         (80, True, 64): ((128, 64, 8, 3),),
         (86, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-        (90, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+        (90, True, 64): ((128, 32, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3)),
         (100, True, 64): ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         (90, True, 128): ((128, 64, 8, 3),),
@@ -87,7 +85,13 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     "stream_dq": {
         (80, True, 64): ((32, 64, 4, 1), (64, 64, 4, 2), (32, 64, 8, 1)),
         (86, True, 64): ((32, 64, 4, 1), (64, 64, 4, 2), (32, 64, 8, 1), (16, 64, 4, 1)),
-        (90, True, 64): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
+        (90, True, 64): (
+            (128, 32, 8, 3),
+            (64, 64, 4, 3),
+            (128, 32, 4, 3),
+            (64, 64, 4, 3),
+            (64, 64, 4, 2),
+        ),
         (100, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
         (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 3)),
@@ -106,7 +110,13 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
             (32, 64, 4, 1, 1),
             (32, 64, 8, 1, 1),
         ),
-        (90, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 3, 0), (32, 64, 4, 3, 1)),
+        (90, True, 64): (
+            (64, 64, 4, 3, 1),
+            (64, 64, 4, 3, 0),
+            (32, 64, 4, 3, 1),
+            (64, 64, 4, 3, 0),
+            (32, 64, 4, 3, 1),
+        ),
         (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
         (80, True, 128): ((32, 64, 4, 1, 1), (64, 64, 8, 1, 0), (32, 64, 8, 1, 1)),
         (90, True, 128): (
@@ -205,6 +215,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
 
 #: With an attention mask: in place of the last one of an entry, where that would spill.
 _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
+    ("dbias", 80, False, 64): (16, 32, 8, 1),
     ("dbias", 80, False, 128): (16, 32, 16, 1),
     ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
     ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
@@ -246,12 +257,9 @@ def block_d_of(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def row_limit(dtype: torch.dtype, head_dim: int, has_attn_mask: bool = False) -> int:
+def row_limit(dtype: torch.dtype, head_dim: int) -> int:
     """The longest row of keys that the forward holds in one tile; fp32 always streams."""
-    if dtype.itemsize != 2:
-        return 0
-    longest = {16: 128, 32: 128, 64: 256, 128: 128}.get(block_d_of(head_dim), 0)
-    return min(longest, 128) if has_attn_mask else longest
+    return 128 if dtype.itemsize == 2 and block_d_of(head_dim) <= 128 else 0
 
 
 def tile_limit(dtype: torch.dtype, head_dim: int) -> int:
@@ -273,7 +281,7 @@ _ROW_TILES = 2
 
 
 def length_class(seqlen: int) -> int:
-    """The tile that holds a whole row: 64, 128 or 256."""
+    """The tile that holds a whole row: 64 or 128."""
     return max(64, next_power_of_2(seqlen))
 
 

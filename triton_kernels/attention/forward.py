@@ -161,10 +161,10 @@ def _attention_row_fwd_kernel(
     out = rows_of(Tensor(out_ptr, stride_ob, stride_oh, stride_ot), b, h, first_q)
     stats = stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh)
     if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first_k
+        mask_ptr += b * stride_mb
 
     offs_k = tl.arange(0, BLOCK_K)
-    mask_k = keys_allowed(mask_ptr, offs_k, length_k)
+    mask_k = keys_allowed(mask_ptr, 0, length_k, BLOCK_K)
     k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
 
@@ -185,7 +185,7 @@ def _attention_row_fwd_kernel(
         mask_q = offs_q < length_q
         q = load_rows(query, offs_q, mask_q, TILE)  # [BLOCK_Q, BLOCK_D]
         # Loaded again rather than kept, to save registers.
-        mask_k = keys_allowed(mask_ptr, offs_k, length_k)
+        mask_k = keys_allowed(mask_ptr, 0, length_k, BLOCK_K)
         s = masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE)
         m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_Q], tl.float32)
@@ -210,7 +210,7 @@ def attend_range(
         offs_k = start_k + tl.arange(0, BLOCK_K)
         mask_k = offs_k >= 0
         if MASKED:
-            mask_k = keys_allowed(head.mask_ptr, offs_k, head.length_k)
+            mask_k = keys_allowed(head.mask_ptr, start_k, head.length_k, BLOCK_K)
         k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
         v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
 
@@ -306,7 +306,7 @@ def _attention_stream_fwd_kernel(
     out = rows_of(Tensor(out_ptr, stride_ob, stride_oh, stride_ot), b, h, first_q)
     stats = stats_head(cu_q_ptr, b, h, first_q, seqlen_q, stride_sh)
     if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first_k
+        mask_ptr += b * stride_mb
 
     start_q = tile * BLOCK_Q
     offs_q = start_q + tl.arange(0, BLOCK_Q)

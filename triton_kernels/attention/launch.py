@@ -12,6 +12,7 @@ from fastplm.triton_kernels._launch import (
     cdiv,
     is_recording,
     launch,
+    next_power_of_2,
     sm_count,
     upcast_dot,
 )
@@ -35,7 +36,11 @@ from fastplm.triton_kernels.attention.forward import (
     _attention_row_fwd_kernel,
     _attention_stream_fwd_kernel,
 )
-from fastplm.triton_kernels.attention.tiles import LOG2E, NO_ATTN_MASK
+from fastplm.triton_kernels.attention.tiles import (
+    LOG2E,
+    NO_ATTN_MASK,
+    _attention_key_bits_kernel,
+)
 
 
 class Call(NamedTuple):
@@ -88,7 +93,6 @@ class Shape:
         query_shape: tuple[int, ...],
         key_shape: tuple[int, ...],
         strides: tuple[tuple[int, ...], ...],
-        mask_stride: int,
         attn_mask_strides: tuple[int, ...] | None,
         num_seqs: int | None,
         max_seqlen_q: int,
@@ -134,7 +138,6 @@ class Shape:
             **self.strides("q", strides[0]),
             **self.strides("k", strides[1]),
             **self.strides("v", strides[2]),
-            stride_mb=mask_stride,
             **attn_mask,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
@@ -231,7 +234,7 @@ class Shape:
 
 
 def _forward_config(shape: Shape) -> tuple[Any, dict[str, int]]:
-    most = row_limit(shape.dtype, shape.head_dim, shape.has_attn_mask)
+    most = row_limit(shape.dtype, shape.head_dim)
     whole_row = not shape.has_bias and shape.seqlen_k <= most
     if shape.seqlen_q > DECODE_QUERIES and whole_row:
         return _attention_row_fwd_kernel, config_of("row_fwd", shape, length_class(shape.seqlen_k))
@@ -243,7 +246,7 @@ _kept_shape = functools.lru_cache(maxsize=1024)(Shape)
 
 
 def _shape_of(call: Call) -> Shape:
-    query, key, key_mask, starts = call.query, call.key, call.key_mask, call.cu_seqlens_q
+    query, key, starts = call.query, call.key, call.cu_seqlens_q
     make = Shape if is_recording() else _kept_shape
     return make(
         query.dtype,
@@ -251,7 +254,6 @@ def _shape_of(call: Call) -> Shape:
         query.shape,
         key.shape,
         (query.stride(), key.stride(), call.value.stride()),
-        0 if key_mask is None or starts is not None else key_mask.stride(0),
         None if call.attn_mask is None else call.attn_mask.stride(),
         None if starts is None else starts.shape[0] - 1,
         call.max_seqlen_q,
@@ -264,13 +266,43 @@ def _shape_of(call: Call) -> Shape:
     )
 
 
+def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
+    """The key mask as int64 [B, words], 64 keys each, and its stride."""
+    if call.key_mask is None:
+        return dict(mask_ptr=None, stride_mb=0)
+    words = cdiv(shape.seqlen_k, 64)
+    bits = call.query.new_empty(shape.batch, words, dtype=torch.int64)
+    block = min(16, next_power_of_2(words))
+    launch(
+        _attention_key_bits_kernel,
+        (shape.batch * cdiv(words, block),),
+        shape.device,
+        **_key_bytes(call),
+        cu_k_ptr=call.cu_seqlens_k,
+        bits_ptr=bits,
+        seqlen_k=shape.seqlen_k,
+        words=words,
+        BLOCK_W=block,
+        num_warps=1,
+        num_stages=1,
+    )
+    return dict(mask_ptr=bits, stride_mb=words)
+
+
+def _key_bytes(call: Call) -> dict[str, Any]:
+    """The key mask as it is given; a ragged one has no stride."""
+    if call.key_mask is None:
+        return dict(mask_ptr=None, stride_mb=0)
+    stride = 0 if call.cu_seqlens_k is not None else call.key_mask.stride(0)
+    return dict(mask_ptr=call.key_mask.view(torch.uint8), stride_mb=stride)
+
+
 def _pointers(call: Call) -> dict[str, Any]:
-    """Those that all kernels share."""
+    """Those that all kernels share, but for the key mask."""
     pointers = dict(
         q_ptr=call.query,
         k_ptr=call.key,
         v_ptr=call.value,
-        mask_ptr=None if call.key_mask is None else call.key_mask.view(torch.uint8),
         cu_q_ptr=call.cu_seqlens_q,
         cu_k_ptr=call.cu_seqlens_k,
         seed_ptr=call.seed,
@@ -301,7 +333,8 @@ def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         from fastplm.triton_kernels.attention.ping_pong import ping_pong
 
         kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward
-    pointers = _pointers(call)
+    bits = kernel in (_attention_row_fwd_kernel, _attention_stream_fwd_kernel)
+    pointers = _pointers(call) | (_key_bits(call, shape) if bits else _key_bytes(call))
     if kernel is _attention_stream_fwd_kernel:
         pointers |= bias_rows(call.bias_weight, call.buckets)
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
@@ -339,6 +372,7 @@ def attention_bwd(
         do_ptr=grad_out,
         **shape.strides("do", grad_out.stride()),
         **_pointers(call),
+        **_key_bits(call, shape),
     )
     if not shape.streams:
         grid, fixed = shape.tile_backward

@@ -43,7 +43,6 @@ from fastplm.triton_kernels.attention.tiles import (
     NO_ATTN_MASK,
     Tensor,
     bounds,
-    keys_allowed,
     rows_of,
     stats_head,
 )
@@ -86,6 +85,15 @@ def _tile_of(item, sizes, cu_q_ptr, cu_k_ptr, options: gl.constexpr):
     if start_q >= length_q:
         tiles_k = tiles_k * 0
     return b, h, start_q, first_q, length_q, first_k, length_k, tiles_k
+
+
+@gluon.jit
+def _keys_allowed(mask_ptr, offs_k, length_k):
+    """[BLOCK_K] bool: the keys of this tile that exist and that the key mask lets through."""
+    allowed = offs_k < length_k
+    if mask_ptr is not None:
+        allowed = allowed & (gl.load(mask_ptr + offs_k, mask=allowed, other=0) != 0)
+    return allowed
 
 
 @gluon.jit
@@ -137,7 +145,7 @@ def _produce(pointers, items, sizes, strides, tiles, full, free, options: gl.con
                 stage = n % STAGES
                 is_free = (n // STAGES & 1) ^ 1
                 offs_k = i * BLOCK_K + gl.arange(0, BLOCK_K, rows)
-                allowed = keys_allowed(mask_row, offs_k, length_k)
+                allowed = _keys_allowed(mask_row, offs_k, length_k)
                 mbarrier.wait(k_free.index(stage), is_free)
                 _copy_rows(k_tiles.index(stage), k_head, offs_k, allowed, k_t, layout)
                 async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
@@ -156,7 +164,7 @@ def _softmax(s, m_i, l_i, offs_q, start_k, mask_ptr, keys, factor, IS_CAUSAL: gl
         # A thread's columns share bits 1 and 2: the others are constants.
         columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         offs_k = start_k + _own(columns & 6) + (columns & -7)
-        allowed = gl.expand_dims(keys_allowed(mask_ptr, offs_k, length_k), 0)
+        allowed = gl.expand_dims(_keys_allowed(mask_ptr, offs_k, length_k), 0)
         if IS_CAUSAL:
             allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + diagonal)
         s = gl.where(allowed, s, float("-inf"))

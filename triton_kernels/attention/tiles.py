@@ -18,7 +18,7 @@ from fastplm.triton_kernels._philox import philox
 # Numbers that change from batch to batch, and by which Triton is not to specialise a kernel: a
 # kernel of its own for multiples of 16 would not be faster. ``stride_sh`` is the number of rows:
 # statistics start anywhere in it, so they are loaded one by one.
-COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_sh")
+COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_mb", "stride_sh")
 
 #: A launch without an attention mask: None is a constant, so that kernels have no such parameters.
 NO_ATTN_MASK = dict.fromkeys(("attn_mask_ptr", "stride_ab", "stride_ah", "stride_at", "MASK_STEP"))
@@ -79,7 +79,7 @@ class Head(NamedTuple):
     length_k: Any
     diagonal: Any  # query i sees keys j <= i + diagonal
     shift: Any  # and stands at position i + shift
-    mask_ptr: Any  # [T] of its keys
+    mask_ptr: Any  # [words] of its keys, see ``keys_allowed``
     attn_mask: Any  # AttnMask or None
     bias_ptr: Any  # [2 * max_distance + 1]
     numbers: Numbers
@@ -171,12 +171,62 @@ def zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size):
 
 
 @triton.jit
-def keys_allowed(mask_ptr, offs_k, seqlen_k):
-    """[BLOCK_K] bool: the keys of this tile that exist and that the key mask lets through."""
-    allowed = (offs_k >= 0) & (offs_k < seqlen_k)
-    if mask_ptr is not None:
-        allowed = allowed & (tl.load(mask_ptr + offs_k, mask=allowed, other=0) != 0)
+def keys_allowed(mask_ptr, start_k, length_k, BLOCK_K: tl.constexpr):
+    """[BLOCK_K] bool: the keys from ``start_k`` on that exist and that the key mask lets through.
+
+    The mask holds 64 keys in a word, so that one load brings what a thread needs of a tile. Of
+    bytes, a thread loads one for each of its columns, and ptxas lets each load wait for the last.
+    A bit's place is key = 32 group + 8 step + 2 lane + parity: where the tile is a matmul's, all
+    but the lane are places in a thread's registers, so that only one shift is not a constant.
+    """
+    offs_k = start_k + tl.arange(0, BLOCK_K)
+    allowed = (offs_k >= 0) & (offs_k < length_k)
+    if mask_ptr is not None:  # where no key is, the bit is 0
+        GROUPS: tl.constexpr = (BLOCK_K + 31) // 32
+        STEPS: tl.constexpr = BLOCK_K // GROUPS // 8
+        group = tl.reshape(tl.arange(0, GROUPS), [GROUPS, 1, 1, 1])
+        step = tl.reshape(tl.arange(0, STEPS), [1, STEPS, 1, 1])
+        lane = tl.reshape(tl.arange(0, 4), [1, 1, 4, 1])
+        parity = tl.reshape(tl.arange(0, 2), [1, 1, 1, 2])
+        bits = tl.zeros([GROUPS, 1, 4, 1], tl.int32)
+        for i in tl.static_range(0, GROUPS, 2):
+            first = start_k + 32 * i
+            word = tl.load(mask_ptr + first // 64, mask=(first >= 0) & (first < length_k), other=0)
+            if BLOCK_K < 64:
+                word = word >> (start_k & 63)
+            bits = tl.where(group == i, word.to(tl.int32) >> (2 * lane), bits)
+            if GROUPS > 1:
+                bits = tl.where(group == i + 1, (word >> 32).to(tl.int32) >> (2 * lane), bits)
+        bits = (bits >> (8 * step + parity)) & 1  # [GROUPS, STEPS, 4, 2]
+        allowed = tl.reshape(bits, [BLOCK_K]) != 0
     return allowed
+
+
+@triton.jit(do_not_specialize=["seqlen_k", "words", "stride_mb"])
+def _attention_key_bits_kernel(
+    # pointers
+    mask_ptr,
+    cu_k_ptr,
+    bits_ptr,
+    # sizes
+    seqlen_k,
+    words,
+    # strides
+    stride_mb,
+    # constexprs
+    BLOCK_W: tl.constexpr,
+):
+    # One program packs words of one sequence, 64 keys each; a key that does not exist is 0.
+    tiles = tl.cdiv(words, BLOCK_W)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    offs_w = tl.program_id(0) % tiles * BLOCK_W + tl.arange(0, BLOCK_W)
+    first_k, length_k = bounds(cu_k_ptr, b, seqlen_k)
+    bit = tl.arange(0, 64)
+    offs_k = offs_w.to(tl.int64)[:, None] * 64 + bit[None, :]
+    ptrs = mask_ptr + b * stride_mb + first_k + offs_k
+    allowed = tl.load(ptrs, mask=offs_k < length_k, other=0) != 0  # [BLOCK_W, 64]
+    bits = tl.sum(allowed.to(tl.int64) << bit[None, :].to(tl.int64), 1)
+    tl.store(bits_ptr + b * words + offs_w, bits, mask=offs_w < words)
 
 
 @triton.jit
