@@ -3,7 +3,8 @@
 Races are found in the Triton GPU IR (``races``). Behind that IR, Triton places thread barriers
 between ordinary accesses, and proxy fences after copies. Both are looked for in the PTX:
 ``unordered`` finds copies without a barrier since other warps read what they overwrite (as far as
-source places tell instructions apart, and in innermost loops), ``unfenced`` missing fences.
+source places tell instructions apart, and in innermost loops), ``unfenced`` missing fences, and
+``ptx.fences`` registers that a ``wgmma`` accesses with no ``wgmma.fence``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from ptx.fences import unfenced as unfenced_registers
+from ptx.parse import PtxError, parse
 from races import LOOPS, TENSOR, Distances, Followed, Module, Op, find_races, search
 
 _DOTS = ("tt.dot", "ttng.warp_group_dot", "ttng.tc_gen5_mma")
@@ -152,6 +155,16 @@ def unfenced(ptx: str) -> list[str]:
     return list(found)
 
 
+def unordered_registers(ptx: str) -> list[str]:
+    """Products of sm_90 that lack a ``wgmma.fence``."""
+    if "wgmma.mma_async" not in ptx:
+        return []
+    try:
+        return [f"race: {fault}" for fault in unfenced_registers(parse(ptx))]
+    except PtxError as error:  # of a Triton that writes other PTX
+        return [f"not modelled: {error}"]
+
+
 def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
     """Accesses in innermost loops that could be wider.
 
@@ -264,6 +277,7 @@ def find_hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
             *seen.wrong,
             *unordered(module, seen, loops),
             *(line for line in proxies if line.startswith("race")),
+            *unordered_registers(ptx),
         ],
         "findings": findings,
         "widths": [f"{kind} {width}: {count}" for (kind, width), count in sorted(counts.items())],

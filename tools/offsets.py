@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ class _Value:
     number: int = 0  # of a constant; the last place of a range; the limit of a program's number
     place: str | None = None  # of a 32-bit product
     factor: int = 0  # of that product, if it is a constant
+    wide: str | None = None  # the place of a 64-bit product of run-time values
+    sum: str | None = None  # the place of a 32-bit sum
+    is_integer: bool = False  # of 16 bits or more
+
+
+@dataclass
+class _Carried:
+    """What a loop carries: its number in a round, at the start, and in the next round."""
+
+    value: int
+    start: int
+    following: int
+    counter: _Value | None  # of the loop, if it has one
 
 
 def offset_overflows(ttir: str, launch: Launch, signature: dict[str, str]) -> list[str]:
@@ -41,8 +55,12 @@ def offset_overflows(ttir: str, launch: Launch, signature: dict[str, str]) -> li
     and sizes are known, tells which it is: a row or column exceeds the longest dimension of the
     matrices by at most one tile, a count of elements does not stay below that. A bound does not
     help here, because a number that has wrapped around is negative.
+
+    A shift to the left is a product, and so is a sum that a loop carries: of a run-time step
+    (``o += stride``), or of a constant one and the rounds of this launch. A number that was loaded
+    has no bound: no constant may multiply it, and no 64-bit product may become 32 bits again.
     """
-    values, offsets, arguments = _read_ttir(ttir, launch.grid)
+    values, offsets, arguments, carried = _read_ttir(ttir, launch.grid)
     names = (name for name, kind in signature.items() if kind != "constexpr")
     given = (launch.arguments[name] for name in names)
     sizes = {
@@ -52,8 +70,115 @@ def offset_overflows(ttir: str, launch: Launch, signature: dict[str, str]) -> li
     }
     matrices = (v for v in launch.arguments.values() if isinstance(v, torch.Tensor) and v.dim() > 1)
     longest = max((max(matrix.shape) for matrix in matrices), default=0)
-    by_program = _products_of_programs(values, offsets, sizes, longest)
-    return sorted(_products_at_run_time(values, offsets) | by_program)
+    sums = list(_running_sums(values, carried))
+    for value, step, _ in sums:
+        if _reaches(values, step, lambda source: source in arguments):
+            values[value].place, values[value].factor = values[value].sum, 0
+    by_program = _products_of_programs(values, offsets, sizes, longest, sums)
+    found = _products_at_run_time(values, offsets) | by_program
+    found |= _products_of_loads(values, offsets) | _products_cut_off(values, offsets)
+    return sorted(found)
+
+
+def _reaches(
+    values: dict[int, _Value],
+    value: int,
+    wanted: Callable[[int], bool],
+    bounds: Callable[[_Value], bool] = lambda origin: False,
+) -> bool:
+    """Whether a value may be as large as one that is wanted. ``bounds``: what is small anyway."""
+    seen, open_ = set(), [value]
+    while open_:
+        value = open_.pop()
+        if wanted(value):
+            return True
+        if value in values and value not in seen and not bounds(values[value]):
+            seen.add(value)
+            open_ += values[value].sources
+    return False
+
+
+def _running_sums(
+    values: dict[int, _Value], carried: list[_Carried]
+) -> Iterator[tuple[int, int, _Carried]]:
+    """(sum, step, what is carried) of each 32-bit sum that a loop adds to in every round."""
+    kept = (*_SHAPING, "arith.addi", "arith.subi", "arith.select")
+    for each in carried:
+        seen, open_ = set(), [each.following]
+        while open_:
+            value = open_.pop()
+            if value in seen or value not in values or values[value].made_by not in kept:
+                continue
+            seen.add(value)
+            open_ += values[value].sources
+            if values[value].sum:
+                for term, step in (values[value].operands, values[value].operands[::-1]):
+                    if _reaches(values, term, each.value.__eq__):
+                        yield value, step, each
+
+
+def _reachable(
+    values: dict[int, _Value], offsets: list[int], through_bounds: bool = True
+) -> Iterator[int]:
+    """All that decides how large an offset is, the bounds and steps of loops too."""
+    seen, open_ = set(), list(offsets)
+    while open_:
+        value = open_.pop()
+        if value not in seen and value in values:
+            seen.add(value)
+            origin = values[value]
+            if origin.made_by != "counter":
+                open_ += origin.sources
+            elif through_bounds:
+                open_ += origin.operands
+            yield value
+
+
+def _is_loaded(values: dict[int, _Value], value: int, factor: int = 1) -> bool:
+    """Whether an integer from memory times a factor may be larger than that integer."""
+
+    def loads(source: int) -> bool:
+        origin = values.get(source)
+        return origin is not None and origin.made_by == "tt.load" and origin.is_integer
+
+    def bounds(origin: _Value) -> bool:
+        if origin.made_by in ("arith.divsi", "arith.divui"):
+            divisor = _origin(values, origin.operands[1])
+            return divisor is not None and divisor.number >= abs(factor)
+        return origin.made_by in ("arith.remsi", "arith.remui")
+
+    return _reaches(values, value, loads, bounds)
+
+
+def _products_of_loads(values: dict[int, _Value], offsets: list[int]) -> frozenset[str]:
+    found = set()
+    for value in _reachable(values, offsets):
+        origin = values[value]
+        if origin.place and abs(origin.factor) > 1:
+            if any(_is_loaded(values, operand, origin.factor) for operand in origin.operands):
+                found.add(origin.place)
+    return frozenset(found)
+
+
+def _products_cut_off(values: dict[int, _Value], offsets: list[int]) -> frozenset[str]:
+    """64-bit products of run-time values that become 32 bits, and then offsets."""
+
+    def products(value: int) -> set[str]:
+        origin = values.get(value)
+        if origin is None or value in seen or origin.made_by == "counter":
+            return set()
+        seen.add(value)
+        sources = [products(source) for source in origin.sources]
+        if origin.made_by in ("arith.minsi", "arith.minui") and not all(sources):
+            return set()
+        return set().union(*sources, [origin.wide] if origin.wide else [])
+
+    found = set()
+    for value in _reachable(values, offsets, through_bounds=False):
+        if values[value].made_by == "arith.trunci":
+            seen: set[int] = set()
+            found |= products(value)
+    return frozenset(found)
 
 
 def _products_at_run_time(values: dict[int, _Value], offsets: list[int]) -> frozenset[str]:
@@ -76,7 +201,11 @@ def _products_at_run_time(values: dict[int, _Value], offsets: list[int]) -> froz
 
 
 def _products_of_programs(
-    values: dict[int, _Value], offsets: list[int], sizes: dict[int, int], longest: int
+    values: dict[int, _Value],
+    offsets: list[int],
+    sizes: dict[int, int],
+    longest: int,
+    sums: list[tuple[int, int, _Carried]],
 ) -> frozenset[str]:
     known: dict[int, tuple[int, bool]] = {}
 
@@ -103,6 +232,8 @@ def _products_of_programs(
             size = most[0]
         elif operation == "muli":
             size = abs(most[0] * most[1])
+        elif operation == "shli":
+            size = abs(most[0]) << min(most[1], 63)
         elif operation in ("divsi", "divui"):
             size = most[0] // max(most[1], 1)
         elif operation in ("remsi", "remui") and most[1] > 0:
@@ -115,22 +246,31 @@ def _products_of_programs(
         known[value] = size, is_program or any(of_program for _, of_program in operands)
         return known[value]
 
-    found, seen, open_ = set(), set(), list(offsets)
-    while open_:
-        value = open_.pop()
-        if value in seen or value not in values:
-            continue
-        seen.add(value)
+    found = set()
+    reachable = list(_reachable(values, offsets))
+    for value in reachable:
         origin = values[value]
-        open_ += origin.operands if origin.made_by == "counter" else origin.sources
         size, of_program = limit(value)
         if origin.place and origin.factor and of_program and size >= longest + abs(origin.factor):
             found.add(origin.place)
+    for value, step, each in sums:
+        constant = _origin(values, step)
+        if value not in reachable or constant is None or not constant.number or not each.counter:
+            continue
+        _, stop, by = each.counter.operands
+        length, stride = abs(constant.number), max(limit(by)[0], 1)
+        rounds = -(-limit(stop)[0] // stride)
+        is_long = limit(each.start)[0] + rounds * length >= longest + length
+        if length > stride and (is_long or _is_loaded(values, stop)):
+            found.add(values[value].sum)
     return frozenset(found)
 
 
-def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], list[int], list[int]]:
-    """(what every value is made from, the offsets of all pointer additions, the arguments)."""
+def _read_ttir(
+    ttir: str, grid: tuple[int, ...]
+) -> tuple[dict[int, _Value], list[int], list[int], list[_Carried]]:
+    """(what every value is made from, the offsets of all pointer additions, the arguments, what
+    loops carry)."""
     context = ir.context()
     ir.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
@@ -143,6 +283,7 @@ def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], lis
     values: dict[int, _Value] = {}
     offsets: list[int] = []
     arguments: list[int] = []
+    loops: list[_Carried] = []
     blocks: dict[int, list[Any]] = {}  # the blocks of a region
     ends: dict[int, list[int]] = {}  # what the last operation of a block hands on
 
@@ -183,6 +324,17 @@ def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], lis
             for argument, result, sources in zip(carried, results, rounds, strict=True):
                 made = _Value(name, list(sources), list(sources))
                 values[argument] = values[result.id()] = made
+                loops.append(_Carried(argument, *sources, values[counter]))
+            return
+        if name == "scf.while":
+            before, after = inside
+            tested = ends[before.id()][1:]
+            rounds = zip(_arguments(before), operands, ends[after.id()], strict=True)
+            for argument, *sources in rounds:
+                values[argument] = _Value(name, list(sources), list(sources))
+                loops.append(_Carried(argument, *sources, None))
+            for argument, result, source in zip(_arguments(after), results, tested, strict=True):
+                values[argument] = values[result.id()] = _Value(name, [source], [source])
             return
         sources = operands
         if name == "scf.if":
@@ -191,7 +343,7 @@ def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], lis
             sources = operands[:1]
         elif name == "arith.select":
             sources = operands[1:]
-        elif name in ("tt.load", "arith.cmpi"):
+        elif name in ("tt.load", "arith.cmpi", "arith.cmpf"):
             sources = []
         if name.startswith("scf."):
             sources = sources + [value for inner in inside for value in ends[inner.id()]]
@@ -203,16 +355,30 @@ def _read_ttir(ttir: str, grid: tuple[int, ...]) -> tuple[dict[int, _Value], lis
         for result in results:
             kind = str(result.get_type())
             made = values[result.id()] = _Value(name, sources, operands, number(name, kind))
-            if name == "arith.muli" and re.search(r"(^|x)i(8|16|32)>?$", kind):
-                origins = [_origin(values, operand) for operand in operands]
-                if all(origin is None or origin.made_by != "tt.make_range" for origin in origins):
-                    made.place = _place(result)
-                    made.factor = next(
-                        (o.number for o in origins if o and o.made_by == "arith.constant"), 0
-                    )
+            bits = re.search(r"(?:^|x)i(\d+)>?$", kind)
+            made.is_integer = bits is not None and int(bits[1]) >= 16
+            if bits is None or name not in ("arith.muli", "arith.shli", "arith.addi"):
+                continue
+            is_narrow = int(bits[1]) <= 32
+            if name == "arith.addi":
+                made.sum = _place(result) if is_narrow else None
+                continue
+            origins = [_origin(values, operand) for operand in operands]
+            if any(origin is not None and origin.made_by == "tt.make_range" for origin in origins):
+                continue
+            constants_of = [o.number if o and o.made_by == "arith.constant" else 0 for o in origins]
+            if name == "arith.shli":
+                if constants_of[0]:
+                    continue  # a bit of a mask
+                constants_of = [1 << min(constants_of[1], 63)] if constants_of[1] else []
+            factor = next(filter(None, constants_of), 0)
+            if is_narrow:
+                made.place, made.factor = _place(result), factor
+            elif not factor:
+                made.wide = _place(result)
 
     module.walk(visit)
-    return values, offsets, arguments
+    return values, offsets, arguments, loops
 
 
 def _origin(values: dict[int, _Value], value: int) -> _Value | None:

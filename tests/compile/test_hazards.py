@@ -500,6 +500,14 @@ def test_a_matmul_needs_a_fence_after_copies_have_landed(planted, arch):
     assert said in kernel.hazards(ptx=unfenced)[where]
 
 
+def test_a_matmul_needs_a_fence_of_its_registers(planted):
+    kernel = planted["plain", 90]
+    unfenced = kernel.ptx.replace("wgmma.fence.sync.aligned", "nop")
+    assert unfenced != kernel.ptx
+    (race, *_) = kernel.hazards(ptx=unfenced)["races"]
+    assert re.fullmatch(r"race: line \d+: wgmma\.mma_async\S* with no wgmma\.fence before it", race)
+
+
 def test_no_race_is_overlooked(planted):
     """Where another launch of the same case has none."""
     clean, bad = planted["plain", 90].report, planted["same load", 90].report

@@ -95,6 +95,63 @@ def _rows_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, tl.load(x_ptr + offs))
 
 
+@triton.jit
+def _shifted_kernel(x_ptr, out_ptr, places, BLOCK: tl.constexpr):
+    first = tl.program_id(0) << 20  # shifted
+    step = tl.program_id(1) << places  # shifted
+    offs = first + step + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _running_kernel(x_ptr, out_ptr, stride, steps, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    row, rows, line = 0, tl.zeros([BLOCK], tl.int32), 0
+    for _ in range(0, steps):
+        total += tl.load(x_ptr + row + offs)
+        row += stride  # running
+        total += tl.load(x_ptr + rows + offs)
+        rows += stride  # running
+        total += tl.load(x_ptr + line + offs)
+        line += 1 << 20  # running
+    at, step = 0, 0
+    while step < steps:
+        total += tl.load(x_ptr + at + offs)
+        at += stride  # running
+        step += 1
+    tl.store(out_ptr + offs, total)
+
+
+@triton.jit
+def _loaded_kernel(x_ptr, index_ptr, out_ptr, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    row = tl.load(index_ptr + offs)
+    x = tl.load(x_ptr + row * WIDTH)  # loaded
+    x += tl.load(x_ptr + (row << 6))  # loaded
+    x += tl.load(x_ptr + row * stride)  # loaded
+    first = (tl.program_id(0).to(tl.int64) * stride).to(tl.int32)  # loaded
+    tl.store(out_ptr + first + offs, x)
+
+
+@triton.jit
+def _allowed_kernel(
+    x_ptr, index_ptr, out_ptr, stride, steps, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    offs = tl.arange(0, BLOCK)
+    row = tl.load(index_ptr + offs)
+    x = tl.load(x_ptr + row.to(tl.int64) * WIDTH)
+    x += tl.load(x_ptr + (row.to(tl.int64) << 6) + (tl.program_id(0) << 2))
+    x += tl.load(x_ptr + row // BLOCK * BLOCK + row % 5 * WIDTH)
+    first, place = tl.full([], 0, tl.int64), 0
+    for _ in range(0, steps):
+        x += tl.load(x_ptr + first + place + offs)
+        first += stride
+        place += 1
+        x_ptr += stride
+    tl.store(out_ptr + offs, x)
+
+
 def _run(kernel, dtype=torch.float32, shape=(1, 1 << 14), grid=(1,), **arguments):
     x = torch.empty(shape, dtype=dtype, device="meta")
     launch(kernel, grid, x.device, x_ptr=x, out_ptr=x.float(), **arguments)
@@ -109,6 +166,12 @@ def compile_cases():
     yield "narrow", lambda: _run(_narrow_kernel, stride=7, BLOCK=64)
     yield "carried", lambda: _run(_carried_kernel, stride=7, steps=8, BLOCK=64)
     yield "wide", lambda: _run(_wide_kernel, stride=7, size=999, split=70, BLOCK=64)
+    yield "shifted", lambda: _run(_shifted_kernel, grid=(4096, 4096), places=20, BLOCK=64)
+    yield "running", lambda: _run(_running_kernel, stride=7, steps=4096, BLOCK=64)
+    index = torch.empty(64, dtype=torch.int32, device="meta")
+    loaded = dict(index_ptr=index, stride=7, BLOCK=64, WIDTH=48)
+    yield "loaded", lambda: _run(_loaded_kernel, grid=(64,), **loaded)
+    yield "allowed", lambda: _run(_allowed_kernel, grid=(64,), steps=64, **loaded)
     matrix = dict(shape=(4096, 48), BLOCK=64)
     size = 4096 * 48
     yield "elements", lambda: _run(_elements_kernel, grid=(size // 64,), size=size, **matrix)
@@ -226,11 +289,11 @@ def test_a_kernel_without_a_loop_is_counted_whole(planted, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_narrow_offsets_are_reported_where_they_are_multiplied(planted, arch):
     lines = PLANTED.splitlines()
-    for case in ("narrow", "carried", "elements"):
+    for case in ("narrow", "carried", "elements", "shifted", "running", "loaded"):
         places = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {case}"))
         said = [f"32-bit offset arithmetic: planted.py:{line}" for line in places]
         assert said and planted[case, arch].problems() == said
-    for case in ("wide", "matmul", "rows"):
+    for case in ("wide", "matmul", "rows", "allowed"):
         assert not planted[case, arch].problems()
 
 

@@ -25,7 +25,10 @@ from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
-from fastplm.reference.linear_distillation import linear_distillation_ref  # noqa: E402
+from fastplm.reference.linear_distillation import (  # noqa: E402
+    linear_distillation_ref,
+    linear_distillation_topk_ref,
+)
 from fastplm.reference.maxsim import maxsim_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
 from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
@@ -39,9 +42,11 @@ QKV = ("query", "key", "value")
 FENCED = False if triton.__version__.startswith("3.6") else None
 
 
-def hold(
-    arch, function, reference, inputs, wrt, seeds, schedule=None, edits=None, peers=()
-) -> list[str]:
+#: Faults that are planted in kernels while a check runs.
+edits: dict = {}
+
+
+def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, peers=()) -> list[str]:
     """Output and gradients within the error budget, and of the same bits by every schedule."""
     results = []
     for seed in seeds:
@@ -115,7 +120,7 @@ def allowed_tf32():
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=None) -> list[str]:
+def attention(arch, dtype, shape, option="", seeds=(0, 1), schedule=None) -> list[str]:
     """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
     than those in fp32."""
     in_tf32 = dtype == "tf32"
@@ -126,7 +131,7 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=
     function = with_table(function)
     wrt = [name for name in (*QKV, "table") if name in inputs]
     if not in_tf32:
-        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits)
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule)
 
     def peer(**inputs):
         with ProductsInTF32():
@@ -135,7 +140,7 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), edits=None, schedule=
     with allowed_tf32():
         with emulated(arch), pytest.raises(BudgetExceeded, match="output"):
             assert_within_budget(function, reference, inputs)
-        return hold(arch, function, reference, inputs, wrt, seeds, schedule, edits, [peer])
+        return hold(arch, function, reference, inputs, wrt, seeds, schedule, [peer])
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
@@ -216,6 +221,36 @@ def linear_distillation(
     return hold(arch, loss, reference, inputs, wrt, seeds)
 
 
+def linear_distillation_topk(
+    arch, dtype, shape, words, renormalize=True, seeds=(0, 1), logits_budget=0
+) -> list[str]:
+    """Rows of many words, of few and of none; a place with probability 0 has any index."""
+    rows, vocab, _ = shape
+    inputs = loss_inputs(dtype, *shape)
+    indices = torch.stack([torch.randperm(vocab)[:words] for _ in range(rows)])
+    probabilities = torch.rand(rows, words)
+    for row, few in ((0, 0), (1, 1), (2, words - 1)):
+        probabilities[row, few:] = 0.0
+        indices[row, few:] = 1 << 40
+    probabilities /= 1.1 * probabilities.sum(1, keepdim=True).clamp(min=1e-9)
+    inputs |= dict(
+        teacher_indices=indices,
+        teacher_probabilities=probabilities,
+        temperature=2.0,
+        renormalize=renormalize,
+        cross_entropy_weight=0.5,
+    )
+
+    def loss(**inputs):
+        return ops.linear_distillation_topk(**inputs, logits_budget=logits_budget).loss
+
+    def reference(**inputs):
+        return linear_distillation_topk_ref(**inputs).loss
+
+    wrt = ["input", "linear_weight", "linear_bias"]
+    return hold(arch, loss, reference, inputs, wrt, seeds)
+
+
 def loss_inputs(dtype, rows, vocab, width) -> dict:
     torch.manual_seed(0)
     target = torch.randint(0, vocab, (rows,))
@@ -282,6 +317,14 @@ EDITS = {
     "no barrier": (r"bar\.sync\s+0\s*;", lambda m: "", -1),
     "one barrier less": (r"bar\.sync\s+0\s*;", lambda m: "", 0),
     "no fence before products": (r"fence\.proxy\.async\S*;", lambda m: "", -1),
+    "no fence of registers": (r"wgmma\.fence\S*;", lambda m: "", -1),
+    "one fence of registers less": (r"wgmma\.fence\S*;", lambda m: "", 0),
+    "a fragment overwritten too early": (
+        r"(?s)(wgmma\.mma_async\S* \{[^}]*\}, \{(%r\d+),.*?wgmma\.commit_group\S*;)",
+        lambda m: f"{m[1]} mov.b32 {m[2]}, 0;",
+        0,
+    ),
+    "a relaxed atomic": (r"(atom\.global\.gpu\.)acq_rel", lambda m: f"{m[1]}relaxed", -1),
     "one phase not waited for": (
         r"(?s)\{\s*\.reg \.pred\s+complete;\s*waitLoop:.*?bra\.uni waitLoop;\s*\}",
         lambda m: "",
@@ -296,8 +339,9 @@ def later(match: re.Match) -> str:
     return match[0][: match.start(1) - match.start()] + str(int(match[1]) + 1)
 
 
-def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1), place=None) -> str:
-    """What the fault in the kernel's PTX leads to: "passes", "numbers" or an error's text."""
+def faulty(check, kernel, fault, place=None, **arguments) -> str:
+    """What the fault in the kernel's PTX leads a check to: "passes", "numbers" or an error's
+    text."""
     pattern, change, which = EDITS[fault]
     which = which if place is None else place
 
@@ -309,12 +353,15 @@ def faulty_attention(arch, dtype, shape, kernel, fault, option="", seeds=(0, 1),
         return text
 
     edit.__name__ = f"{fault} {which}"
+    edits[kernel] = edit
     try:
-        launched = attention(arch, dtype, shape, option, seeds, edits={kernel: edit})
+        launched = globals()[check](**arguments)
     except (BudgetExceeded, AssertionError):
         return "numbers"
     except PtxError as error:
         return str(error)
+    finally:
+        edits.clear()
     assert kernel in launched, f"{kernel} was not launched but {launched}"
     return "passes"
 
@@ -329,6 +376,100 @@ def planted_kernel(arch, name, schedules) -> list:
                 found.append(getattr(planted, name)())
         except PtxError as error:
             found.append(str(error))
+    return found
+
+
+#: Kernels whose scratch memory depends on the order of atomics, their results on its content alone.
+IN_ANY_ORDER = ("_gather_rows_count_kernel",)
+
+
+def bits_of(launch) -> list[torch.Tensor]:
+    """Copies of all memory of a launch."""
+    tensors = [t for t in launch.arguments.values() if isinstance(t, torch.Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).clone() for t in tensors]
+
+
+def set_bits(launch, copies: list[torch.Tensor]) -> None:
+    tensors = [t for t in launch.arguments.values() if isinstance(t, torch.Tensor)]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(copy)
+
+
+def removed_barriers(check, calls=({},), seeds=range(8), **arguments) -> dict[str, list]:
+    """By kernel, for each of its barriers the first seed by which a launch without it is an error
+    or gives other memory; None where none of the launches of any call does.
+
+    Of each kernel the program that is launched first; all calls should launch it.
+    """
+    import ptx.emulate as emulator
+
+    run_launch, found, programs = emulator.run_launch, {}, {}
+
+    def outcome(launch, arch, before, right, seed) -> str:
+        set_bits(launch, before)
+        try:
+            run_launch(launch, arch, Schedule(seed, fenced=FENCED))
+        except PtxError as error:
+            return str(error)
+        return "" if all(map(torch.equal, bits_of(launch), right)) else "other memory"
+
+    def run(launch, arch, schedule, edit):
+        before = bits_of(launch)
+        run_launch(launch, arch, schedule)
+        right = bits_of(launch)
+        program, _ = emulator.compile_program(launch, arch)
+        name = program.kernel.name
+        if "gather_rows" in name and check != "gather_rows":
+            return
+        if programs.setdefault(name, program) is not program or name in launched:
+            return
+        launched.add(name)
+        same = {outcome(launch, arch, before, right, seed) for seed in (1, 2)}
+        assert same == {""} or name in IN_ANY_ORDER, same
+        places = found.setdefault(name, [None] * len(program.barriers))
+        for index, barrier in enumerate(program.barriers):
+            with program.without(barrier):
+                for seed in seeds if places[index] is None else ():
+                    if outcome(launch, arch, before, right, seed) not in same:
+                        places[index] = seed
+                        break
+        set_bits(launch, right)
+
+    emulator.run_launch = run
+    try:
+        for call in calls:
+            launched: set[str] = set()
+            globals()[check](seeds=[0], **call, **arguments)
+    finally:
+        emulator.run_launch = run_launch
+    return {name: places for name, places in found.items() if places}
+
+
+#: What stands around a relaxed atomic in place of its own order.
+AROUND = {
+    "": ("", ""),
+    "fences": ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
+    "old fences": ("membar.gl;", "membar.sys;"),
+    "no fence behind": ("fence.acq_rel.gpu;", ""),
+    "no fence before": ("", "fence.acq_rel.gpu;"),
+    "fences of a block": ("fence.acq_rel.cta;", "membar.cta;"),
+}
+
+
+def last_block(arch, fences, seeds, **options) -> list[bool]:
+    """By seed, whether the sum of the last block to arrive is right."""
+    before, behind = AROUND[fences]
+
+    def edit(text: str) -> str:
+        atom = r"@%p\d+ atom\.global\.gpu\.relaxed[^;]*;"
+        return re.sub(atom, lambda m: f"{before} {m[0]} {behind}", text)
+
+    edit.__name__ = fences
+    edits = {"_last_block_kernel": edit} if fences else {}
+    found = []
+    for seed in seeds:
+        with emulated(arch, seed, edits=edits):
+            found.append(planted.last_block(**options) == 0)
     return found
 
 

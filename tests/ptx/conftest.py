@@ -25,7 +25,7 @@ class Worker:
             env=environment,
         )
 
-    def __call__(self, check: str, **arguments):
+    def __call__(self, check: str, /, **arguments):
         self.process.stdin.write(json.dumps([check, arguments]) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()

@@ -117,6 +117,23 @@ def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
     emulate("linear_distillation", teacher_width=72, logits_budget=1 << 28, **call)
 
 
+@pytest.mark.parametrize("budget", (0, 1 << 28))
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_distillation_from_given_words(emulate, arch, dtype, budget):
+    """More words than a tile holds; logits that are made again, and kept ones."""
+    call = dict(arch=arch, dtype=dtype, shape=(20, 90, 40), words=37, logits_budget=budget)
+    launched = emulate("linear_distillation_topk", **call)
+    kernels = {f"_linear_distillation_{name}_kernel" for name in ("given", "given_dz")}
+    assert kernels <= set(launched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", (80, 90))
+def test_distillation_from_given_words_as_they_are(emulate, arch):
+    call = dict(arch=arch, dtype="float16", shape=(150, 200, 272), words=8)
+    emulate("linear_distillation_topk", renormalize=False, **call)
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "float32")))
 def test_sampling(emulate, arch, dtype):
     emulate("sample", arch=arch, dtype=dtype, shape=(40, 150, 64))
@@ -130,18 +147,28 @@ FORWARD = "_attention_stream_fwd_kernel"
 @pytest.mark.parametrize("arch", (80, 90))
 @pytest.mark.parametrize("fault", ("copies waited for too little", "no barrier"))
 def test_a_fault_in_the_machine_text_is_seen(emulate, arch, fault):
-    shape = (1, 1, 70, 300, 64)
-    found = emulate(
-        "faulty_attention", arch=arch, dtype="bfloat16", shape=shape, kernel=FORWARD, fault=fault
-    )
-    assert found == "numbers"
+    call = dict(check="attention", dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
+    found = emulate("faulty", arch=arch, fault=fault, seeds=[0], **call)
+    assert found == "numbers" or "with no barrier in between" in found
+    if fault == "no barrier":
+        assert emulate("faulty", arch=arch, fault=fault, seeds=[1], **call) == "numbers"
 
 
 def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
-    for fault in ("products not waited for", "no fence before products"):
-        assert emulate("faulty_attention", fault=fault, **arguments) == "numbers"
-    assert emulate("faulty_attention", fault="another comment", **arguments) == "passes"
+    faults = ("products not waited for", "no fence before products")
+    for fault in (*faults, "a fragment overwritten too early"):
+        assert emulate("faulty", check="attention", fault=fault, **arguments) == "numbers"
+    assert emulate("faulty", check="attention", fault="another comment", **arguments) == "passes"
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_registers_of_a_product_that_are_not_fenced_are_named(emulate, place):
+    """Scores and output, of whole tiles and of the last one."""
+    arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
+    fault = "one fence of registers less"
+    found = emulate("faulty", check="attention", fault=fault, place=place, **arguments)
+    assert "wgmma.mma_async" in found and "with no wgmma.fence" in found
 
 
 def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
@@ -156,6 +183,42 @@ def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
 
 def planted(emulate, arch: int, name: str, schedules) -> list:
     return emulate("planted_kernel", arch=arch, name=name, schedules=schedules)
+
+
+@pytest.mark.parametrize("arch", (80, 90))
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        (dict(), True),
+        (dict(sem="relaxed", fences="fences"), True),
+        (dict(sem="relaxed", fences="old fences"), True),
+        (dict(sem="relaxed"), False),
+        (dict(sem="release"), False),
+        (dict(sem="acquire"), False),
+        (dict(scope="cta"), False),
+        (dict(barrier=False), False),
+        (dict(counts=False), False),
+        (dict(sem="relaxed", fences="no fence behind"), False),
+        (dict(sem="relaxed", fences="no fence before"), False),
+        (dict(sem="relaxed", fences="fences of a block"), False),
+    ],
+)
+def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, right):
+    """A program counts those that have stored, and the last one reads what all stored."""
+    found = emulate("last_block", arch=arch, seeds=[0, 1, 2, 3], **dict(fences="") | options)
+    assert all(found) if right else not found[0]
+
+
+def test_what_a_launch_leaves_unwritten_is_no_number(emulate):
+    """Also where the memory held the right numbers before."""
+    for name in ("write_too_little", "write_too_few_integers"):
+        assert planted(emulate, 90, name, [("", "")]) == [1]
+
+
+def test_partial_sums_of_gather_rows_need_the_order_of_its_atomic(emulate):
+    arguments = dict(check="gather_rows", dtype="bfloat16", width=40, seeds=[0])
+    arguments |= dict(arch=90, kernel="_gather_rows_bwd_kernel")
+    assert emulate("faulty", fault="a relaxed atomic", **arguments) == "numbers"
 
 
 @pytest.mark.parametrize("arch", (80, 90))

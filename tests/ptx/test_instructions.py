@@ -56,7 +56,12 @@ FROM = {
 
 
 def run(
-    code: str, words: np.ndarray, seed: int = 0, shared: int = 1024, blocks: int = 1
+    code: str,
+    words: np.ndarray,
+    seed: int = 0,
+    shared: int = 1024,
+    blocks: int = 1,
+    watched: bool | None = None,
 ) -> np.ndarray:
     """The 64-bit result of every thread, of which each reads four 64-bit words."""
     threads = len(words)
@@ -65,7 +70,7 @@ def run(
     program = Program(KERNEL.format(code=code, threads=threads), shared, threads)
     spans = {n: (a.ctypes.data, a.ctypes.data + a.nbytes) for n, a in dict(x=given, y=out).items()}
     params = {n: struct.pack("<Q", a.ctypes.data) for n, a in {"in": given, "out": out}.items()}
-    program.run((blocks,), params, GlobalMemory(spans), Schedule(seed))
+    program.run((blocks,), params, GlobalMemory(spans), Schedule(seed, watched=watched))
     return out[:, 0]
 
 
@@ -290,10 +295,36 @@ def test_a_barrier_orders_and_without_it_memory_is_not_written_yet():
     for barrier in (True, False):
         code = EXCHANGE.format(barrier="bar.sync 0;" if barrier else "")
         for seed in range(4):
-            found[barrier].add(tuple(run(code, by_thread(128), seed).tolist()))
+            found[barrier].add(tuple(run(code, by_thread(128), seed, watched=False).tolist()))
     assert found[True] == {tuple(expected)}
     wrong = {value for result in found[False] for value in result} - set(expected)
     assert wrong == {0xFFFFFFFF}
+
+
+def test_accesses_that_no_barrier_orders_are_an_error_in_every_order_of_warps():
+    code = EXCHANGE.format(barrier="")
+    for seed in range(4):
+        message = "with no barrier in between: 4 bytes at [0-9]+ of shared memory"
+        with pytest.raises(PtxError, match=message):
+            run(code, by_thread(128), seed, watched=True)
+        run(code, by_thread(32), seed, watched=True)  # a single warp needs no barrier
+
+
+OVERWRITE = (
+    EXCHANGE.format(barrier="bar.sync 0;")
+    + """
+    {barrier}
+    cp.async.ca.shared.global [%r12], [%rd1], 0x4;
+    cp.async.wait_all;
+"""
+)
+
+
+def test_a_copy_over_memory_that_another_warp_still_reads_is_an_error():
+    """However late it lands: the hardware may copy at once."""
+    assert run(OVERWRITE.format(barrier="bar.sync 0;"), by_thread(128), 0)[0] == 1032
+    with pytest.raises(PtxError, match="with no barrier in between"):
+        run(OVERWRITE.format(barrier=""), by_thread(128), 0)
 
 
 COPY = """

@@ -38,7 +38,7 @@ def test_every_schedule(emulate, request, dtype, shape, option):
 def fault(emulate, fault, place=None, seeds=(0, 1)):
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 100, 1300, 64), kernel=KERNEL)
     found = dict(fault=fault, place=place, seeds=list(seeds), **arguments)
-    return emulate("with_ping_pong", name="faulty_attention", **found)
+    return emulate("with_ping_pong", name="faulty", check="attention", **found)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from compile_kernels import kernel_modules, source_of
 from fastplm import use_backend
+from fastplm.testing import poisoned_memory
 from fastplm.triton_kernels import _launch
 from fastplm.triton_kernels._launch import Launch, record_launches
 from ptx.machine import Program, Schedule
@@ -121,6 +122,7 @@ def emulated(
 ) -> Iterator[list[Launch]]:
     """Run the Triton backend's launches in the emulator; yields the launches that were made.
 
+    Memory that is allocated inside holds NaN, or the largest integer, until a launch writes it.
     ``edits`` changes the PTX of kernels, by their names.
     """
     if _launch.INTERPRETED:
@@ -133,7 +135,7 @@ def emulated(
     interpreted = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # else the Triton backend refuses tensors of the CPU
     try:
-        with record_launches(arch), use_backend("triton"):
+        with record_launches(arch), use_backend("triton"), poisoned_memory():
             _launch._Recorder.launches = launches = _Runs(run)
             yield launches
     finally:

@@ -35,8 +35,8 @@ NUMPY = {
     **{f"s{8 * size}": np.dtype(f"i{size}").type for size in (1, 2, 4, 8)},
 }
 _SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()}
-#: Instructions that say nothing to an emulator in which what is written is seen at once.
-NOTHING = ("fence.acq_rel", "fence.sc", "membar", "wgmma.fence", "bar.warp.sync", "setmaxnreg")
+#: Instructions that change nothing here; ``fences`` says whether a ``wgmma.fence`` is missing.
+NOTHING = ("fence.acq_rel.cta", "fence.sc.cta", "membar.cta", "wgmma.fence", "setmaxnreg")
 
 Pure = tuple[Callable[[], Any], list[np.ndarray]]
 _PURE: dict[str, Callable[..., Pure]] = {}
@@ -831,6 +831,30 @@ def _active(group: Any, ins: Instruction) -> Callable:
 _HINTS = {"weak", "relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "sys", "nc", "volatile"}
 
 
+def releases(ins: Instruction) -> bool:
+    """Whether it shows other blocks what was stored before."""
+    said = set(ins.parts)
+    if ins.parts[0] in ("fence", "membar"):
+        return bool(said & {"gpu", "gl", "sys"})
+    return bool(said & {"release", "acq_rel"}) and "cta" not in said
+
+
+def _acquires(ins: Instruction) -> bool:
+    return bool({"acquire", "acq_rel"} & set(ins.parts)) and "cta" not in ins.parts
+
+
+def acquire(group: Any, which: Any) -> None:
+    """From now on these threads see what was released to whatever they have read."""
+    group.acquired[which] = np.maximum(group.acquired[which], group.observed[which])
+
+
+def _is_strong(ins: Instruction) -> bool:
+    """Whether it is of the memory that all blocks share."""
+    said = set(ins.parts)
+    strong = said & {"relaxed", "acquire", "release", "acq_rel", "volatile"}
+    return bool(strong) and "cta" not in said
+
+
 def _access(ins: Instruction) -> tuple[str, int, str]:
     """(space, elements, type) of a load or store."""
     modifiers = [m for m in ins.parts[1:-1] if m not in _HINTS and "::" not in m]
@@ -873,19 +897,23 @@ def _load(group: Any, ins: Instruction) -> Callable:
     names = out if isinstance(out, tuple) else (out,)
     element = NUMPY[kind]
     rows, straight = [], True
+    how = "strong" if _is_strong(ins) else "constant" if "nc" in ins.parts else "weak"
+    acquires = _acquires(ins)
     for name in names:
         if name != "_":
             straight &= group.width(name) == size
         rows.append(None if name == "_" else group.row(name))
 
     def load(mask: np.ndarray | None) -> None:
-        places, blocks = address(), group.block_start
+        places, which = address(), slice(None)
         if mask is not None:
-            places, blocks = places[mask], blocks[mask]
+            places, which = places[mask], mask
         if space == "global":
-            whole = group.memory.load(places, size * count)
+            whole = group.memory.load(places, size * count, group, which, how)
+            if acquires:
+                acquire(group, which)
         else:
-            whole = group.shared.load(blocks, places, size * count)
+            whole = group.shared.load(places, size * count, group, which)
         values = whole.view(element).reshape(-1, count)
         for i, row in enumerate(rows):
             if row is None:
@@ -913,20 +941,22 @@ def _store(group: Any, ins: Instruction) -> Callable:
     names = given if isinstance(given, tuple) else (given,)
     bits = f"b{8 * size}"
     rows = [group.source(name, bits) for name in names]
-    lanes = group.lanes
+    lanes, is_release = group.lanes, releases(ins)
+    how = "strong" if _is_strong(ins) else "weak"
 
     def store(mask: np.ndarray | None) -> None:
         values = np.empty((lanes, count), NUMPY[bits])
         for i, row in enumerate(rows):
             values[:, i] = row
         whole, places = values.view(WHOLE[size * count])[:, 0], address()
-        blocks = group.block_start
+        which = slice(None)
         if mask is not None:
-            whole, places, blocks = whole[mask], places[mask], blocks[mask]
+            whole, places, which = whole[mask], places[mask], mask
         if space == "global":
-            group.memory.store(places, size * count, whole)
+            released = group.memory.release(group, which) if is_release else 0
+            group.memory.store(places, size * count, whole, group, which, how, released)
         else:
-            group.shared.store(blocks, places, size * count, whole)
+            group.shared.store(places, size * count, whole, group, which)
 
     return store
 
@@ -957,20 +987,28 @@ def _atomic(group: Any, ins: Instruction) -> Callable:
     sources = [group.source(operand, kind) for operand in given]
     function = _ATOMIC.get(words[0])
     size, element = _SIZE[kind], NUMPY[kind]
+    # Without a word the order is relaxed, and the scope that of the GPU.
+    reads, writes = ("weak", "weak") if "cta" in ins.parts else ("strong", "atomic")
+    is_release, is_acquire = releases(ins), _acquires(ins)
 
     def atomic(mask: np.ndarray | None) -> None:
         places = address()
-        for lane in range(group.lanes) if mask is None else np.flatnonzero(mask):
+        lanes = np.arange(group.lanes) if mask is None else np.flatnonzero(mask)
+        released = group.memory.release(group, lanes) if is_release else 0
+        for lane in lanes:
             where = places[lane : lane + 1]
-            old = group.memory.load(where, size).view(element)
+            old = group.memory.load(where, size, group, [lane], reads).view(element)
             if function is not None:
                 new = function(old, sources[0][lane : lane + 1])
             else:
                 compared, wanted = (source[lane : lane + 1] for source in sources)
                 new = np.where(old == compared, wanted, old)
-            group.memory.store(where, size, new.astype(element).view(WHOLE[size]))
+            changed = new.astype(element).view(WHOLE[size])
+            group.memory.store(where, size, changed, group, [lane], writes, released)
             if target is not None:
                 target[lane] = old[0]
+        if is_acquire:
+            acquire(group, lanes)
 
     return atomic
 
@@ -1007,19 +1045,41 @@ def _copy(group: Any, ins: Instruction) -> Callable:
         values = np.zeros(len(lanes), WHOLE[size])
         sizes = np.full(len(lanes), size) if taken is None else taken[lanes]
         whole = sizes == size
-        values[whole] = group.memory.load(of()[lanes][whole], size) if whole.any() else 0
+        if whole.any():
+            values[whole] = group.memory.load(of()[lanes][whole], size, group, lanes[whole])
         raw = values.view(np.uint8).reshape(-1, size)
         for i in np.flatnonzero(~whole & (sizes > 0)):
             start = of()[lanes[i]]
-            raw[i, : sizes[i]] = group.memory.load(start + np.arange(sizes[i]), 1)
+            which = np.full(sizes[i], lanes[i])
+            raw[i, : sizes[i]] = group.memory.load(start + np.arange(sizes[i]), 1, group, which)
         view = group.shared.views[size]
+        group.shared.watch(places, size, group, lanes, writes=True)
 
         def land(which: np.ndarray) -> None:
+            group.shared.watch(places[which], size, group, lanes[which], writes=True)
             view[places[which] // size] = values[which]
 
-        group.copies.issue(lanes, land)
+        def landed(which: np.ndarray) -> None:
+            _reported(land, ins, which)
+
+        group.copies.issue(lanes, landed)
 
     return copy
+
+
+@_masked("bar")
+def _warp_barrier(group: Any, ins: Instruction) -> Callable:
+    if not ins.name.startswith("bar.warp.sync"):
+        raise ins.error("a barrier that the emulator does not know")
+
+    def meet(mask: np.ndarray | None) -> None:
+        taken = np.ones(group.lanes, bool) if mask is None else mask
+        warps = taken.reshape(-1, 32)
+        for times, later in ((group.acquired, 0), (group.clock, 1)):
+            most = np.where(warps, times.reshape(-1, 32), 0).max(1, keepdims=True) + later
+            np.copyto(times.reshape(-1, 32), most, where=warps)
+
+    return meet
 
 
 # --- phases of mbarrier objects -------------------------------------------------------------------
@@ -1077,8 +1137,16 @@ def trying(group: Any, ins: Instruction) -> Callable[[np.ndarray], np.ndarray]:
     return passed
 
 
-@_masked("fence")
+@_masked("fence", "membar")
 def _fence(group: Any, ins: Instruction) -> Callable:
+    if releases(ins):
+
+        def order(mask: np.ndarray | None) -> None:
+            which = slice(None) if mask is None else mask
+            acquire(group, which)
+            group.released[which] = group.memory.release(group, which)
+
+        return order
     if not ins.name.startswith("fence.proxy.async"):
         raise ins.error("a fence that the emulator does not know")
 
@@ -1110,9 +1178,10 @@ def _matrix(group: Any, ins: Instruction) -> Callable:
     def lines(mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Where each row of each matrix lies, [warps * count * 8], and the warps that take part."""
         active = np.ones(warps, bool) if mask is None else mask.reshape(-1, 32).all(1)
-        offsets = address().reshape(-1, 32)[active, : 8 * count].reshape(-1)
-        blocks = group.block_start.reshape(-1, 32)[active, : 8 * count].reshape(-1)
-        return (group.shared.places(offsets, 16) + blocks) // 16, active
+        lanes = np.arange(group.lanes).reshape(-1, 32)[active, : 8 * count].reshape(-1)
+        places = group.shared.places(address()[lanes], 16) + group.block_start[lanes]
+        group.shared.watch(places, 16, group, lanes, writes=not loads)
+        return places // 16, active
 
     def load(mask: np.ndarray | None) -> None:
         places, active = lines(mask)
@@ -1217,7 +1286,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     first = np.arange(0, group.lanes, 32)
 
     def operand(words: np.ndarray, warps: np.ndarray, rows: int, flag: bool) -> Callable:
-        """What reads the operand of given warps, [warps, rows, K], from shared memory."""
+        """What says where the operand of given warps, [warps, rows, K], is in shared memory."""
         if (words >> U64(49) & U64(7)).any():
             raise ins.error("a descriptor with a base offset")
         layouts = np.unique(words & ~U64(0x3FFF))
@@ -1229,35 +1298,46 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         starts = (words & U64(0x3FFF)).astype(np.int64) * 16
         blocks = group.block_start[first[warps]]
 
-        def read(which: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
+        def reach(which: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
             offsets = table[None] if lines is None else table[lines]
             linear = starts[which][:, None, None] + offsets
             linear ^= (linear >> 7 & _SWIZZLE[mode]) << 4
             found = group.shared.places(linear.reshape(-1), size).reshape(linear.shape)
-            seen = group.shared.proxy.view(element)
-            return widen(seen[(found + blocks[which][:, None, None]) // size], kind)
+            found += blocks[which][:, None, None]
+            lanes = np.repeat(first[warps[which]], found[0].size)
+            group.shared.watch(found.reshape(-1), size, group, lanes, writes=False)
+            return found // size
 
-        return read
+        return reach
+
+    def read(places: np.ndarray) -> np.ndarray:
+        return widen(group.shared.proxy.view(element)[places], kind)
+
+    def quarter(warps: np.ndarray) -> np.ndarray:
+        """The rows of A that are a warp's."""
+        return (group.warp[first[warps]] % 4 * 16)[:, None] + np.arange(16)
 
     def issue(mask: np.ndarray | None) -> None:
         warps = np.arange(len(first)) if mask is None else np.flatnonzero(mask[first])
         heads = first[warps]
-        read_b = operand(right[heads], warps, columns, b_by_columns)
-        if from_registers:
-            held = np.stack([row.reshape(-1, 32)[warps] for row in left]).view(element)
-            held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
-            held = widen(held.reshape(-1, 16, 8 * each), kind)
-        else:
-            read_a = operand(left[heads], warps, 64, a_by_columns)
+        reach_b = operand(right[heads], warps, columns, b_by_columns)
+        if not from_registers:
+            reach_a = operand(left[heads], warps, 64, a_by_columns)
+        every = np.arange(len(warps))
+        if group.shared.watched:  # it may read from now on
+            reach_b(every)
+            if not from_registers:
+                reach_a(every, quarter(warps))
         added = scales[heads].copy()
 
         def land(which: np.ndarray) -> None:
-            if from_registers:
-                tile = held[which]
+            if from_registers:  # which nobody may write before the product is waited for
+                held = np.stack([row.reshape(-1, 32)[warps[which]] for row in left]).view(element)
+                held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
+                tile = widen(held.reshape(-1, 16, 8 * each), kind)
             else:
-                quarter = group.warp[heads[which]] % 4 * 16
-                tile = read_a(which, quarter[:, None] + np.arange(16))
-            product = tile @ read_b(which).swapaxes(1, 2)  # [warps, 16, columns]
+                tile = read(reach_a(which, quarter(warps[which])))
+            product = tile @ read(reach_b(which)).swapaxes(1, 2)  # [warps, 16, columns]
             lanes = (heads[which][:, None] + np.arange(32)).reshape(-1)
             # Register 4 j + 2 h + e of thread 4 g + t holds row 8 h + g, column 8 j + 2 t + e.
             parts = product.reshape(-1, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)

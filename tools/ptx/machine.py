@@ -6,8 +6,9 @@ barrier happens in an order that the hardware may take, too, and seldom does. Se
 side by side: they are independent, and a group holds the same warps of all of them.
 
 A copy (``cp.async``) lands, and a product (``wgmma``) reads shared memory and writes its registers,
-at once or not before a wait forces it: as ``Schedule`` says. A copy that an ``mbarrier`` is told of
-is forced when nothing else can go on.
+at once or not before a wait forces it: as ``Schedule`` says. So are stores to global memory seen by
+other blocks, at once or not before they must be (``GlobalMemory``). A copy that an ``mbarrier`` is
+told of is forced when nothing else can go on.
 
 Warps of different roles meet at numbered barriers and at ``mbarrier`` objects. A thread that waits
 for a phase tries again after every round of the groups, of which one, by chance, only goes on where
@@ -16,13 +17,15 @@ no other can. Where nobody can go on, the kernel hangs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 
-from ptx.instructions import NUMPY, bind, trying
+from ptx.fences import unfenced
+from ptx.instructions import NUMPY, bind, releases, trying
 from ptx.memory import GlobalMemory, SharedMemory
 from ptx.parse import Instruction, Kernel, PtxError, number, parse
 
@@ -40,6 +43,9 @@ class Schedule:
     (each warp's by chance). By default the first seeds are the extremes: 0 has both late, 1 early
     copies and late products, which meets a product that is still reading what a copy overwrites.
     ``fenced``: products see what threads wrote to shared memory only after a fence; 0 has it so.
+    ``stores``: when other blocks see what a block stores to global memory; 0 has it late, 1 early.
+    ``watched``: accesses to shared memory that no barrier orders are an error; 0 has it so. Only of
+    kernels whose barriers are all for the whole block.
     From 2 on all is by chance, and there are four groups of warps, not two, which takes longer.
     """
 
@@ -48,11 +54,16 @@ class Schedule:
     products: str = ""
     groups: int = 0
     fenced: bool | None = None
+    stores: str = ""
+    watched: bool | None = None
     random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = self.copies or {0: "late", 1: "early"}.get(self.seed, "random")
         self.products = self.products or {0: "late", 1: "late"}.get(self.seed, "random")
+        self.stores = self.stores or {0: "late", 1: "early"}.get(self.seed, "random")
+        if self.watched is None:
+            self.watched = self.seed == 0
         self.groups = self.groups or (2 if self.seed < 2 else 4)
         self.random = np.random.default_rng(self.seed)
         if self.fenced is None:
@@ -175,6 +186,14 @@ class Group:
         self.block = np.repeat(np.arange(blocks), warps * 32)
         self.warp = np.empty(self.lanes, np.int64)
         self.block_start = self.block * program.shared_stride
+        self.number = np.empty(self.lanes, np.int32)  # of the block in its launch, from 1 on
+        # What orders accesses to global memory: until when a thread sees the stores of other
+        # blocks, until when it would if it acquired, when a fence last released its own, and a
+        # clock that is later behind every barrier.
+        self.acquired, self.observed = np.empty((2, self.lanes), np.int64)
+        self.released, self.clock = np.empty((2, self.lanes), np.int64)
+        self.releases, self.has_phases = program.releases, program.has_phases
+        self.passed = np.empty(self.lanes, np.int64)  # barriers of the whole block, + 1
         self.special = {
             f"%{name}": np.zeros(self.lanes, np.uint32)
             for name in ("tid.x", "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y")
@@ -198,7 +217,7 @@ class Group:
         ]
         self.every = [[every for every, _ in code] for code in self.code]
         self.masked = [[masked for _, masked in code] for code in self.code]
-        self.ends = [self._end(program, index) for index in range(len(program.spans))]
+        self.ends = self._ends = [self._end(program, i) for i in range(len(program.spans))]
         self.meets = [_barrier(ins) if ins else -1 for ins in program.ends]
         self.trying = [
             trying(self, ins) if ins and ins.parts[0] == "mbarrier" else None
@@ -293,19 +312,29 @@ class Group:
         self,
         warps: np.ndarray,
         places: np.ndarray,
+        first: int,
         grid: tuple[int, int, int],
         params: dict[str, bytes],
         memory: GlobalMemory,
         shared: SharedMemory,
         schedule: Schedule,
+        left_out: int | None,
     ) -> None:
-        """Begin the blocks at ``places`` [blocks, 3] with these warps of them."""
+        """Begin the blocks at ``places`` [blocks, 3], whose numbers begin with ``first``, with
+        these warps of them."""
         self._place_warps[:] = warps[None, :, None]
+        self.number[:] = first + self.block
+        for times in (self.acquired, self.observed, self.released, self.clock):
+            times.fill(0)
+        self.passed.fill(1)
         self.special["%tid.x"][:] = self.warp * 32 + self.lane
         for axis, name in enumerate("xyz"):
             self.special[f"%ctaid.{name}"][:] = places[self.block, axis]
             self.special[f"%nctaid.{name}"].fill(grid[axis])
         self.params, self.memory, self.shared = params, memory, shared
+        self.ends = self._ends if left_out is None else [*self._ends]
+        if left_out is not None:
+            self.ends[left_out] = "next", left_out + 1, None, True
         self.copies.reset(schedule.copies, schedule.random)
         self.products.reset(schedule.products, schedule.random)
         for bits, rows in self.storage.items():
@@ -380,7 +409,13 @@ class Program:
             raise PtxError(f"{self.kernel.name} is for {self.kernel.threads} threads")
         self.shared = self.kernel.static_shared + shared
         self.shared_stride = SharedMemory(0, self.shared).stride
+        if missing := unfenced(self.kernel):
+            raise PtxError(missing[0])
         self.has_phases = any(ins.parts[0] == "mbarrier" for ins in self.kernel.code)
+        self.releases = any(map(releases, self.kernel.code))
+        meetings = [ins for ins in self.kernel.code if _is_end(ins) and _barrier(ins) >= 0]
+        self.watchable = not any(map(_barrier, meetings))
+        self.left_out: int | None = None
         self._split()
         self._groups: dict[tuple[int, int], list[Group]] = {}
 
@@ -407,6 +442,21 @@ class Program:
             self._groups[key] = [Group(self, blocks, warps) for _ in range(groups)]
         return self._groups[key]
 
+    @property
+    def barriers(self) -> list[int]:
+        """Where barriers of a block stand, as ``without`` takes them."""
+        heads = [ins.parts[0] if ins else "" for ins in self.ends]
+        return [index for index, head in enumerate(heads) if head in ("bar", "barrier")]
+
+    @contextlib.contextmanager
+    def without(self, barrier: int) -> Iterator[None]:
+        """The kernel without one of its barriers, for the schedules of a planted fault."""
+        self.left_out = barrier
+        try:
+            yield
+        finally:
+            self.left_out = None
+
     def run(
         self,
         grid: tuple[int, ...],
@@ -420,13 +470,19 @@ class Program:
         warps = self.threads // 32
         chunks = -(-len(places) * self.threads // THREADS)
         groups = min(schedule.groups, warps)
+        memory.start(schedule.stores, schedule.random)
+        first = 1
         with np.errstate(all="ignore"):
             for chunk in np.array_split(places, min(chunks, len(places))):
                 bound = self.bind(len(chunk), groups)
-                shared = SharedMemory(len(chunk), self.shared, schedule.fenced)
+                watched = schedule.watched and self.watchable
+                shared = SharedMemory(len(chunk), self.shared, schedule.fenced, watched)
                 order = schedule.random.permutation(warps)
                 for group, part in zip(bound, np.split(order, groups), strict=True):
-                    group.start(part, chunk, whole, params, memory, shared, schedule)
+                    given = first, whole, params, memory, shared, schedule, self.left_out
+                    group.start(part, chunk, *given)
+                first += len(chunk)
+                memory.unreleased.clear()
                 lazy = -1
                 while self._alive(bound):
                     if self.has_phases and schedule.random.random() < 0.2:
@@ -462,10 +518,24 @@ class Program:
                     f"barrier {number} is for {threads} threads: {there.max()} are there"
                 )
             full = (there == expected) & (there > 0)
-            for group in groups:
-                group.at[(group.at == meeting) & full[group.block]] = -1
+            passing = [(group.at == meeting) & full[group.block] for group in groups]
+            if self.releases:
+                self._meet(groups, passing, blocks)
+            for group, which in zip(groups, passing, strict=True):
+                group.at[which] = -1
+                group.passed[which] += 1
             opened |= bool(full.any())
         return opened
+
+    @staticmethod
+    def _meet(groups: list[Group], passing: list[np.ndarray], blocks: int) -> None:
+        """What one thread of a barrier has seen of other blocks, all of it have seen behind it."""
+        for name, later in (("acquired", 0), ("clock", 1)):
+            most = np.zeros(blocks, np.int64)
+            for group, which in zip(groups, passing, strict=True):
+                np.maximum.at(most, group.block[which], getattr(group, name)[which])
+            for group, which in zip(groups, passing, strict=True):
+                getattr(group, name)[which] = most[group.block[which]] + later
 
 
 def _is_end(ins: Instruction) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,33 @@ class MemoryFault(Exception):
     """An access outside what may be accessed; the machine adds the instruction."""
 
 
+#: When a store is seen that nothing has shown to other blocks yet.
+NEVER = np.iinfo(np.int64).max
+_SEVERAL = 63  # in the place of a warp's number
+
+
+class Stores:
+    """For each byte of a segment, what this launch stored there and who sees it.
+
+    Memory itself holds what the last block that stored there sees. Other blocks see ``old`` until
+    the time ``seen``, and after it until they acquire. Who reads what a strong store wrote, and
+    acquires, has acquired until the time that the store ``carried``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.owner = np.zeros(size, np.int32)  # the number of that block, 0 where there is none
+        self.old = np.zeros(size, np.uint8)
+        self.seen = np.zeros(size, np.int64)
+        self.carried = np.zeros(size, np.int64)
+
+    def rows(self, name: str, size: int, places: np.ndarray) -> np.ndarray:
+        """[accesses, bytes]"""
+        return getattr(self, name).reshape(-1, size)[places]
+
+    def put(self, name: str, size: int, places: np.ndarray, values: Any) -> None:
+        getattr(self, name).reshape(-1, size)[places] = values
+
+
 @dataclass
 class Segment:
     """The bytes of one tensor, or of several that share them."""
@@ -25,6 +53,7 @@ class Segment:
     name: str
     start: int
     stop: int
+    stores: Stores | None = None
 
     def __post_init__(self) -> None:
         # Whole accesses are aligned, so a view of any size begins at a multiple of 16.
@@ -35,7 +64,17 @@ class Segment:
 
 
 class GlobalMemory:
-    """What the tensors of a launch occupy, at their real addresses."""
+    """What the tensors of a launch occupy, at their real addresses.
+
+    It is as weak as the PTX memory model lets it be between blocks. A block sees its own stores at
+    once. Others see a store when the block has released it and they have acquired since, or when
+    the launch is over: in the order "late" not before, in "early" at once, in "random" some of the
+    stores and some of the loads do. A thread releases its own stores and those that a barrier
+    orders before; it hands this on by a strong store or an atomic, and who reads that may acquire
+    it. Atomics and accesses that are not weak go to the memory that all blocks share.
+
+    Not modelled: an acquire also shows what other blocks released before what was read.
+    """
 
     def __init__(self, spans: dict[str, tuple[int, int]]) -> None:
         self.segments: list[Segment] = []
@@ -52,6 +91,13 @@ class GlobalMemory:
         if last:
             self.segments.append(Segment(*last))
         self.starts = [segment.start for segment in self.segments]
+        self.start("early", np.random.default_rng(0))
+
+    def start(self, order: str, random: np.random.Generator) -> None:
+        """A launch begins, before which all is seen."""
+        self.order, self.random = order, random
+        self.now = 0
+        self.unreleased: list[tuple] = []  # (stores, size, places, lanes' blocks, threads, clocks)
 
     def _segment(self, first: int, last: int, size: int) -> Segment | None:
         index = bisect.bisect_right(self.starts, first) - 1
@@ -90,19 +136,136 @@ class GlobalMemory:
             where += f" from {near.start:#x}, {address - near.start:+d} from its start"
         return f"{size} bytes at {address:#x} are in no tensor: {where}"
 
-    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+    def load(
+        self, addresses: np.ndarray, size: int, group: Any, which: Any, how: str = "weak"
+    ) -> np.ndarray:
+        """What the threads ``which`` of a group read: "weak", "strong" or "constant"."""
         parts = self._parts(addresses, size)
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0][0].stores is None:
             segment = parts[0][0]
             return segment.views[size].take((addresses - segment.origin) // size)
         found = np.empty(len(addresses), WHOLE[size])
-        for segment, which in parts:
-            found[which] = segment.views[size][(addresses[which] - segment.origin) // size]
+        lanes = np.arange(group.lanes)[which]
+        for segment, inside in parts:
+            places = (addresses[inside] - segment.origin) // size
+            values = segment.views[size].take(places)
+            if segment.stores is not None:
+                self._hide(segment.stores, size, places, values, group, lanes[inside], how)
+            found[inside] = values
         return found
 
-    def store(self, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
-        for segment, which in self._parts(addresses, size):
-            segment.views[size][(addresses[which] - segment.origin) // size] = values[which]
+    def _hide(
+        self,
+        stores: Stores,
+        size: int,
+        places: np.ndarray,
+        values: np.ndarray,
+        group: Any,
+        lanes: np.ndarray,
+        how: str,
+    ) -> None:
+        """What the threads do not see yet becomes what was there before."""
+        if how == "strong":
+            carried = stores.rows("carried", size, places).max(1)
+            group.observed[lanes] = np.maximum(group.observed[lanes], carried)
+        owner = stores.rows("owner", size, places)
+        if how == "constant":  # the cache of constants does not even know the block's own stores
+            hidden = owner != 0
+        else:
+            hidden = (owner != 0) & (owner != group.number[lanes][:, None])
+        if not hidden.any():
+            return
+        seen = stores.rows("seen", size, places)
+        if how == "strong":
+            hidden &= seen == NEVER
+        else:
+            hidden &= seen > group.acquired[lanes][:, None]
+            if self.order == "random":
+                stale = self.random.integers(0, 2, group.blocks).astype(bool)[group.block[lanes]]
+                hidden &= (seen == NEVER) | stale[:, None]
+        old = stores.rows("old", size, places)
+        np.copyto(values.view(np.uint8).reshape(-1, size), old, where=hidden)
+
+    def store(
+        self,
+        addresses: np.ndarray,
+        size: int,
+        values: np.ndarray,
+        group: Any,
+        which: Any,
+        how: str = "weak",
+        released: int = 0,
+    ) -> None:
+        """``how``: "weak", "strong" or "atomic". ``released``: when the store itself did so."""
+        lanes = None
+        for segment, inside in self._parts(addresses, size):
+            places = (addresses[inside] - segment.origin) // size
+            view = segment.views[size]
+            if self.order != "early":
+                lanes = np.arange(group.lanes)[which] if lanes is None else lanes
+                if segment.stores is None:
+                    segment.stores = Stores(len(segment.views[1]))
+                before = view.take(places).view(np.uint8).reshape(-1, size)
+                to = segment.stores, size, places, before
+                self._note(*to, group, lanes[inside], how, released)
+            view[places] = values[inside]
+
+    def _note(
+        self,
+        stores: Stores,
+        size: int,
+        places: np.ndarray,
+        before: np.ndarray,
+        group: Any,
+        lanes: np.ndarray,
+        how: str,
+        released: int,
+    ) -> None:
+        numbers = group.number[lanes][:, None]
+        mine = stores.rows("owner", size, places) == numbers
+        hidden = mine & (stores.rows("seen", size, places) == NEVER)
+        old = np.where(hidden, stores.rows("old", size, places), before)
+        stores.put("old", size, places, old)
+        stores.put("owner", size, places, numbers)
+        if how != "weak":
+            carried = np.maximum(group.released[lanes], released)[:, None]
+            if how == "atomic":  # it goes on with what the last store handed on
+                carried = np.maximum(carried, stores.rows("carried", size, places))
+            stores.put("carried", size, places, carried)
+            self.now += 1
+            return stores.put("seen", size, places, self.now)
+        stores.put("carried", size, places, 0)
+        seen = np.full(len(lanes), NEVER)
+        if self.order == "random":
+            seen[self.random.integers(0, 2, group.blocks).astype(bool)[group.block[lanes]]] = 0
+        stores.put("seen", size, places, seen[:, None])
+        if group.releases:
+            threads = group.warp[lanes] * 32 + group.lane[lanes]
+            who = group.block[lanes], threads, group.clock[lanes]
+            self.unreleased.append((stores, size, places, numbers, *who))
+
+    def release(self, group: Any, which: Any) -> int:
+        """What these threads stored, and others before a barrier that these have passed, is there
+        for all who acquire it. When that was."""
+        self.now += 1
+        blocks = group.block[which]
+        threads = np.zeros((group.blocks, 1024), bool)
+        threads[blocks, group.warp[which] * 32 + group.lane[which]] = True
+        clocks = np.full(group.blocks, -1, np.int64)
+        np.maximum.at(clocks, blocks, NEVER if group.has_phases else group.clock[which])
+        left = []
+        for stores, size, places, numbers, block, thread, clock in self.unreleased:
+            due = threads[block, thread] | (clock < clocks[block])
+            at = places[due]
+            shown = stores.rows("owner", size, at) == numbers[due]
+            seen = stores.rows("seen", size, at)
+            stores.put("seen", size, at, np.where(shown & (seen == NEVER), self.now, seen))
+            if not due.all():
+                kept = ~due
+                who = numbers[kept], block[kept], thread[kept], clock[kept]
+                left.append((stores, size, places[kept], *who))
+        self.unreleased = left
+        return self.now
 
 
 class SharedMemory:
@@ -110,15 +273,49 @@ class SharedMemory:
 
     Products (``wgmma``) read it through another proxy, for which what threads wrote is only there
     after a ``fence.proxy.async``: where ``fenced`` says so, they see the last fence's state.
+
+    ``watched``: it is an error if a warp reads what another wrote, or writes what another read,
+    with no barrier of the block in between. It is one in every order of the warps, and also where
+    the number that is read is not used.
     """
 
-    def __init__(self, blocks: int, size: int, fenced: bool = False) -> None:
+    def __init__(self, blocks: int, size: int, fenced: bool = False, watched: bool = False) -> None:
         self.size = size
         self.stride = -(-max(size, 1) // 1024) * 1024
         self.raw = np.full(blocks * self.stride, 0xFF, np.uint8)
         self.views = {size: self.raw.view(kind) for size, kind in WHOLE.items()}
         self.proxy = self.raw.copy() if fenced else self.raw
         self.barriers: dict[int, list[int]] = {}  # place -> [threads, still to come, phases]
+        # For each byte who accessed it last: 64 times the barriers that it had passed, + its warp.
+        self.watched = watched
+        self.readers, self.writers = np.zeros((2, len(self.raw) * watched), np.int64)
+
+    def watch(self, places: np.ndarray, size: int, group: Any, lanes: Any, writes: bool) -> None:
+        """Accesses of these lanes, at places that include where their block begins."""
+        if not self.watched:
+            return
+        warps, passed = group.warp[lanes], group.passed[lanes]
+        for warp in np.unique(warps):
+            mine = np.flatnonzero(warps == warp)
+            rows = places[mine] // size
+            since = 64 * passed[mine][:, None]
+            tags = since + warp
+            readers, writers = (
+                tags_of.reshape(-1, size) for tags_of in (self.readers, self.writers)
+            )
+            last = (readers if writes else writers)[rows]
+            if ((last >= since) & (last != tags)).any():
+                at = int(places[mine][((last >= since) & (last != tags)).any(1)][0])
+                done = "writes what another one read" if writes else "reads what another one wrote"
+                raise MemoryFault(
+                    f"warp {warp} {done}, with no barrier in between: {size} bytes at"
+                    f" {at % self.stride} of shared memory"
+                )
+            if writes:
+                writers[rows] = tags
+            else:
+                last = readers[rows]
+                readers[rows] = np.where((last >= since) & (last != tags), since + _SEVERAL, tags)
 
     def fence(self, blocks: np.ndarray) -> None:
         """What was written before is there for products of these blocks."""
@@ -138,14 +335,17 @@ class SharedMemory:
             raise MemoryFault(f"{size} bytes of shared memory: not aligned")
         return offsets
 
-    def load(self, blocks: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
-        """``blocks``: where the memory of each thread's block begins, in bytes."""
-        return self.views[size].take((self.places(addresses, size) + blocks) // size)
+    def load(self, addresses: np.ndarray, size: int, group: Any, which: Any) -> np.ndarray:
+        places = self.places(addresses, size) + group.block_start[which]
+        self.watch(places, size, group, which, writes=False)
+        return self.views[size].take(places // size)
 
     def store(
-        self, blocks: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray
+        self, addresses: np.ndarray, size: int, values: np.ndarray, group: Any, which: Any
     ) -> None:
-        self.views[size][(self.places(addresses, size) + blocks) // size] = values
+        places = self.places(addresses, size) + group.block_start[which]
+        self.watch(places, size, group, which, writes=True)
+        self.views[size][places // size] = values
 
     # --- mbarrier objects ---
 
