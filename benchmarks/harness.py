@@ -42,6 +42,8 @@ hold_to_level()
 Inputs = dict[str, Any]
 
 TARGETS_GPU = "H200"
+#: Rounds of ``--quick`` on a GPU, where their times differ little.
+_QUICK_ROUNDS = 20
 
 
 class Unavailable(Exception):
@@ -615,16 +617,16 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Rows of one op, kept as they come, or of what pytest-benchmark wrote."""
+    """Rows of ops, kept as they come, or of what pytest-benchmark wrote."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("op", nargs="?", help="of test_OP.py")
+    parser.add_argument("ops", nargs="*", metavar="op", help="of test_OP.py")
     parser.add_argument("--rows", type=Path, required=True, help="append to DIR/<machine>/<op>.csv")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="only what every run has time for")
     parser.add_argument("--only", default="", help="cases with this in their label")
     parser.add_argument("--from-json", type=Path, help="what --benchmark-json wrote")
     options = parser.parse_args()
-    if (options.op is None) == (options.from_json is None):
+    if bool(options.ops) == bool(options.from_json):
         parser.error("either OP or --from-json")
     if options.from_json:
         for path in write_rows(rows_of_json(options.from_json), options.rows):
@@ -633,7 +635,11 @@ def main() -> int:
     sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
     SESSION.full = not options.quick
     failed = False
-    for case in importlib.import_module(f"test_{options.op}").CASES:
+    cases = [case for op in options.ops for case in importlib.import_module(f"test_{op}").CASES]
+    rounds = options.rounds
+    if rounds is None and options.quick and default_device().type == "cuda":
+        rounds = _QUICK_ROUNDS
+    for case in cases:
         if (case.full and options.quick) or options.only not in case.label:
             continue
         default = Case.__dataclass_fields__["directions"].default
@@ -641,7 +647,7 @@ def main() -> int:
         for direction in ("forward",) if forward_alone else case.directions:
             SESSION.rows.clear()
             try:
-                measure(case, direction, rounds=options.rounds)
+                measure(case, direction, rounds=rounds)
             except AssertionError as error:  # the gate: its rows say "refused", with no speed
                 failed = True
                 print(f"RED {case.label}, {direction}: {error}")

@@ -473,13 +473,15 @@ PICTURES: dict[str, Callable[[list[Row]], Figure | str]] = {
 }
 
 
-def draw(folder: Path, images: Path, suffix: str = "") -> tuple[list[Path], list[str]]:
-    """The pictures of one machine's rows as images/<picture><suffix>.png.
+def draw(
+    folder: Path, images: Path, suffix: str = "", without: Iterable[str] = ()
+) -> tuple[list[Path], list[str]]:
+    """The pictures of one machine's rows as images/<picture><suffix>.png, ``without`` some ops.
 
     Returns:
         The files, and for each picture that is not drawn its name and why.
     """
-    rows = latest_rows(folder)
+    rows = [row for row in latest_rows(folder) if row["op"] not in without]
     images.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], []
     for name, picture in PICTURES.items():

@@ -7,7 +7,7 @@ must not exceed, and one to stretch for. The rest are shares of the peak, and ra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from plots import HEADS, OURS, Key, Row, number
@@ -71,12 +71,12 @@ class Verdict:
     text: str
 
 
-def judge(target: Target, rows: Rows, red: Sequence[str] = ()) -> Verdict:
-    """What the rows say of a target; of an op in ``red``, whose tests failed, no figure counts."""
+def judge(target: Target, rows: Rows, refused: Mapping[str, str] | None = None) -> Verdict:
+    """What the rows say of a target; no figure counts of an op in ``refused``, which says why."""
     row = rows.find(target.key, target.variant)
     op = target.key[0] if row is None else row["op"]
-    if op in red:
-        return Verdict(target, None, None, "refused: its GPU tests are red")
+    if refused and op in refused:
+        return Verdict(target, None, None, refused[op])
     value = target.figure(rows)
     if value is None or value <= 0:
         failed = row is not None and row["status"] != "ok"

@@ -193,12 +193,13 @@ def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: boo
         training_bytes=forward_bytes + size * (3 * rows_q + 4 * rows_k),
         training_flops=7 * flops // 2,
         dtype=DTYPE,
+        full=compiling and GPU,  # minutes
         targets=dict(zip(("forward", "backward"), zip(*targets, strict=True), strict=False)),
     )
 
 
 def cases(arguments: list[tuple], telling: tuple[str, ...]) -> list[Case]:
-    """Compiling comes last, in the order in which it tells: it may not get to the end."""
+    """What compiles comes last, in the order in which it tells."""
     by_label = {label: (label, *rest) for label, *rest in arguments}
     return [case(*each) for each in arguments] + [
         case(*by_label[label], compiling=True) for label in telling

@@ -187,6 +187,7 @@ def case(label: str, shape: Shape, *targets: float, compiling: bool = False) -> 
         training_bytes=2 * moved + parameters + size * shape.rows * shape.width,
         training_flops=3 * product,
         dtype=DTYPE,
+        full=compiling and GPU,  # minutes
         rounds=None if GPU else 5,
         targets={"training": targets} if targets else {},
     )
@@ -197,7 +198,7 @@ SMALL = Shape(2458, 30522, 128)
 
 
 def cases(arguments: list[tuple], telling: tuple[str, ...]) -> list[Case]:
-    """Compiling comes last, in the order in which it tells: it may not get to the end."""
+    """What compiles comes last, in the order in which it tells."""
     by_label = {label: (label, *rest) for label, *rest in arguments}
     return [case(*each) for each in arguments] + [
         case(*by_label[label], compiling=True) for label in telling

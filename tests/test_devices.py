@@ -20,7 +20,7 @@ from fastplm.ops._attention_call import _bucket_table, _filled_from_cpu
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.attention import t5_buckets
 from fastplm.triton_kernels import _launch
-from fastplm.triton_kernels._launch import shared_limit, table_arch
+from fastplm.triton_kernels._launch import nearest_arch, shared_limit, table_arch
 
 GPU = torch.device("cuda", 0)
 
@@ -181,8 +181,9 @@ def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
         (90, None, 90),
         (100, None, 100),
         (103, shared_limit(100), 100),
-        (120, None, 86),  # newer than sm_100, with neither its instructions nor its memory
-        (121, shared_limit(120), 86),
+        (120, None, 120),
+        (121, shared_limit(120), 120),
+        (130, shared_limit(100), 80),  # not known yet
     ),
 )
 def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
@@ -214,6 +215,13 @@ def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warn
     first = {9: "3.7.1", 10: "3.9"}.get(major)
     named = [f"Install Triton {first} or later" in str(each.message) for each in said]
     assert named == [True] * warned
+
+
+def test_sm_120_takes_no_entry_of_sm_90_or_100():
+    """It is newer, with neither their instructions nor their memory."""
+    assert nearest_arch(120, (80, 86, 90, 100)) == 86
+    assert nearest_arch(120, (80, 90, 100, 120)) == 120
+    assert nearest_arch(100, (80, 86, 90)) == 90
 
 
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():

@@ -235,9 +235,11 @@ def table_arch(arch: int, shared: int) -> int:
     Args:
         shared: bytes of shared memory that a block may ask for.
 
-    86 means the instructions of sm_80 with 99 KB of shared memory. sm_120 uses it too: it has
-    neither wgmma (sm_90) nor tensor memory (sm_100).
+    86 means the instructions of sm_80 with 99 KB of shared memory. 120 means the same with more of
+    everything: it has neither wgmma (sm_90) nor tensor memory (sm_100).
     """
+    if arch >= 120 and shared < shared_limit(100):
+        return 120
     usable = [86]
     usable += [
         known
@@ -285,8 +287,12 @@ def _multiprocessors(index: int) -> int:
 
 
 def nearest_arch(arch: int, known: tuple[int, ...]) -> int:
-    """The newest architecture in ``known`` that is not newer than ``arch``, else the oldest."""
-    return max((entry for entry in known if entry <= arch), default=min(known))
+    """The newest architecture in ``known`` that is not newer than ``arch``, else the oldest.
+
+    Of 90 and 100 sm_120 has neither the instructions nor the memory.
+    """
+    older = (entry for entry in known if entry <= arch and (arch < 120 or entry not in (90, 100)))
+    return max(older, default=min(known))
 
 
 def upcast_dot(dtype: torch.dtype) -> bool:

@@ -6,7 +6,9 @@ lane.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import os
 import re
 import signal
@@ -17,7 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import compile_cache
 import gpu_report
+import harness
 import pytest
 from gpu_report import Machine, Step
 
@@ -117,7 +121,7 @@ def test_rows_of_a_stopped_step_are_counted_and_on_the_page(report, tmp_path):
     code = "import os, time; os.renames({!r}, {!r}); time.sleep(60)"
     made = python(code.format(str(tmp_path / "made.csv"), str(folder / "attention.csv")), "made")
     made.most = 4  # as long as a busy machine may take to start Python
-    page = report(made)
+    page = report(python(f"print({GREEN!r})", "checks"), made)
     assert re.search(r"\| made \| stopped after 4 s \| \d+ \| 1 \|  \|", page)
     assert "| attention | kept | forward | fastplm | 100.0 [100.0–100.0] |" in page
 
@@ -154,26 +158,147 @@ gpu_report.report(steps, Path({str(tmp_path / "rows")!r}), 100)
             time.sleep(0.05)
 
 
+def ops_of(step: Step) -> list[str]:
+    """The benchmarks that a step's harness runs."""
+    return list(step.command[2 : step.command.index("--quick")])
+
+
 def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path):
+    def planned(*arguments):
+        return gpu_report.plan(gpu_report.parse(["--results", str(tmp_path), *arguments]))
+
     def named(*arguments):
-        options = gpu_report.parse(["--results", str(tmp_path), *arguments])
-        return [step.name for step in gpu_report.plan(options)]
+        return [step.name for step in planned(*arguments)]
 
     names = named()
-    assert names[:5] == ["build", "info", "gpu tests", "benchmark attention"] + [
-        "benchmark linear_cross_entropy"
-    ]
-    measured = {name.removeprefix("benchmark ").split(":")[0] for name in names[3:]}
+    assert names[:4] == ["build", "info", "compile", "checks"]
+    assert names[4:6] == ["benchmark attention", "benchmark linear_cross_entropy"]
     scripts = {"pretrain", "profile_kernels", "memory"}
-    assert measured == scripts | set(gpu_report.benchmarks())
+    assert scripts <= set(names + named("--rest")) and names.index("profile_kernels") > names.index("pretrain")
     assert all((BENCHMARKS / f"{name}.py").exists() for name in scripts)
-    assert names.index("profile_kernels") > names.index("pretrain")
-    assert named("--skip-build", "--skip-tests", "--only", "bert", "pretrain")[1:] == [
+    steps = planned() + planned("--rest")
+    measured = {op for step in steps if is_benchmark(step.name) for op in ops_of(step)}
+    assert measured == set(gpu_report.benchmarks())
+    assert named("--skip-build", "--only", "bert", "pretrain")[1:] == [
+        "compile",
+        "checks",
         "benchmark bert: padding 0%",
         "pretrain",
         "benchmark bert: padding 30%",
         "benchmark bert: padding 50%",
     ]
+
+
+MODELS = ("bert", "electra", "t5", "albert", "bart", "gpt2", "roberta")
+#: Kernels that a step launches on sm_90, as compile_cache.py counts them; of a model as many as the
+#: distinct launches of its training step.
+KERNELS = {
+    **dict(checks=330, attention=51, linear_cross_entropy=45, replaced_token_loss=16),
+    **dict(gather_rows=5, linear_distillation=27, maxsim=10, pretrain=24, profile_kernels=30),
+    **dict.fromkeys(MODELS, 12),
+}
+COMPILING, BEGINNING = 0.8, 8.0  # seconds a kernel, and of a process that imports torch
+FIXED = dict(build=120.0, info=0.0, compile=8.0, checks=330 * 0.05, memory=10.0, pretrain=30.0)
+FIXED["profile_kernels"] = 25.0
+
+
+@functools.cache
+def cases_on_a_gpu() -> dict[str, list]:
+    """Of each op's benchmark: label, full, directions, variants and targets of its cases."""
+    code = """
+import importlib, json, harness, torch, gpu_report
+harness.default_device = lambda: torch.device("cuda")
+print(json.dumps({
+    op: [
+        (case.label, case.full, case.directions, list(case.variants), dict(case.targets))
+        for case in importlib.import_module(f"test_{op}").CASES
+    ]
+    for op in gpu_report.benchmarks() if op not in MODELS
+}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"MODELS = {MODELS!r}{code}"],
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def device_seconds(step: Step) -> float:
+    """What a step takes on an H200, once its kernels are compiled: calls times what the static
+    model says of them (1 ms where it says nothing), each behind half a millisecond of sleep, and a
+    tenth of a second to prepare a variant."""
+    if step.name in FIXED:
+        return BEGINNING + FIXED[step.name]
+    seconds, rounds = BEGINNING, harness._QUICK_ROUNDS + 2
+    part = step.name.partition(": ")[2]
+    for name in ops_of(step):
+        if name in MODELS:  # whose benchmarks ask for the GPU: three cases, three variants
+            seconds += 3 * 3 * (2.0 + rounds * 0.05)
+            continue
+        for label, full, directions, variants, targets in cases_on_a_gpu()[name]:
+            if full or part not in label:
+                continue
+            for direction in directions:
+                ours = targets.get(direction, (0.0, 1000.0))[1] / 1e6
+                for variant in variants:
+                    call = ours if variant == "fastplm" else 4 * ours
+                    seconds += rounds * (0.0008 + call) + 0.1
+    return seconds
+
+
+@pytest.mark.parametrize("cpus", (16, 2))
+@pytest.mark.parametrize("filled", (True, False))
+@pytest.mark.parametrize("rest", ((), ("--rest",)))
+def test_what_an_h200_is_expected_to_reach_in_nine_minutes(
+    tmp_path, monkeypatch, rest, filled, cpus
+):
+    """All of it, with a cache or CPUs that fill it; else the page says what was dropped."""
+    now, compiled = 0.0, 1.0 if filled else 0.0
+    order = []
+
+    def run(step, limit):
+        nonlocal now, compiled
+        order.append(step.name)
+        name = step.name.removeprefix("benchmark ").split(":")[0]
+        seconds = device_seconds(step)
+        total = sum(KERNELS[op] for op in compile_cache.STEPS)
+        if name == "compile":
+            wanted = (1 - compiled) * total * COMPILING / cpus
+            compiled += min(wanted, limit - seconds) * cpus / COMPILING / total
+            seconds += wanted
+        elif name == "build" and rest:  # the first run has left it
+            seconds = 0.0
+        seconds += (1 - compiled) * KERNELS.get(name, 0) * COMPILING
+        step.outcome = "ok" if seconds < limit else f"stopped after {limit:.0f} s"
+        step.seconds = min(seconds, limit)
+        now += step.seconds
+        if name == "checks":
+            lines = GREEN.splitlines()
+            step.output = "\n".join(lines[: round(len(lines) * min(1.0, limit / seconds))])
+
+    monkeypatch.setattr(gpu_report, "run", run)
+    monkeypatch.setattr(gpu_report, "build", run)
+    monkeypatch.setattr(gpu_report, "machine", lambda dry_run: H200)
+    monkeypatch.setattr(gpu_report, "time", SimpleNamespace(perf_counter=lambda: now))
+    options = gpu_report.parse(["--results", str(tmp_path), *rest])
+    steps = gpu_report.plan(options)
+    page = gpu_report.report(steps, tmp_path, options.budget).read_text()
+    print(*((s.name, s.outcome, round(s.seconds), s.share) for s in steps), sep="\n")
+    assert now < 540
+    assert order.index("checks") < min(map(order.index, filter(is_benchmark, order)))
+    dropped = [step for step in steps if step.outcome != "ok"]
+    if filled or cpus == 16:
+        assert not dropped
+    else:
+        assert dropped and "not tested" in page
+        assert all(f"| {step.name} | {step.outcome} |" in page for step in dropped)
+
+
+def is_benchmark(name: str) -> bool:
+    return name.startswith("benchmark")
 
 
 def test_a_build_that_is_not_possible_leaves_the_sources(tmp_path, monkeypatch):
@@ -186,41 +311,86 @@ def test_a_build_that_is_not_possible_leaves_the_sources(tmp_path, monkeypatch):
     assert (tmp_path / "site/fastplm/triton_kernels/attention/launch.py").exists()
 
 
-# --- tests, and what follows from red ones --------------------------------------------------------
+# --- checks, and what follows from red ones -------------------------------------------------------
 
-PYTEST = """
-../tests/ops/test_attention.py::test_a[cuda] PASSED                       [  1%]
-[gw0] [  2%] PASSED ../tests/ops/test_gather_rows.py::test_b
-[gw1] [  3%] FAILED ../tests/ops/test_gather_rows.py::test_c[a b]
-../tests/models/test_bert.py::test_d SKIPPED (no PASSED)                  [  4%]
-../tests/ops/test_mask_tokens.py::test_e
-"""
+GREEN = "\n".join(f"GREEN {op} | bfloat16 | 0.10 s\nDONE {op}" for op in gpu_report.CHECKED)
 
 
-def test_outcomes_are_counted_of_a_run_that_was_stopped_too():
-    said = gpu_report.outcomes(PYTEST)
-    assert list(said.values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
-    assert "../tests/ops/test_gather_rows.py::test_c[a b]" in said
-    step = Step("gpu tests", [], 1, outcome="stopped after 9 s", output=PYTEST)
-    assert gpu_report.note(step) == "2 passed, 1 failed, 1 skipped"
-    assert gpu_report.red_ops([step]) == ["gather_rows"]
+def checked(output: str = GREEN, outcome: str = "ok") -> Step:
+    return Step("checks", [], 1, outcome=outcome, output=output)
 
 
-def test_an_op_whose_tests_are_red_has_no_speed(tmp_path):
-    rows = [
-        row("gather_rows", "BERT-base 256x128", p50=4),
-        row("mask_tokens", "BERT-base 256x128", p50=5),
-    ]
+def rows_of(page: str, op: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith(f"| {op} |")]
+
+
+def test_an_op_that_is_red_or_not_tested_has_no_speed(tmp_path):
+    rows = [row(op, "BERT-base 256x128", p50=4) for op in ("gather_rows", "mask_tokens")]
+    rows += [row("bert", "base", "training", p50=7), row("gelu", "any", p50=8)]
     write(tmp_path / "nvidia-h200", "rows", rows)
-    step = Step("gpu tests", [], 1, outcome="exit status 1", output=PYTEST)
-    page = gpu_report.write_page(tmp_path, H200, [step], pictures=False).read_text()
-    assert "GPU tests of `gather_rows` failed" in page
-    assert "| gather rows | µs | 3.5 | 5 |  |  | refused: its GPU tests are red |" in page
-    assert "| choose + corrupt + compact | µs | 2.5 | 6 |  | 5 | must reached |" in page
-    (line,) = (line for line in page.splitlines() if line.startswith("| gather_rows |"))
-    assert "refused" in line and "4.0" not in line
-    green = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+
+    def page(*steps):
+        return gpu_report.write_page(tmp_path, H200, steps, pictures=False).read_text()
+
+    green = page(checked())
     assert "| gather rows | µs | 3.5 | 5 |  | 4 | must reached |" in green
+    assert all("| 4 [4–4] |" in rows_of(green, op)[0] for op in ("gather_rows", "mask_tokens"))
+
+    said = GREEN.replace("GREEN gather_rows |", "RED gather_rows |")
+    red = page(checked(said, "exit status 1"))
+    assert "No speed is shown of `gather_rows`, or of what uses them: refused" in red
+    assert "Red: `gather_rows | bfloat16 | 0.10 s`" in red
+    assert "| gather rows | µs | 3.5 | 5 |  |  | refused: its checks are red |" in red
+    assert "refused: its checks are red" in rows_of(red, "gather_rows")[0]
+    assert "refused: the checks of gather_rows are red" in rows_of(red, "bert")[0]
+    assert "| 4 [4–4] |" in rows_of(red, "mask_tokens")[0]
+
+    cut = page(checked(GREEN.replace("DONE mask_tokens", ""), "stopped after 9 s"))
+    assert "| choose + corrupt + compact | µs | 2.5 | 6 |  |  | not tested |" in cut
+    assert "not tested" in rows_of(cut, "mask_tokens")[0] and "[" in rows_of(cut, "bert")[0]
+
+    never = page()
+    for op in ("gather_rows", "mask_tokens", "bert"):
+        (line,) = rows_of(never, op)
+        assert "not tested" in line and "[" not in line
+    assert "[8–8]" in rows_of(never, "gelu")[0]  # which has no kernel for a GPU
+    assert "make test-device" in never
+
+
+def test_what_was_checked_is_counted():
+    output = "GREEN attention | a | 0.1 s\nRED attention | b | 0.2 s: why\nDONE attention"
+    assert gpu_report.note(checked(output)) == "1 green, 1 red; 1 ops to the end"
+    assert gpu_report.note(checked("Killed", "exit status 9")) == "Killed"
+
+
+def test_the_ops_that_a_benchmark_uses_are_checked(tmp_path):
+    import gpu_checks
+
+    assert list(gpu_checks.OPS) == list(gpu_report.CHECKED)
+
+    def asked(*arguments):
+        options = gpu_report.parse(["--results", str(tmp_path), *arguments])
+        steps = {step.name: step for step in gpu_report.plan(options)}
+        return steps["checks"].command[2:] if "checks" in steps else None
+
+    assert asked() == list(gpu_report.CHECKED)
+    assert asked("--only", "bert") == ["attention", "linear_cross_entropy", "gather_rows"]
+    assert asked("--only", "memory") == ["linear_cross_entropy", "gather_rows"]
+    assert asked("--only", "gelu") is None
+
+
+@pytest.mark.parametrize("family", ("bert", "roberta", "albert", "electra", "gpt2", "t5", "bart"))
+def test_a_model_counts_as_the_ops_that_it_uses(family):
+    import torch
+
+    import steps
+    from fastplm._backends import record_decisions
+
+    case = steps.case(steps.Step(f"{family}-tiny", 2, 16, padding=0.3, vocab=1999))
+    with record_decisions() as decisions:
+        case.variants["fastplm"](**case.make_small(torch.device("cpu")))
+    used = {decision.op for decision in decisions} & set(gpu_report.CHECKED)
+    assert used and used == set(gpu_report.USES[family])
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -294,7 +464,7 @@ def test_every_time_to_reach_is_that_of_its_benchmark():
 
 
 def test_every_target_is_on_the_page(tmp_path):
-    page = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+    page = gpu_report.write_page(tmp_path, H200, [checked()], pictures=False).read_text()
     for target in targets.TARGETS:
         assert f"| {target.what}" in page
     assert page.count("| not measured |") == sum(t.machine != "cpu" for t in targets.TARGETS)
@@ -318,7 +488,7 @@ def test_the_three_worst_are_named_with_their_profile(tmp_path):
         kernel | dict(kernel="write", launches=6, us=5, share=0.2),
     ]
     write(tmp_path / "nvidia-h200", "profile", profile)
-    page = gpu_report.write_page(tmp_path, H200, [], pictures=False).read_text()
+    page = gpu_report.write_page(tmp_path, H200, [checked()], pictures=False).read_text()
     worst = page.split("## The three worst")[1].split("##")[0]
     assert re.findall(r"\d\. \*\*(.*?): (\S+) × the must", worst) == [
         ("choose + corrupt + compact", "10.00"),
@@ -473,6 +643,6 @@ def test_the_whole_report_without_a_gpu(tmp_path):
     assert "![roofline](roofline.png)" in page and "![memory](memory.png)" in page
     rows = dict(re.findall(r"^\| (.+?) \| ok \| \d+ \| (\d*) \|", page, re.MULTILINE))
     # The small BERT of a CPU has no batch with 30 % of padding.
-    without = {"build", "info", "gpu tests", "benchmark bert: padding 30%"}
+    without = {"build", "info", "checks", "benchmark bert: padding 30%"}
     assert {name for name, number in rows.items() if not number} == without
     assert len(rows) == len(gpu_report.plan(gpu_report.parse(["--dry-run"])))

@@ -1,9 +1,9 @@
 """The launch configurations, and for which shapes each kernel is chosen.
 
-Not measured on a device yet: chosen by what the compile lane says of the machine code, among the
-configurations that spill no register under Triton 3.7.1 in any variant of the kernel. (Under
-3.6.0 the fp32 forward with a bias does, and nothing else of the compile lane's short list.)
-docs/kernels.md holds the instruction mix and the occupancy it was chosen by.
+Not measured on a device yet: chosen among the configurations that spill no register in an inner
+loop under Triton 3.7.1, in any variant of the kernel, by what the compile lane says of the machine
+code (docs/kernels.md); for head dims to 64 on sm_90 and sm_120 by simulated waits
+(tools/timeline.py). (Under 3.6.0 the fp32 forward with a bias does spill.)
 
 A loop issues the copies of a later tile after the products of this one, and waits for all but the
 n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in the machine code of every architecture):
@@ -11,7 +11,8 @@ with 2 nothing is on its way while it computes, with 3 one tile is. Where 3 woul
 for one block instead of two, it stays at 2: then the blocks fill each other's waits. sm_100 has
 many blocks of 2 still.
 
-86 has what sm_80 does not fit, for 99 KB of shared memory a block (``_launch.table_arch``).
+86 has what sm_80 does not fit, for 99 KB of shared memory a block; 120 is beside it
+(``_launch.table_arch``).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (86, True, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
         (90, True, 64): ((128, 32, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3)),
         (100, True, 64): ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
+        (120, True, 64): ((64, 32, 4, 3), (64, 32, 4, 3), (128, 32, 4, 2), (64, 32, 4, 3)),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         (90, True, 128): ((128, 64, 8, 3),),
         (100, True, 128): ((128, 64, 8, 2), (64, 64, 8, 1)),
@@ -93,6 +95,13 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
             (64, 64, 4, 2),
         ),
         (100, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+        (120, True, 64): (
+            (64, 32, 4, 3),
+            (64, 64, 4, 3),
+            (64, 32, 4, 3),
+            (64, 64, 4, 2),
+            (16, 64, 4, 1),
+        ),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
         (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 3)),
         (100, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
@@ -118,6 +127,12 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
             (32, 64, 4, 3, 1),
         ),
         (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
+        (120, True, 64): (
+            (32, 64, 4, 2, 1),
+            (64, 64, 4, 2, 0),
+            (32, 64, 4, 3, 1),
+            (32, 64, 4, 2, 1),
+        ),
         (80, True, 128): ((32, 64, 4, 1, 1), (64, 64, 8, 1, 0), (32, 64, 8, 1, 1)),
         (90, True, 128): (
             (32, 64, 8, 3, 1),
@@ -223,6 +238,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("stream_dkdv", 80, True, 128): (32, 64, 8, 1, 0),
     ("stream_dkdv", 90, True, 128): (16, 32, 8, 1, 0),
     ("stream_dkdv", 100, True, 128): (32, 64, 4, 1, 1),
+    ("stream_dkdv", 120, True, 64): (16, 64, 8, 1, 1),
     ("stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
     ("stream_dkdv", 80, True, 256): (16, 32, 8, 1, 0),
     ("stream_dkdv", 90, True, 256): (16, 16, 8, 1, 0),
@@ -232,6 +248,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("stream_fwd", 80, True, 64): (64, 32, 4, 2),
     ("stream_fwd", 90, True, 128): (64, 64, 8, 3),
     ("stream_fwd", 100, True, 128): (32, 64, 8, 1),
+    ("stream_fwd", 120, True, 64): (64, 32, 4, 2),
     ("stream_fwd", 80, True, 256): (16, 64, 8, 1),
     ("tf32 dbias", 90, False, 64): (32, 64, 8, 1),
     ("tf32 stream_dkdv", 90, False, 64): (16, 64, 8, 1, 0),

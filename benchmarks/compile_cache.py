@@ -1,0 +1,185 @@
+"""Fill Triton's compile cache, for a GPU that need not be here.
+
+    python benchmarks/compile_cache.py DIR --arch 90 [step …]
+
+``TRITON_CACHE_DIR=DIR`` then saves a machine with that GPU the time to compile the kernels of
+``gpu_checks.py`` and of the ops' quick benchmarks: a second a kernel, and several hundred of them.
+The cache's keys hold Triton's own files, the kernel's source, the architecture and the signature,
+so both machines need the same release of Triton. Its files name each other by absolute paths: where
+a folder was moved to, this command sets them right, and compiles what is missing. What a launch
+does not read (the IR and the PTX) is not kept.
+
+Each call is made with the report's own inputs, in CPU memory, its launches are recorded instead of
+run, and each is handed to the function by which Triton's JIT would compile it there: the keys are
+made by the same code. A line says of each step how many kernels it has, and how many were compiled.
+Models are not run: of their kernels only those are there that a check or a benchmark has too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import islice, repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+STEPS = (
+    *("checks", "attention", "linear_cross_entropy", "replaced_token_loss", "gather_rows"),
+    *("linear_distillation", "maxsim"),
+)
+ARCHS = (80, 86, 89, 90, 100, 120)
+
+
+class _Driver:
+    """What the JIT asks of a GPU before it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Compiled(list):
+    """Where launches are recorded, each is compiled."""
+
+    def append(self, launch: Any) -> None:
+        launch.kernel.warmup(grid=launch.grid, **launch.arguments)
+
+
+@contextmanager
+def compiling(arch: int, folder: Path) -> Iterator[list[bool]]:
+    """Launches of the Triton backend on CPU tensors are compiled for sm_<arch> into a folder, and
+    not run. Yields whether each kernel that was asked for was there already."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from fastplm import triton_kernels, use_backend
+    from fastplm.triton_kernels import _launch
+    from fastplm.triton_kernels.linear_cross_entropy import products
+
+    found: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        found.append(cache_hit)
+
+    for module in pkgutil.iter_modules(triton_kernels.__path__):
+        importlib.import_module(f"fastplm.triton_kernels.{module.name}")
+    # It lets the Triton backend take tensors of the CPU; for the kernels, which are there by now,
+    # it comes too late.
+    environment = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder)}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(driver, "_active", _Driver(arch)),
+        mock.patch.object(knobs.compilation, "listener", listen),
+        # What takes a CPU long, and decides nothing.
+        mock.patch.object(products, "multiply", lambda a, b, out: None),
+        mock.patch.object(torch, "randn", lambda *shape, **kind: torch.zeros(*shape, **kind)),
+        _launch.record_launches(arch),
+        use_backend("triton"),
+    ):
+        _launch._Recorder.launches = _Compiled()
+        yield found
+
+
+def _call(function: Callable[..., Any], inputs: dict[str, Any], wrt: Any) -> None:
+    """Forward, and backward if there is one. The results are what lies in memory."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in wrt}
+    out = function(**(inputs | leaves))
+    if leaves:
+        upstream = torch.zeros_like(out)
+        torch.autograd.grad(out, list(leaves.values()), upstream, allow_unused=True)
+
+
+def _checks() -> Iterator[tuple[Callable[..., Any], dict[str, Any], Any]]:
+    import gpu_checks
+
+    class Full(gpu_checks.Where):
+        small = False
+
+    for op in gpu_checks.OPS:
+        for check in gpu_checks.OPS[op]():
+            for dtype in gpu_checks.DTYPES if check.backend == "triton" else ():
+                torch.manual_seed(0)
+                yield check.fused, check.make(Full(torch.device("cpu"), dtype)), check.wrt
+
+
+def _benchmark(op: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], Any]]:
+    import harness
+
+    with mock.patch.object(harness, "default_device", lambda: torch.device("cuda")):
+        cases = importlib.import_module(f"test_{op}").CASES
+    for case in cases:
+        if not case.full:
+            yield case.variants["fastplm"], case.make(torch.device("cpu")), case.wrt
+            yield case.variants["fastplm"], case.make_small(torch.device("cpu")), case.wrt
+
+
+def fill(folder: Path, arch: int, step: str, part: int = 0, parts: int = 1) -> tuple[int, int]:
+    """(the kernels of a step, those that were not there) for sm_<arch>, of one call in ``parts``."""
+    calls = _checks() if step == "checks" else _benchmark(step)
+    with compiling(arch, folder) as found:
+        for function, inputs, wrt in islice(calls, part, None, parts):
+            _call(function, inputs, wrt)
+    return len(found), found.count(False)
+
+
+def settle(folder: Path) -> None:
+    """Drop what no launch reads, and write where the other files are now."""
+    for path in folder.glob("*/*"):
+        if path.suffix in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):
+            path.unlink()
+    for path in folder.glob("*/__grp__*.json"):
+        names = json.loads(path.read_text())["child_paths"]
+        there = {name: str(path.with_name(name)) for name in names if path.with_name(name).exists()}
+        path.write_text(json.dumps({"child_paths": there}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--arch", type=int, choices=ARCHS, help="default: this machine's GPU")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the CPUs")
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"of {' '.join(STEPS)}")
+    options = parser.parse_intermixed_args()
+    if unknown := set(options.steps) - set(STEPS):
+        parser.error(f"no step {', '.join(sorted(unknown))}; there are {' '.join(STEPS)}")
+    if options.arch is None:
+        if not torch.cuda.is_available():
+            parser.error("no GPU is here: --arch says for which one")
+        major, minor = torch.cuda.get_device_capability()
+        options.arch = 10 * major + minor
+    folder = options.folder.resolve()
+    settle(folder)
+    jobs = max(options.jobs, 1)
+    # Not forked: a process that has used its GPU may not be.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for step in options.steps or STEPS:
+            each = (repeat(folder), repeat(options.arch), repeat(step), range(jobs), repeat(jobs))
+            kernels, made = (sum(counts) for counts in zip(*pool.map(fill, *each), strict=True))
+            print(f"{step}: {kernels} kernels, {made} compiled", flush=True)
+    settle(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
