@@ -40,7 +40,7 @@ dim 64.
 **How far to trust it.** The published rates nearest to these kernels are those of Triton's own
 forward on an H100 (FlashAttention-3, Shah et al. 2024, head dim 64, 16-bit, without a mask): 340
 TFLOP/s at 512 tokens, 382 at 1,024, 400 at 4,096. For a kernel with tiles of 128x64, which is near
-to that one, the simulation says 310, 389 and 481. No kernel of ours has been timed on such a device.
+to that one, the simulation says 310, 389 and 481. None of ours has been timed on such a device.
 
 {table}
 

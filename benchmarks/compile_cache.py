@@ -135,7 +135,7 @@ def _benchmark(op: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], An
 
 
 def fill(folder: Path, arch: int, step: str, part: int = 0, parts: int = 1) -> tuple[int, int]:
-    """(the kernels of a step, those that were not there) for sm_<arch>, of one call in ``parts``."""
+    """(kernels of a step, those that were not there) for sm_<arch>, of one call in ``parts``."""
     calls = _checks() if step == "checks" else _benchmark(step)
     with compiling(arch, folder) as found:
         for function, inputs, wrt in islice(calls, part, None, parts):

@@ -5,10 +5,10 @@
     python benchmarks/gpu_report.py --dry-run    # the whole of it without a GPU, on small shapes
 
 Steps, each in a process of its own: the package with csrc/ into build/site, from this checkout
-alone; what works; the kernels that the next steps launch, compiled by all CPUs where they are not in
---cache yet (``compile_cache.py`` can fill that folder on a machine without a GPU); a small call of
-each kernel, dtype and branch (``gpu_checks.py``); the telling benchmarks; a short pre-training of
-ELECTRA-small with and without CUDA graphs; a profile of the kernels; the memory of the loss.
+alone; what works; the kernels that the next steps launch, compiled by all CPUs where they are not
+in --cache yet (``compile_cache.py`` can fill that folder on a machine without a GPU); a small call
+of each kernel, dtype and branch (``gpu_checks.py``); the telling benchmarks; a short pre-training
+of ELECTRA-small with and without CUDA graphs; a profile of the kernels.
 ``--rest`` has the other benchmarks in their place.
 Each gets its share of the time that is left, so none starves, and what one leaves unused goes to
 those after it. After each the page is written, RESULTS/<machine>/report.md with its pictures, from
@@ -52,8 +52,8 @@ LOGS = ROOT / "build" / "gpu-report"
 #: Seconds for everything; and with fewer left, no step is begun.
 BUDGET, LEAST = 520.0, 5.0
 #: What is run, in this order, and its share of the time that is left: a benchmark, or those of its
-#: cases with a text in their label, or a script. The shares are the seconds that each is expected to
-#: take on an H200 (tests/benchmarks/test_gpu_report.py).
+#: cases with a text in their label, or a script. The shares are the seconds that each is expected
+#: to take on an H200 (tests/benchmarks/test_gpu_report.py).
 ORDER = {
     "attention": 110,
     "linear_cross_entropy": 60,

@@ -270,7 +270,11 @@ def find_hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
     proxies = unfenced(ptx)
     findings = narrow(module, accesses, threads)
     findings += (line for line in proxies if line.startswith("unfenced"))
-    findings += unpipelined(module) + shallow(module, seen.ahead, stages)
+    waiting = unpipelined(module)
+    if stages > 1:
+        findings += waiting + shallow(module, seen.ahead, stages)
+    elif waiting:
+        findings.append("unpipelined: one stage, nothing is loaded ahead")
     counts = Counter((access.kind, access.width) for access in accesses)
     return {
         "races": [

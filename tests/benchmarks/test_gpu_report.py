@@ -21,10 +21,10 @@ from types import SimpleNamespace
 
 import compile_cache
 import gpu_report
-import harness
 import pytest
 from gpu_report import Machine, Step
 
+import harness
 import plots
 import targets
 
@@ -174,7 +174,9 @@ def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path)
     assert names[:4] == ["build", "info", "compile", "checks"]
     assert names[4:6] == ["benchmark attention", "benchmark linear_cross_entropy"]
     scripts = {"pretrain", "profile_kernels", "memory"}
-    assert scripts <= set(names + named("--rest")) and names.index("profile_kernels") > names.index("pretrain")
+    assert scripts <= set(names + named("--rest")) and names.index("profile_kernels") > names.index(
+        "pretrain"
+    )
     assert all((BENCHMARKS / f"{name}.py").exists() for name in scripts)
     steps = planned() + planned("--rest")
     measured = {op for step in steps if is_benchmark(step.name) for op in ops_of(step)}
@@ -238,11 +240,11 @@ def device_seconds(step: Step) -> float:
         if name in MODELS:  # whose benchmarks ask for the GPU: three cases, three variants
             seconds += 3 * 3 * (2.0 + rounds * 0.05)
             continue
-        for label, full, directions, variants, targets in cases_on_a_gpu()[name]:
+        for label, full, directions, variants, times in cases_on_a_gpu()[name]:
             if full or part not in label:
                 continue
             for direction in directions:
-                ours = targets.get(direction, (0.0, 1000.0))[1] / 1e6
+                ours = times.get(direction, (0.0, 1000.0))[1] / 1e6
                 for variant in variants:
                     call = ours if variant == "fastplm" else 4 * ours
                     seconds += rounds * (0.0008 + call) + 0.1

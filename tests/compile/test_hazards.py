@@ -323,7 +323,6 @@ def waits(pointer: str) -> str:
 
 
 TRITON = "3.7.1"
-FLAGS = "a flag of a key is a byte, less than cp.async copies, and says which keys are loaded"
 PAIRS = (
     "a flag of a query and a key is a byte: beside a bias Triton loads them one by one, where the"
     " accumulator has their scores; without one, 16 together"
@@ -345,47 +344,46 @@ IN_TENSOR_MEMORY = (
     "may give wrong results: of a product whose left operand is in tensor memory, Triton puts no"
     " fence behind the copies of the right one; nobody has run it on sm_100"
 )
+ONE_STAGE = "unpipelined: one stage, nothing is loaded ahead"
+FULL = (
+    "in some dtype or variant of it no configuration with two stages was found that neither spills"
+    " in a loop nor leaves an SM fewer blocks; or a block has one or two turns alone"
+)
+SPARE = "of rows that are not expected to count: each tile of E computes dZ again, without a buffer"
 #: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
 #: applies fails: what was made good stays good.
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
-    ("attention_bwd_dbias", "narrow: 1-byte ld of mask_ptr"): ((80, 90), FLAGS),
     ("attention_bwd_dbias", "narrow: 1-byte ld of attn_mask_ptr"): ((80, 90), PAIRS),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte cp.async of bias_ptr"): ((90,), DISTANCES),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_bwd_dq", "narrow: 1-byte ld of attn_mask_ptr"): (ARCHS, PAIRS),
-    ("attention_stream_bwd_dq", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
     ("attention_stream_bwd_dq", "late: 0 iterations ahead of 1, the copies of k_ptr"): (
         (100,),
         "TF32: K is read by rows and by columns, and of the latter nothing is copied ahead",
     ),
     ("attention_stream_bwd_dq", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_bwd_dq", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
-    ("attention_stream_bwd_dq", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_stream_bwd_dq", waits("k_ptr")): (
         (80, 90),
         "two products read K, one of them transposed: Triton copies V and loads K, in the loop of"
         " the masked tiles alone, and in TF32 in every loop",
     ),
     ("attention_stream_fwd", "narrow: 1-byte ld of attn_mask_ptr"): (ARCHS, PAIRS),
-    ("attention_stream_fwd", "narrow: 1-byte ld of mask_ptr"): (ARCHS, FLAGS),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of bias_ptr"): ((80, 90), DISTANCES),
     ("attention_stream_fwd", "narrow: 4-byte cp.async of v_ptr"): ((90, 100), ROWS),
     ("attention_stream_fwd", "narrow: 4-byte ld of bias_ptr"): (ARCHS, DISTANCES),
     ("attention_stream_fwd", waits("attn_mask_ptr")): ((80, 90), PAIRS),
-    ("attention_stream_fwd", waits("mask_ptr")): (ARCHS, FLAGS),
     ("attention_stream_fwd", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
     ("linear_cross_entropy_bwd_input", NO_FENCE): ((100,), IN_TENSOR_MEMORY),
-    ("attention_tile_bwd", "narrow: 1-byte ld of mask_ptr"): ((90,), FLAGS),
-    ("attention_tile_bwd", waits("mask_ptr")): ((90,), FLAGS),
     ("gather_rows_bwd", "narrow: 2-byte ld of dout_ptr"): (ARCHS, FORTY),
     ("gather_rows_bwd", "narrow: 4-byte ld of dout_ptr"): (ARCHS, FORTY),
     ("linear_cross_entropy_bwd_input", "narrow: 2-byte ld of bias_ptr"): ((90, 100), COLUMNS),
-    ("linear_cross_entropy_bwd_input", waits("bias_ptr")): ((100,), COLUMNS),
+    ("linear_cross_entropy_bwd_input", waits("bias_ptr")): (ARCHS, COLUMNS),
     (
         "linear_cross_entropy_bwd_weight",
         "late: 1 iterations ahead of 2, the copies of g_ptr, log_probability_ptr, max_ptr,"
         " order_ptr, sum_ptr, target_ptr, x_ptr",
-    ): ((90, 100), ORDER),
+    ): ((100,), ORDER),
     (
         "linear_cross_entropy_fwd",
         "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
@@ -402,17 +400,21 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("linear_cross_entropy_rows", "narrow: 2-byte ld of bias_ptr"): (ARCHS, LAST_TILE),
     (
         "linear_distillation_fwd",
-        "late: 0 iterations ahead of 1, the copies of teacher_w_ptr, teacher_x_ptr, w_ptr, x_ptr",
-    ): ((100,), TILES),
-    (
-        "linear_distillation_fwd",
         "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
     ): ((80, 90), TILES),
     (
         "linear_distillation_fwd",
-        "late: 0 iterations ahead of 3, the copies of w_ptr, x_ptr",
+        "late: 0 iterations ahead of 2, the copies of w_ptr, x_ptr",
     ): ((100,), TILES),
-    ("linear_distillation_fwd", "narrow: 2-byte ld of bias_ptr"): ((100,), COLUMNS),
+    (
+        "linear_distillation_fwd",
+        "late: 0 iterations ahead of 3, the copies of teacher_w_ptr, teacher_x_ptr, w_ptr, x_ptr",
+    ): ((100,), TILES),
+    (
+        "linear_distillation_fwd",
+        "drained: a loop waits for all of its copies, of teacher_w_ptr, teacher_x_ptr, w_ptr,"
+        " x_ptr",
+    ): ((80, 90), TILES),
     ("linear_distillation_rows", "narrow: 2-byte ld of bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_distillation_rows", "narrow: 2-byte ld of teacher_bias_ptr"): (ARCHS, LAST_TILE),
     ("linear_cross_entropy_scale", "narrow: 4-byte ld of g_ptr"): (ARCHS, ONCE),
@@ -430,6 +432,38 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("replaced_token_loss_bwd", "narrow: 4-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_fwd", "narrow: 2-byte ld of h_ptr"): (ARCHS, FORTY),
     ("replaced_token_loss_fwd", "narrow: 4-byte ld of h_ptr"): (ARCHS, FORTY),
+    ("attention_stream_bwd_dq", waits("attn_mask_ptr")): ((90,), PAIRS),
+    (
+        "linear_cross_entropy_bwd_input",
+        "drained: a loop waits for all of its copies, of w_ptr, x_ptr",
+    ): ((90,), SPARE),
+    (
+        "linear_cross_entropy_bwd_input",
+        "late: 0 iterations ahead of 2, the copies of w_ptr, x_ptr",
+    ): ((100,), SPARE),
+    (
+        "linear_cross_entropy_bwd_weight",
+        "late: 0 iterations ahead of 2, the copies of w_ptr, x_ptr",
+    ): ((100,), SPARE),
+    ("linear_cross_entropy_bwd_input", waits("w_ptr")): (ARCHS, SPARE),
+    **{
+        ("linear_cross_entropy_bwd_weight", waits(f"{name}_ptr")): (ARCHS, SPARE)
+        for name in ("g", "log_probability", "max", "sum", "target", "x")
+    },
+    **{
+        (kernel, ONE_STAGE): (ARCHS, FULL)
+        for kernel in (
+            "attention_bwd_dbias",
+            "attention_row_fwd",
+            "attention_stream_bwd_dkdv",
+            "attention_stream_bwd_dq",
+            "attention_stream_fwd",
+            "linear_cross_entropy_bwd_input",
+            "linear_cross_entropy_bwd_weight",
+            "linear_cross_entropy_fwd",
+        )
+    },
+    ("attention_tile_bwd", ONE_STAGE): ((80,), FULL),
 }
 
 

@@ -9,7 +9,9 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 # Check, its arguments, and the calls that launch its kernels.
 CASES = {
     "attention in one tile": (
-        "attention", dict(dtype="bfloat16", option="mask causal"), [dict(shape=(2, 1, 40, 70, 64))]
+        "attention",
+        dict(dtype="bfloat16", option="mask causal"),
+        [dict(shape=(2, 1, 40, 70, 64))],
     ),
     "attention": (
         "attention",
@@ -17,16 +19,22 @@ CASES = {
         [dict(shape=(1, 1, 70, 300, 64))],
     ),
     "attention in fp32": (
-        "attention", dict(dtype="float32", option="mask"), [dict(shape=(1, 1, 70, 150, 64))]
+        "attention",
+        dict(dtype="float32", option="mask"),
+        [dict(shape=(1, 1, 70, 150, 64))],
     ),
     "gather_rows": ("gather_rows", dict(dtype="bfloat16", width=40), [{}]),
     "maxsim": ("maxsim", dict(dtype="bfloat16", width=64), [{}]),
     "replaced_token_loss": ("replaced_token_loss", dict(dtype="bfloat16", width=40), [{}]),
     "linear_cross_entropy": (
-        "linear_cross_entropy", dict(dtype="bfloat16", shape=(70, 200, 64)), [{}]
+        "linear_cross_entropy",
+        dict(dtype="bfloat16", shape=(70, 200, 64)),
+        [{}],
     ),
     "linear_cross_entropy of wide rows": (
-        "linear_cross_entropy", dict(dtype="bfloat16", shape=(70, 200, 192)), [{}]
+        "linear_cross_entropy",
+        dict(dtype="bfloat16", shape=(70, 200, 192)),
+        [{}],
     ),
     "linear_distillation": (
         "linear_distillation",
