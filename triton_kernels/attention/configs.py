@@ -97,9 +97,9 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, True, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
         (120, True, 64): (
             (64, 32, 4, 3),
-            (64, 64, 4, 3),
-            (64, 32, 4, 3),
             (64, 64, 4, 2),
+            (64, 32, 4, 3),
+            (128, 32, 8, 2),
             (16, 64, 4, 1),
         ),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
@@ -129,7 +129,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, True, 64): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 1, 1)),
         (120, True, 64): (
             (32, 64, 4, 2, 1),
-            (64, 64, 4, 2, 0),
+            (32, 64, 4, 3, 1),
             (32, 64, 4, 3, 1),
             (32, 64, 4, 2, 1),
         ),
@@ -230,7 +230,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
 
 #: With an attention mask: in place of the last one of an entry, where that would spill.
 _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
-    ("dbias", 80, False, 64): (16, 32, 8, 1),
+    ("dbias", 80, False, 64): (16, 64, 4, 1),
     ("dbias", 80, False, 128): (16, 32, 16, 1),
     ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
     ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
@@ -242,6 +242,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("stream_dkdv", 80, False, 128): (16, 16, 8, 1, 0),
     ("stream_dkdv", 80, True, 256): (16, 32, 8, 1, 0),
     ("stream_dkdv", 90, True, 256): (16, 16, 8, 1, 0),
+    ("stream_dq", 80, False, 64): (16, 32, 8, 1),
     ("stream_dq", 80, True, 128): (16, 64, 4, 1),
     ("stream_dq", 80, True, 256): (16, 64, 8, 1),
     ("stream_dq", 100, True, 256): (16, 64, 8, 1),
