@@ -59,7 +59,7 @@ _TABLE = {
     (80, True, "dW 128"): (64, 64, 128, 4, 2),
     (90, True, "dW 128"): (64, 128, 128, 8, 2),
     (100, True, "dW 128"): (64, 64, 128, 8, 3),
-    (80, True, "wide forward"): (128, 128, 32, 4, 3),
+    (80, True, "wide forward"): (128, 128, 32, 8, 3),
     (90, True, "wide forward"): (128, 256, 32, 8, 3),
     (100, True, "wide forward"): (128, 64, 64, 8, 4),
     (80, True, "wide forward with more"): (128, 64, 32, 4, 3),
