@@ -470,8 +470,9 @@ def test_dense_masks(device, backend, mask, beside, extras):
 )
 def test_lengths_with_a_dense_mask(device, backend, seqlen, extras, dtype, is_causal):
     """A kernel is chosen by the lengths."""
-    inputs = make(device, 1, 2, seqlen, seqlen, head_dim=40, dtype=dtype)
-    mask = torch.rand(1, 1, seqlen, seqlen) < 0.5
+    batch = 2 if seqlen < 100 else 1
+    inputs = make(device, batch, 2, seqlen, seqlen, head_dim=40, dtype=dtype)
+    mask = torch.rand(batch, 2, seqlen, seqlen) < 0.5
     mask[..., seqlen // 2, :] = False
     inputs |= {"attn_mask": mask.to(device), "is_causal": is_causal}
     check(backend, with_extras(inputs, extras, dtype=torch.float32))
