@@ -170,6 +170,7 @@ def main() -> int:
         options.arch = 10 * major + minor
     folder = options.folder.resolve()
     settle(folder)
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     jobs = max(options.jobs, 1)
     # Not forked: a process that has used its GPU may not be.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:

@@ -89,10 +89,9 @@ def test_a_masked_lm_step_to_the_kernel_of_attention_and_back():
 
 def test_a_query_to_a_launched_kernel():
     query = torch.randn(1, 2, 8, 16, requires_grad=True)
-    mask = torch.ones(1, 8, dtype=torch.bool)
     with fastplm.use_backend("triton", "attention"):
         walk = written("**A query through `ops.attention`")
-        run = functools.partial(ops.attention, query, query, query, key_mask=mask)
+        run = functools.partial(ops.attention, query, query, query)
         assert roads(run, walk[-1]) == [walk]
 
 

@@ -122,6 +122,9 @@ CUTS = {
         says=r"attention +cross 64x256 +forward +fastplm +\d",
         slow=True,
     ),
+    "python benchmarks/compile_cache.py": Cut(
+        "gather_rows --jobs 1", says=r"gather_rows: [1-9]\d* kernels, \d+ compiled", slow=True
+    ),
     "python benchmarks/compare.py": Cut(
         "--ops mask_tokens --rounds 1 --turns 1",
         says=r"(?s)before: main \(\w+\); after: \w.* of \d+ flagged",
