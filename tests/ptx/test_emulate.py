@@ -19,7 +19,7 @@ ATTENTION = [
     (90, "float16", (2, 1, 70, 300, 64), "ragged"),
     (90, "bfloat16", (1, 1, 40, 144, 64), "dense"),
     (80, "tf32", (2, 1, 40, 70, 64), "mask causal"),
-    (90, "tf32", (2, 1, 40, 70, 64), "ragged dropout"),
+    pytest.param(90, "tf32", (2, 1, 40, 70, 64), "ragged dropout", marks=slow),
     pytest.param(90, "bfloat16", (1, 1, 70, 300, 64), "mask dropout bias", marks=slow),
     *(
         pytest.param(arch, dtype, (2, 1, 40, 70, 64), "mask causal", marks=slow)
@@ -117,7 +117,7 @@ def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
     emulate("linear_distillation", teacher_width=72, logits_budget=1 << 28, **call)
 
 
-@pytest.mark.parametrize("budget", (0, 1 << 28))
+@pytest.mark.parametrize("budget", (pytest.param(0, marks=slow), 1 << 28))
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
 def test_distillation_from_given_words(emulate, arch, dtype, budget):
     """More words than a tile holds; logits that are made again, and kept ones."""
