@@ -485,6 +485,7 @@ def test_every_kind_of_argument_is_checked(op, argument, value, device):
     assert f"`{argument}` got " in said and "\n" not in said and len(said) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op, argument, value", [("attention", "is_causal", "yes"), ("maxsim", "normalize", "yes")]
 )

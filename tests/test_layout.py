@@ -97,6 +97,7 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
+@pytest.mark.slow
 def test_no_import_circles():
     """The modules that are reached from where they are imported."""
     graph = import_graph()

@@ -70,6 +70,7 @@ def theirs(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
     return out.view(*shape, *out.shape[-2:])
 
 
+@pytest.mark.slow
 @DTYPES
 def test_scaled_dot_product_attention(samples, dtype):
     """All samples at once: of one tiny output with scores near 100 the error is luck."""

@@ -170,6 +170,7 @@ def test_compiles_without_graph_breaks_or_recompiles(device, sample, backend):
     assert graphs[1] == 1 and graphs[-2] == graphs[-1] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("auto", "eager"))
 @each_sample(OF_TOKENS)
 def test_numbers_that_count_up_compile_twice(device, sample, backend):
@@ -210,6 +211,7 @@ NOT_ROW_BY_ROW += tuple(name for name in SAMPLES if name.endswith("packed"))
 NOT_IN_EAGER = ("linear_cross_entropy, sampled", "replaced_token_loss", "replaced_token_loss, none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("auto", pytest.param("eager", marks=pytest.mark.slow)))
 @each_sample({name: one for name, one in SAMPLES.items() if name not in NOT_ROW_BY_ROW})
 def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
@@ -358,6 +360,7 @@ def test_gradients_of_gradients_are_right_or_refused(device, sample, backend):
         first_gradients(backend)(**leaves(sample, inputs)).sum().backward()
 
 
+@pytest.mark.slow
 @each_kernel(DISTINCT)
 def test_a_forced_backend_is_recorded_and_repeats_bit_for_bit(device, sample, backend, threads):
     inputs = to(device, sample.make(40, FP32))

@@ -159,6 +159,7 @@ def test_an_input_that_is_wrong_moves_nothing(command, place, refused):
     refused(argv(command, place, out, "--overwrite"))
 
 
+@pytest.mark.slow
 def test_a_link_stays_and_its_folder_is_moved(place, tmp_path, monkeypatch, capsys):
     corpus = tmp_path / "texts.txt"
     corpus.write_text("\n\n".join(f"The river {i} follows the house {i % 7}." for i in range(400)))
@@ -174,6 +175,7 @@ def test_a_link_stays_and_its_folder_is_moved(place, tmp_path, monkeypatch, caps
     assert "was moved to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cache_in_the_folder_stays_there(place, tmp_path):
     corpus = tmp_path / "texts.txt"
     corpus.write_text("\n\n".join(f"The river {i} follows the house {i % 7}." for i in range(400)))
@@ -226,6 +228,7 @@ with claimed("pretrain", out, resume=False, overwrite=True) as make_room:
 """
 
 
+@pytest.mark.slow
 def test_several_that_move_one_folder(tmp_path):
     """One gets it; what was there is moved once, and nobody moves what another one made."""
     out = tmp_path / "out"
@@ -314,6 +317,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed(embedding, tmp_path):
     words = [sys.executable, "-c", KILLED, *embedding]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

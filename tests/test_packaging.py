@@ -103,6 +103,7 @@ def files(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
 
+@pytest.mark.slow
 def test_wheel_has_one_top_level_package(wheel):
     top = {name.split("/")[0] for name in files(wheel)}
     assert top == {"fastplm", f"fastplm-{fastplm.__version__}.dist-info"}
@@ -126,6 +127,7 @@ def test_wheel_carries_the_license(wheel):
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_extension_and_works_alone(wheel, tmp_path):
     if COMPILER is None:
         pytest.skip("no C++ compiler on the PATH")
@@ -153,12 +155,14 @@ def test_without_a_compiler_one_notice_and_a_wheel_of_python_alone(tree, tmp_pat
     assert said.count("fastplm: NOTICE: no C++ compiler was found") == 1
 
 
+@pytest.mark.slow
 def test_a_failed_compilation_costs_one_notice(tree, tmp_path):
     archive, said = build("build_wheel", tree, tmp_path, CXX="false")
     assert not [name for name in files(archive) if name.startswith("fastplm/_C.")]
     assert said.count("fastplm: NOTICE: csrc/ could not be built") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
 @pytest.mark.parametrize("why", ("nvcc was not found", "the CUDA code of csrc/ could not be built"))
 def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
@@ -179,6 +183,7 @@ def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
     assert not old.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
 def test_files_are_compiled_at_a_time_and_once(tree, tmp_path):
     """Without ninja, with a line for each, and again only those whose sources have changed."""
@@ -287,6 +292,7 @@ def library(path: Path, source: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_library_is_loaded_where_it_can_run(site, tmp_path):
     version = subprocess.run([NVCC, "--version"], capture_output=True, text=True).stdout
@@ -328,6 +334,7 @@ def test_cuda_library_is_loaded_where_it_can_run(site, tmp_path):
     assert "cannot be loaded" in said and "cannot be loaded" in cuda[0]
 
 
+@pytest.mark.slow
 def test_sdist_has_all_it_takes_to_build(tree, tmp_path):
     archive, _ = build("build_sdist", tree, tmp_path)
     with tarfile.open(archive) as tar:

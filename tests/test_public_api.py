@@ -68,6 +68,7 @@ def test_info_tries_every_op_on_every_backend():
         assert f"cpu     {op}" in text
 
 
+@pytest.mark.slow
 def test_info_in_short():
     text = fastplm.info()
     assert len(text.splitlines()) <= 20
@@ -139,6 +140,7 @@ def test_use_backend_is_scoped_and_checked():
             pass
 
 
+@pytest.mark.slow
 def test_the_environment_variable_sets_the_backend():
     code = "import fastplm._backends as b; print(b.requested('attention'))"
     run = subprocess.run(

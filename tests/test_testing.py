@@ -338,6 +338,7 @@ def test_a_level_has_settings_of_its_own(monkeypatch):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in _measured.X86, reason="levels of x86")
 def test_one_level_is_one_machine():
     """At AVX2 nothing of PyTorch or of ours uses what only CPUs with AVX-512 have."""

@@ -115,6 +115,7 @@ def test_none_starves_and_the_rest_is_said_not_to_be_reached(report, monkeypatch
     ]
 
 
+@pytest.mark.slow
 def test_rows_of_a_stopped_step_are_counted_and_on_the_page(report, tmp_path):
     folder = tmp_path / "rows" / "cpu"
     write(tmp_path, "made", [row("attention", "kept", machine=CPU)])

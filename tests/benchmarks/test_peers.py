@@ -171,6 +171,7 @@ def attention_libraries(install, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", peers.ATTENTION)
 def test_an_attention_peer_agrees_or_says_why_not(name, shape):

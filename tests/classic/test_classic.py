@@ -221,6 +221,7 @@ def test_every_system_from_the_command_line(corpus, tmp_path, capsys):
     assert "river" in KeyedVectors.load(str(tmp_path / "word2vec" / "vectors.kv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "system",
     [pytest.param("elmo", marks=pytest.mark.slow), "skip-thoughts", "quick-thoughts"],
@@ -232,6 +233,7 @@ def test_learns(system, arguments):
     assert metrics["held_out"]["loss"] < first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "system, damaged",
     [pytest.param("elmo", False, marks=pytest.mark.slow), ("quick-thoughts", True)],

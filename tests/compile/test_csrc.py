@@ -63,7 +63,9 @@ def test_kernels_compile_without_spills(arch, tmp_path, capsys):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
-@pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
+@pytest.mark.parametrize(
+    "sanitizer", ("thread", pytest.param("address,undefined", marks=pytest.mark.slow))
+)
 def test_a_group_of_threads_does_what_one_does(sanitizer, tmp_path):
     program = tmp_path / "row_groups"
     source = ROOT / "tests/compile/row_groups.cpp"

@@ -28,7 +28,13 @@ def _run(program):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
-@pytest.mark.parametrize("flags", ([], SANITIZERS), ids=("plain", "sanitized"))
+@pytest.mark.parametrize(
+    "flags",
+    (
+        pytest.param([], id="plain", marks=pytest.mark.slow),
+        pytest.param(SANITIZERS, id="sanitized"),
+    ),
+)
 def test_kernels_write_what_the_cpu_path_writes(flags, tmp_path):
     if flags:
         trial = tmp_path / "trial.cpp"

@@ -99,6 +99,7 @@ for label in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_dk_and_dv_with_bias_and_dropout_have_no_race(run):
     """Only in the long list, and with three stages Q was copied over the rows of a product."""
     counts = run("-c", RACES, "slow: bfloat16 D=128 T=64 everything and bias")

@@ -136,6 +136,7 @@ def test_fingerprint_sees_boundaries():
     assert fingerprint(["ab"]) == fingerprint(iter(["ab"]))
 
 
+@pytest.mark.slow
 def test_embedded_corpus_is_english_of_a_useful_size(embedded):
     documents = embedded
     text = " ".join(documents)
@@ -147,6 +148,7 @@ def test_embedded_corpus_is_english_of_a_useful_size(embedded):
     assert not any(line.startswith(">>>") for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_embedded_corpus_is_the_same_in_every_process(tmp_path, monkeypatch):
     # A part of the library shows it, and is parsed at once.
     for part in ("pydoc_data", "email", "json"):

@@ -94,6 +94,7 @@ def check_faults(whole, corpus, folder, capsys, number: int) -> None:
     shutil.rmtree(copied)
 
 
+@pytest.mark.slow
 def test_files_of_a_cache_are_damaged(whole, corpus, tmp_path, capsys):
     """Every file once, in a way that is drawn."""
     _, _, cache = whole

@@ -121,6 +121,7 @@ def test_wrong_settings(kind, settings, error, words, request):
         KINDS[kind](tokenizer, **settings)(samples[:1])
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_the_batches(case):
     make, samples = case
     collator = make()

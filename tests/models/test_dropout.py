@@ -84,6 +84,7 @@ def test_the_same_seed_gives_the_same_bits(name):
         assert torch.equal(numbers(model(**inputs)), numbers(model(**inputs)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -174,6 +175,7 @@ def step(name: str, model: nn.Module, batch: dict, parts: list, index: Tensor, *
     return total, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @needs_csrc
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_sample_drops_the_same_in_every_batch(name):

@@ -231,6 +231,7 @@ def test_losses_gradients_and_samples_equal_the_definition(hold, options, paddin
     hold(model, reference, ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_every_backend_gives_the_joint_loss(hold, backend):
     ids, labels = batch()
@@ -496,6 +497,7 @@ def trace(options, device, unpad=None, planted=None):
 
 # On the meta device all ops run their references, and nothing takes a short cut that is there for
 # CPU tensors alone; on the CPU the fused operators show their fake implementations.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "unpad"),
     [
@@ -508,6 +510,7 @@ def test_a_training_step_reads_no_tensor_value(name, device, unpad):
     assert out.loss.shape == () and out.loss.device.type == device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
     "read",
@@ -528,6 +531,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "unpad"),
     [
@@ -734,6 +738,7 @@ def test_a_resize_keeps_the_sharing(tmp_path):
     assert model.generator.generator_lm_head.weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [OPTIONS[n] for n in ("default", "all shared", "all-tokens MLM", "unigram", "second stage")],

@@ -44,6 +44,7 @@ def batch(padding="right"):
     return conftest.inputs_of("EncoderDecoderModel", config(), PADDINGS[padding])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoder", "decoder", "padding", "dtype"),
     [
@@ -277,6 +278,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_bert2bert.py
 WORDS = "a man and two dogs are on the street , ein mann zwei hunde sind auf der".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

@@ -249,6 +249,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exporter", "name"), TABLE)
 def test_a_program_computes_what_the_model_does(exporter, name):
     model, parent = both(name)
@@ -263,6 +264,7 @@ def test_a_program_computes_what_the_model_does(exporter, name):
     print(f"{exporter} | {name} | {hold(name, program, parent):.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
 )
@@ -361,6 +363,7 @@ def test_a_trace_in_training_drops_other_weights_in_each_run():
     assert torch.equal(program(*inputs.values()), again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "T5EncoderModel"])
 def test_accelerated_and_restored_models_are_traced(name):
     _, parent = pair(name)
@@ -444,6 +447,7 @@ def test_the_attention_layer_keeps_no_length():
     check_error("layer", session(file.getvalue())(query=other), gold, [base], FORWARD_FACTOR)
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_an_exported_program_with_our_operators_is_refused_by_onnx():
     model, inputs = pair("BertModel")[0], batch_of("BertModel", *BATCHES[0])

@@ -158,6 +158,7 @@ def check(name, case, backend):
     assert found == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), SAMPLE)
 def test_one_graph_serves_batches_of_ten_shapes(name, case):
     check(name, case, SAMPLE[name, case])

@@ -674,6 +674,7 @@ def test_grouped_heads_fall_back():
 # --- torch.compile --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "bart", "t5"])
 def test_compiled_once_for_all_masks_of_a_shape(family):
     model, (inputs, _) = build(family), inputs_of(family)
@@ -687,6 +688,7 @@ def test_compiled_once_for_all_masks_of_a_shape(family):
     assert frames.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "checkpointing"), [("bert", True), ("t5", False)])
 def test_training_with_dropout_compiles_to_one_graph(hold, family, checkpointing):
     """(Checkpointed T5 does not compile, whatever its attention: it sets ``requires_grad``.)"""

@@ -202,6 +202,7 @@ def test_a_resized_model_takes_the_new_ids(name):
     model(**inputs)
 
 
+@pytest.mark.slow
 @every_family
 def test_a_model_on_the_meta_device(family):
     model = ours_of(family).to("meta")
@@ -231,6 +232,7 @@ def test_half_precision_is_as_accurate_as_the_parent(family):
     check_error("logits", run(ours), run(parent.double()), bases, FORWARD_FACTOR)
 
 
+@pytest.mark.slow
 @every_family
 def test_autocast_is_as_accurate_as_the_parent(family):
     """The mean over several models: in 16 bits, the error of one small model varies too much."""
@@ -335,6 +337,7 @@ def trained(model, folder, rows, accumulation):
     return trainer, seen
 
 
+@pytest.mark.slow
 def test_trainer_accumulates_to_the_gradients_of_one_batch(tmp_path):
     start = ours_of("bert").state_dict()
     counts = (batch()["labels"] != -100).sum(1)
@@ -353,6 +356,7 @@ def test_trainer_accumulates_to_the_gradients_of_one_batch(tmp_path):
         assert not same(trainer.model.state_dict(), start)
 
 
+@pytest.mark.slow
 def test_a_run_of_trainer_from_start_to_end(tmp_path):
     """Mixed precision, padding, evaluation and a checkpoint, on an accelerated model."""
     model = fastplm.accelerate(parent_of("bert", "sdpa"))
@@ -376,6 +380,7 @@ def test_a_run_of_trainer_from_start_to_end(tmp_path):
     assert predictions.metrics["test_loss"] == pytest.approx(after)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_gradients_of_one(tmp_path):
     """DDP and FSDP2, in one pair of processes."""
     model = ours_of("bert")
@@ -428,6 +433,7 @@ SLOW_TO_COMPILE += ("AlbertForSequenceClassification", "GPT2DoubleHeadsModel", "
 SLOW_TO_COMPILE += ("T5ForConditionalGeneration", "BertForPreTraining")  # in test_graphs.py, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unpad", [pytest.param(None, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize(
     "name",

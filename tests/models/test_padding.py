@@ -165,6 +165,7 @@ def test_explain_says_what_is_computed():
     assert said.startswith("BertModel: 9 rows, no padding; attention by 'fastplm'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", KEPT)
 def test_explain_says_why_padding_is_kept(reason):
     make, inputs = REASONS[reason]

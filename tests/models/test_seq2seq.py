@@ -84,6 +84,7 @@ def random_targets():
     return torch.randint(4, 37, (ROWS, TARGET))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder_padding", DECODER_MASKS)
 @pytest.mark.parametrize("padding", ["none", "right"])
 @every_model
@@ -254,6 +255,7 @@ def test_with_a_cache_encoder_states_are_not_packed(kind):
     assert "gather_rows" not in [decision.op for decision in decisions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": 22}], ids=str)
 @pytest.mark.parametrize(
     "kind", ["bart", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "bert2bert"))]

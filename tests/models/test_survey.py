@@ -45,6 +45,7 @@ def check(name):
         assert survey_models._cell(survey_models.survey(case, route)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_is_as_the_page_says(name):
     check(name)

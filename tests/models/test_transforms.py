@@ -100,6 +100,7 @@ def test_vmap_of_samples_calls_for_no_issue(name, capfd, recwarn):
     assert not any("performance drop" in text for text in printed), printed
 
 
+@pytest.mark.slow
 def test_a_static_cache_takes_one_graph():
     """To the last step, in which the mask of the cache hides nothing."""
     config = config_of("T5ForConditionalGeneration")
@@ -139,6 +140,7 @@ class Plain(torch.nn.Module):
         return out * mask[..., None] if out.shape[:2] == mask.shape else out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "T5EncoderModel"])
 def test_torch_export_keeps_operators_unless_told_otherwise(name, monkeypatch):
     model = Plain(name)

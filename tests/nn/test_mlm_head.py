@@ -227,6 +227,7 @@ def test_a_heads_two_names_of_the_bias_are_one_parameter(cls):
     assert all(parameter.grad.any() for parameter in ours.parameters())
 
 
+@pytest.mark.slow
 def test_the_modules_do_not_import_transformers():
     script = (
         "import sys, json, fastplm.nn\n"

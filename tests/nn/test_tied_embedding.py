@@ -173,6 +173,7 @@ def test_a_retained_graph_gives_the_same_gradient_again():
     assert torch.equal(weight.grad, 2 * first)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     inputs = some_inputs(torch.float64)
     ids, targets = inputs["ids"][:2, :3], inputs["targets"][:6]

@@ -253,6 +253,7 @@ def test_length_classes(device, backend, seqlen_k, head_dim, extras, is_causal, 
     check(backend, pack(inputs, (20,), (seqlen_k,)) if ragged else inputs)
 
 
+@pytest.mark.slow
 @each_backend
 @dense_and_ragged
 @pytest.mark.parametrize("seqlen_k", (130, 300))
@@ -263,6 +264,7 @@ def test_length_classes_with_a_bias(device, backend, seqlen_k, ragged):
     check(backend, pack(inputs, (20,), (seqlen_k,)) if ragged else inputs)
 
 
+@pytest.mark.slow
 @each_backend
 @layouts_and_extras
 def test_kernel_for_many_keys_on_sequences_of_few(device, backend, ragged, extras):
@@ -363,6 +365,7 @@ def test_key_mask_hides_even_nan(device, backend, is_causal, lengths, extras):
     check(backend, with_extras(hide(inputs, up_to(lengths, 65)), extras))
 
 
+@pytest.mark.slow
 @each_backend
 @dense_and_ragged
 def test_left_padding_and_holes(device, backend, ragged):
@@ -501,6 +504,7 @@ def test_layouts_of_a_dense_mask(device, backend, layout):
     check(backend, inputs | {"attn_mask": view})
 
 
+@pytest.mark.slow
 @each_backend
 @all_extras
 @pytest.mark.parametrize("kind", ("all", "key mask", "causal"))
@@ -761,6 +765,7 @@ def test_bias_equals_the_dense_one_of_transformers(device, backend, table, ragge
     assert_within_budget(fused, dense, inputs, wrt=(*QKV, "bias_weight"))
 
 
+@pytest.mark.slow
 @each_backend
 @half_precision
 def test_table_in_another_dtype(device, backend, dtype):
@@ -827,6 +832,7 @@ def test_dropout_mask_is_that_of_the_reference(device, backend, draws, ragged):
         assert torch.equal(mask, expected[b, :, : lengths_q[b], : lengths_k[b]])
 
 
+@pytest.mark.slow
 @each_backend
 @pytest.mark.parametrize("seqlen_k", (40, 130, 300, 520))
 def test_dropout_mask_of_the_backward_is_that_of_the_reference(device, backend, seqlen_k):
@@ -861,6 +867,7 @@ def test_rate_of_dropout(device, backend, dropout_p):
     assert torch.special.erfc((statistic / 2).sqrt()) > 1e-3
 
 
+@pytest.mark.slow
 @each_backend
 @dense_and_ragged
 def test_dropout_keeps_the_mean(device, backend, ragged):
@@ -1014,6 +1021,7 @@ def calls(draw):
     return inputs | {name: LAYOUTS[layouts[name]](inputs[name]) for name in QKV}
 
 
+@pytest.mark.slow
 @each_backend
 # Shrinking a failure would take minutes under the interpreter.
 @settings(phases=(Phase.generate,), max_examples=20, deadline=None, derandomize=True)
@@ -1157,6 +1165,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
     )
 
 
+@pytest.mark.slow
 @dense_and_ragged
 def test_backward_runs_on_the_backend_of_its_forward(device, ragged):
     inputs = with_extras(make(device))

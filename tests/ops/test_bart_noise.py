@@ -475,6 +475,7 @@ def test_a_row_does_not_depend_on_its_batch_or_its_padding():
 # --- as a PyTorch op ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiles_packed_rows_and_lets_probabilities_change(device):
     inputs = to(device, pack(make(3, 20)))
     torch.compiler.reset()

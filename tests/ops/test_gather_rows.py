@@ -177,6 +177,7 @@ def test_nan_of_one_row_of_many_slots_stays_there(device, backend):
     assert grad[1].isnan().all() and grad[[0, 2, 3], 0].tolist() == [300, 300, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", (20, 2500), ids=("whole", "split"))
 def test_more_chunks_than_a_word_has_bits(device, backend, count):
@@ -191,6 +192,7 @@ def test_more_chunks_than_a_word_has_bits(device, backend, count):
     assert torch.allclose(grad, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", (2, 12, 700), ids=("short", "long", "split"))
 def test_the_kernels_look_at_slots_near_those_of_a_row_only(device, uses, monkeypatch):
     """How often they load does not depend on how far apart the slots of a row are."""

@@ -260,6 +260,7 @@ def test_sizes_ignored_rows_dtypes_bias_and_smoothing(device, flow, size):
     check(flow, ignore(inputs, size.ignored) | {"label_smoothing": size.smoothing})
 
 
+@pytest.mark.slow
 @pairwise(flow=PATHS, rows=(0, 1, 65, 257), fraction={"none": 0.0, "most": 0.85, "all": 1.0})
 def test_ignored_rows_hide_even_nan(device, flow, rows, fraction):
     check(flow, ignore(make(device, rows=rows, width=flow.width), fraction))
@@ -466,6 +467,7 @@ def test_training_shape(flow, width, dtype):
     check(flow, ignore(inputs, 0.1))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.sampled_from(tuple(FLOWS.values())),
@@ -487,6 +489,7 @@ def test_property(flow, rows, vocab, width, fraction, bias, reduction, smoothing
 # --- 16-bit rows, fp32 parameters -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pairwise(flow=PATHS, dtype=HALF, bias={"bias": True, "plain": False})
 def test_fp32_parameters(device, flow, dtype, bias):
     inputs = make(device, rows=65, vocab=200, width=flow.width, bias=bias)
@@ -506,6 +509,7 @@ def product_rounds(flow, dtype: torch.dtype, name: str) -> bool:
     return flow.backend == "torch" and name == "linear_weight" and in_16_bits
 
 
+@pytest.mark.slow
 @each_path
 @half_precision
 def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, flow, dtype):
@@ -532,6 +536,7 @@ def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, fl
     assert error(grads["linear_weight"]) < error(grads["linear_weight"].to(dtype))
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 @half_precision
 def test_autocast_as_linear_but_parameters_keep_fp32_gradients(device, flow, dtype):
@@ -758,6 +763,7 @@ def test_samples_from_vocabularies_of_every_size(device, flow, vocab, bias):
     check_samples(sampled(flow, **inputs, seed=5), inputs, seed=5)
 
 
+@pytest.mark.slow
 def test_backends_and_flows_draw_the_same_tokens(device):
     """Where no boundary is within rounding of the uniform number: in all rows but a few."""
     inputs = exact(device, 100, 300, width=16)
@@ -775,6 +781,7 @@ def test_backends_and_flows_draw_the_same_tokens(device):
         assert torch.equal(sample[decided], expected[decided]), flow
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 @pytest.mark.parametrize(
     "seed", (-(2**63), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (-1, 2**40 + 1)))
@@ -797,6 +804,7 @@ def test_seeds_and_indices_of_every_size(device, flow, seed):
         assert not torch.equal(sampled(flow, **inputs, **(draws | {name: other})), sample), name
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 def test_a_sample_depends_on_its_indices_and_logits_alone(device, flow):
     inputs = exact(device, 24, 300, width=flow.width)
@@ -827,6 +835,7 @@ def test_a_sample_depends_on_its_indices_and_logits_alone(device, flow):
     assert torch.equal(sampled(flow, **(inputs | layouts), **strided, seed=11), whole)
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 def test_indices_default_to_the_row_and_to_position_0(device, flow):
     inputs = exact(device, 40, 300, width=flow.width)
@@ -866,6 +875,7 @@ def test_a_token_of_probability_0_is_not_drawn_at_its_very_boundary(
     assert {below, above} <= {alive[1], alive[2]}
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 @pytest.mark.parametrize("dead", (-INF, pytest.param(-200.0, marks=pytest.mark.slow)))
 def test_tokens_of_probability_0_are_never_drawn(device, flow, dead, narrow_chunks):
@@ -880,6 +890,7 @@ def test_tokens_of_probability_0_are_never_drawn(device, flow, dead, narrow_chun
     assert alive[sample].all() and sample.unique().numel() > 1
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 @pytest.mark.parametrize("temperature", (1.0, 0.3))
 def test_rows_that_are_ignored_or_not_finite(device, flow, temperature, chunked):
@@ -897,6 +908,7 @@ def test_rows_that_are_ignored_or_not_finite(device, flow, temperature, chunked)
     assert not sample[rows[2:]].any() and (sample[inputs["target"] == -100] == -1).all()
 
 
+@pytest.mark.slow
 @each_path
 @half_precision
 def test_sampling_changes_neither_loss_nor_gradients(device, flow, dtype):
@@ -970,6 +982,7 @@ def check_distribution(sample: torch.Tensor, logits: torch.Tensor, temperature: 
     assert p > LEAST_P_VALUE, f"the samples are not of the softmax: p = {p:.1e}"
 
 
+@pytest.mark.slow
 @each_way_and_eager_slowly
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_samples_follow_the_softmax(device, flow, kind, narrow_chunks):
@@ -998,6 +1011,7 @@ def test_positions_draw_independently(device, flow):
     check_distribution(pairs, torch.zeros(16, dtype=torch.float64, device=device), 1.0)
 
 
+@pytest.mark.slow
 @each_way_and_eager_slowly
 @pytest.mark.parametrize("kind", ("peaked", "cold"))
 def test_samples_follow_the_literal_gumbel_maximum(device, flow, kind, narrow_chunks):
@@ -1190,6 +1204,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @flows(
     **{f"{b}-{w}": Flow(b, 0, w) for b in ("torch", "triton") for w in (64, 160)},
     eager=EAGER,
@@ -1210,6 +1225,7 @@ def test_no_matrix_of_logits(flow, chunked, monkeypatch):
         assert inputs["linear_weight"].nbytes <= largest.nbytes < half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
 def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
@@ -1331,6 +1347,7 @@ def test_more_or_fewer_targets_than_expected(device, expected, weight, width, ch
     check(Flow("triton", ROOM), inputs, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", (32, 160))
 @pytest.mark.parametrize("ignored", (0.85, 0.5), ids=("four splits", "two splits"))
 def test_a_few_spare_rows_take_several_splits(device, width, ignored):
@@ -1409,6 +1426,7 @@ def test_too_few_rows_are_none(device):
         assert forward.calls[0][0]["kept_rows"] == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("kept", (False, True), ids=("narrow rows", "wide rows"))
 def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, backend, kept):
@@ -1517,6 +1535,7 @@ def fresh_dynamo():
 
 
 # A fast one of Inductor around an opaque operator is linear_distillation's.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flow", "compiler"),
     [

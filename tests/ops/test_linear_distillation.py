@@ -207,6 +207,7 @@ def test_reductions_and_upstream_gradients(device, flow, reduction, options):
     check(flow, inputs | options | {"reduction": reduction, "cross_entropy_weight": 0.3})
 
 
+@pytest.mark.slow
 @each_flow
 @pytest.mark.parametrize("teacher", DTYPES.values(), ids=DTYPES)
 def test_the_teacher_may_be_of_another_dtype(device, flow, teacher):
@@ -366,6 +367,7 @@ def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, options,
 # --- the parts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_flow_and_eager
 @two_divergences
 def test_the_parts_are_unweighted_and_have_no_gradient(device, flow, options):
@@ -532,6 +534,7 @@ def test_where_it_cannot_be_seen_an_index_outside_the_vocabulary_gives_nan(
     assert grad.isnan().all(1).nonzero().flatten().tolist() == [4, 7]
 
 
+@pytest.mark.slow
 @of_the_device
 def test_where_it_cannot_be_seen_a_target_outside_the_vocabulary_gives_nan(
     device, flow, monkeypatch
@@ -709,6 +712,7 @@ WIDTHS += [("reverse_kl", 30, 522, 20), ("js", 30, 245, 0), ("js", 30, 246, 20)]
 WIDTHS += [("topk", 367, 0, 0), ("topk", 368, 0, 20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence, width, teacher_width, expected", WIDTHS)
 def test_a_gpu_keeps_all_rows_where_all_count_and_it_pays(
     device, divergence, width, teacher_width, expected

@@ -513,6 +513,7 @@ def runs_by_alberts_method(words, wanted, generator):
     return found
 
 
+@pytest.mark.slow
 def test_runs_of_short_rows_are_as_short_as_by_alberts_method():
     """An exact number of tokens leaves less room for long runs: see docs/corruption.md."""
     rows, words, wanted = 1500, 62, 9

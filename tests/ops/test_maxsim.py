@@ -112,6 +112,7 @@ def test_the_reference_is_the_maximum_of_each_pair_alone(normalize):
 # --- scores and gradients -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pairwise(
     backend=BACKENDS,
     dtype=DTYPES,

@@ -120,6 +120,7 @@ def test_normalizer_replaces_the_denominator(device, backend, kind):
     check(backend, random_mask(make(device, normalizer=normalizer)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduction", "rows_of_a_group", "most_groups"), (("mean", 8, 1024), ("none", 16, 3))
 )
@@ -132,6 +133,7 @@ def test_many_rows(device, monkeypatch, reduction, rows_of_a_group, most_groups)
     check("triton", inputs, wrt=("input", "weight"))
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 @pytest.mark.parametrize("parts", (3, 7, 33), ids=lambda parts: f"{parts} parts")
@@ -238,6 +240,7 @@ def test_counts_by_hand(device, backend, masked):
     torch.testing.assert_close(torch.stack(ratios).cpu(), torch.tensor([3 / 6, 1 / 2, 1 / 3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize(
     ("rows", "reduction"), ((1, "mean"), (65, "sum"), (65, "none"), (300, "mean"))
@@ -294,6 +297,7 @@ def test_gradients_with_counts(device, backend):
 # --- numbers that are not finite, limits, layouts -------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @each_dtype
 def test_a_row_that_does_not_count_may_hold_anything(device, backend, dtype):
@@ -391,6 +395,7 @@ def test_strides_other_than_one(device, backend, source):
     check(backend, inputs)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.sampled_from(BACKENDS),
@@ -406,6 +411,7 @@ def test_property(backend, rows, width, dtype, masked, reduction):
     check(backend, random_mask(inputs) if masked else inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("gradient", "where"),

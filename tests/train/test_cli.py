@@ -119,6 +119,7 @@ def test_numbers_at_their_ends():
     assert (given["threshold"], given["epochs"]) == (-2.5, 0.5)
 
 
+@pytest.mark.slow
 def test_info(capsys):
     assert main(["info"]) == 0
     short = capsys.readouterr().out

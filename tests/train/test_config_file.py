@@ -79,6 +79,7 @@ def test_every_setting_of_every_command(arguments, form, tmp_path):
         assert parsed(arguments.where, "--config", file) == parsed(arguments.where, *words)
 
 
+@pytest.mark.slow
 def test_a_run_does_it_again(arguments, run, curve, tmp_path):
     first = run(tmp_path / "first", steps=3)
     written = tmp_path / "first" / "settings.yaml"
@@ -102,6 +103,7 @@ def test_the_command_line_counts(tmp_path):
     assert "--config" not in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -70,6 +70,7 @@ def test_steps_follow_from_speed(seconds, left, steps, said, clock, monkeypatch,
     assert capsys.readouterr().out == f"This machine trains at {said}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds, steps", [(0.25, 18), (4.0, 3)])
 def test_few_steps_are_timed(seconds, steps, steps_taken, corpus, tmp_path, capfd):
     """Five that do not count, then some seconds of others, but three at least."""

@@ -552,6 +552,7 @@ def test_a_run(recipe, kind, parts, distilled, bert, tmp_path):
         assert torch.equal(value, saved[f"student.{name}"])
 
 
+@pytest.mark.slow
 def test_electra_and_gpt2_runs(distilled, electra, run, tmp_path):
     out = tmp_path / "electra"
     files = {"recipe": "electra", "generator": electra / "generator"}
@@ -581,6 +582,7 @@ def parallel(tmp_path_factory):
     return {"corpus": folder / "en.txt", "translation": folder / "de.txt"}
 
 
+@pytest.mark.slow
 def test_a_multilingual_run(distilled, parallel, bert, tmp_path, capsys):
     out = tmp_path / "out"
     more = {**parallel, "recipe": "multilingual", "vocab_size": 100, "steps": 8}
@@ -601,6 +603,7 @@ def test_a_multilingual_run(distilled, parallel, bert, tmp_path, capsys):
     assert vectors.shape == (2, 128)
 
 
+@pytest.mark.slow
 def test_resumed_as_if_never_killed(distilled, bert, killed, curve, tmp_path):
     undisturbed, out = tmp_path / "one", tmp_path / "two"
     options = {"recipe": "tinybert", "student_hidden": 64, "steps": 5}
@@ -626,6 +629,7 @@ def vars_of(words: list[str]) -> dict:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["distilbert", "multilingual"]

@@ -230,6 +230,7 @@ def test_from_file_to_score(task, checkpoint, files, tmp_path, capsys):
     transformers.AutoTokenizer.from_pretrained(result["model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "tagging"])
 def test_learns(task, arguments, files):
     args = arguments(
@@ -277,6 +278,7 @@ def test_both_libraries_have_the_same_losses(task, arguments, tmp_path):
     check_error("losses", ours.float(), gold, [gold.float()], FORWARD_FACTOR)
 
 
+@pytest.mark.slow
 def test_batches_depend_on_the_seed_alone(arguments, tmp_path):
     def batches(library, seed):
         args = arguments("classification", library=library, steps=18)
@@ -313,6 +315,7 @@ def test_batches_depend_on_the_seed_alone(arguments, tmp_path):
     assert grouped < sum(len(part) * max(part) for part in parts)
 
 
+@pytest.mark.slow
 @needs_csrc
 @pytest.mark.parametrize("task", FILES)
 def test_dropout_does_not_depend_on_the_batch(task, arguments, one_step_of):
@@ -359,6 +362,7 @@ def test_initial_weights_are_those_of_transformers(arguments):
         assert torch.equal(ours.state_dict()[name], value)
 
 
+@pytest.mark.slow
 def test_resume_within_a_seed(arguments, monkeypatch):
     whole = finetune(arguments("tagging", "whole", steps=20))
     step = module.FinetuningTrainer.training_step
@@ -385,6 +389,7 @@ def test_resume_within_a_seed(arguments, monkeypatch):
     assert not list(Path(parts["seeds"][0]["model"]).parent.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     """Killed when all steps were done, in the middle of an epoch: none is added."""
     whole = finetune(arguments("tagging", "whole"))
@@ -409,6 +414,7 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
     """Killed at the second of three numbers and resumed; each set of examples holds the last."""
     whole = finetune(arguments("pair", "whole", max_samples=20))
@@ -999,6 +1005,7 @@ def test_scores_to_judge_by_are_checked_before_the_training(arguments, tmp_path)
         prepare_task(arguments("regression", eval_data=path))
 
 
+@pytest.mark.slow
 def test_labels_are_announced(arguments, tmp_path, capsys):
     path = tmp_path / "data.tsv"
     labels = ["yes"] * 5 + ["no"] * 20 + ["No", "nan"] * 2
@@ -1135,6 +1142,7 @@ def test_real_files(task):
 # --- examples and benchmark -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, task",
     [("finetune_classification", "classification"), ("finetune_question_answering", "qa")],

@@ -171,6 +171,7 @@ def test_an_lstm_sees_no_padding(checkpoints):
     assert model.classifier.in_features == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, options",
     [
@@ -222,6 +223,7 @@ def calls_of(monkeypatch) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, options", [("classification", {}), ("tagging", {"features": "mix"})]
 )
@@ -249,6 +251,7 @@ def test_each_example_is_computed_once(task, options, arguments, monkeypatch):
     assert not torch.equal(*heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     "task, options",
@@ -283,6 +286,7 @@ def test_what_is_remembered_changes_no_loss(task, options, library, arguments, m
     check_error("losses", losses.float(), theirs, [theirs.float()], FORWARD_FACTOR)
 
 
+@pytest.mark.slow
 def test_a_new_pooler_is_trained(arguments):
     for model, name in (("new", "bert.pooler.dense.weight"), ("albert", "albert.pooler.weight")):
         for library in LIBRARIES:
@@ -310,6 +314,7 @@ def test_too_many_states_are_not_kept(arguments, monkeypatch):
     assert len(found) == COUNT
 
 
+@pytest.mark.slow
 def test_resume_of_a_frozen_run(arguments, monkeypatch):
     options = {"freeze": True, "features": "mix", "head": "bilstm", "steps": 20}
     whole = finetune(arguments("tagging", out="whole", **options))

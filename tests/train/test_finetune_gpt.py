@@ -269,6 +269,7 @@ def test_the_loss_of_the_language_model_is_added(name, arguments):
     )
 
 
+@pytest.mark.slow
 def test_predictions_do_not_depend_on_the_batch(arguments, tmp_path):
     for name in ("choice", "regression"):
         _, trainer = trained(arguments("gpt", name), tmp_path / name)

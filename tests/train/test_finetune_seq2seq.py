@@ -167,6 +167,7 @@ def arguments(folder, tmp_path):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
 @pytest.mark.parametrize("start", STARTS)
 def test_dropout_does_not_depend_on_the_batch(start, arguments, one_step_of):
@@ -239,6 +240,7 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", ["bert2bert", pytest.param("t5", marks=SLOW), pytest.param("rnd2gpt", marks=SLOW)]
 )
@@ -247,6 +249,7 @@ def test_learns(start, arguments):
     assert metrics["scores"]["bleu"]["mean"] > 50
 
 
+@pytest.mark.slow
 def test_adafactor_learns_at_a_constant_rate(arguments):
     args = arguments("t5", steps=20, optimizer="adafactor", learning_rate=0.02, log_every=1)
     assert args.weight_decay == 0.0
@@ -368,6 +371,7 @@ def test_both_libraries_have_the_same_losses(start, arguments):
 # --- a new source encoder -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_first_step_trains_the_new_encoder_alone(arguments):
     args = arguments("new source", steps=12, source_encoder_steps=12, weight_decay=0.1)
     task = prepare_task(args)
@@ -383,6 +387,7 @@ def test_first_step_trains_the_new_encoder_alone(arguments):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_second_step_trains_all(arguments):
     args = arguments("new source", steps=3, source_encoder_steps=2)
     before = dict(build_model(args, prepare_task(args), 0).named_parameters())
@@ -395,6 +400,7 @@ def test_the_second_step_trains_all(arguments):
 # --- the run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scores_on_the_way_change_nothing(arguments):
     plain = finetune(arguments("bart", "plain", dropout=0.1))["seeds"][0]
     scored = finetune(arguments("bart", "scored", dropout=0.1, eval_every=2))["seeds"][0]
@@ -404,6 +410,7 @@ def test_scores_on_the_way_change_nothing(arguments):
     assert scored["scores_by_step"][0].keys() >= scored["scores"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param("bertshare", marks=SLOW), "new source"])
 def test_resume(start, arguments, monkeypatch):
     settings = {"steps": 6, "save_every": 2, "dropout": 0.1, "eval_every": 3}

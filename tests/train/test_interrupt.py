@@ -59,6 +59,7 @@ def test_a_second_signal_ends_at_once(arguments, signalled, tmp_path, capfd):
     assert "there is no checkpoint yet" in capfd.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_by_time(run, monkeypatch, tmp_path):
     monkeypatch.setattr(_interrupt, "_SAVE_SECONDS", 0.0)
     run(tmp_path / "out", save_every=1000, steps=3)
@@ -66,6 +67,7 @@ def test_a_checkpoint_by_time(run, monkeypatch, tmp_path):
     assert kept == ["checkpoint-2", "checkpoint-3"]  # the newest two
 
 
+@pytest.mark.slow
 def test_handlers_are_set_back(run, tmp_path):
     before = [signal.getsignal(number) for number in _interrupt._SIGNALS]
     run(tmp_path / "out", steps=1)
@@ -83,6 +85,7 @@ with _interrupt.interruptible(["pretrain"], sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_step_may_take_long_but_two_signals_end_it(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE

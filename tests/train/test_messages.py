@@ -87,6 +87,7 @@ def test_a_picture_that_fails(run, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out" / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_result(command):
     reader, writer = os.pipe()
     os.close(reader)
@@ -201,6 +202,7 @@ def test_too_many_open_files_say_nothing_about_a_folder(tmp_path, monkeypatch):
     assert line.startswith("this process has too many open files, at ") and "ulimit -n" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value, words", [(float("nan"), "the weight {} holds NaN"), (3e38, "is 3e+38 in {}")]
 )

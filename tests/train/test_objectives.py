@@ -94,6 +94,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "options", "kind"), RUNS, ids=str)
 def test_run(short_run, tmp_path, arch, options, kind):
     out = tmp_path / "out"
@@ -375,6 +376,7 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 # --- reproducibility ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
 def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
     """What samples are corrupted by: this process, two workers, or the trainer as on a GPU."""
@@ -396,6 +398,7 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
     assert workers["held_out"] == device["held_out"] == whole["held_out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "options"),
     [

@@ -73,6 +73,7 @@ def test_nothing_is_logged_where_nobody_asks(run, tmp_path):
     assert not (tmp_path / "out" / "tensorboard").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "said"), [(None, True), (1e-4, False)])
 def test_a_run_too_short_for_its_rate_says_so(run, lr, said, tmp_path, capsys):
     run(tmp_path / "out", steps=2, lr=lr)
@@ -126,6 +127,7 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
     check_in_fp64(out, shown(plain, torch.float64), shown(plain, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "parts", "kind"),
     [
@@ -182,6 +184,7 @@ def test_counts_of_a_unigram_generator(bert, arguments):
         assert counts[token] == (0 if special else (tokens == token).sum())
 
 
+@pytest.mark.slow
 def test_two_stages(run, tmp_path):
     out = tmp_path / "out"
     options = {"arch": "electra-tiny", "two_stage": True, "steps": 9, "log_every": 3, "warmup": 2}
@@ -204,6 +207,7 @@ def test_two_stages(run, tmp_path):
     assert transformers.ElectraForPreTraining.from_pretrained(out / "discriminator")
 
 
+@pytest.mark.slow
 def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
     metrics = run(
         tmp_path / "out",
@@ -252,6 +256,7 @@ def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, killed
 
 
 # The checkpoint resumed from is the last of the first stage, or lies in the second.
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "at", "stage"), [(8, 4, 1), (9, 6, 2)])
 def test_two_stages_resumed_give_the_same_curve(run, tmp_path, steps, at, stage, curve):
     options = {"arch": "electra-tiny", "two_stage": True, "steps": steps, "save_every": at}
@@ -302,6 +307,7 @@ def test_two_processes_are_one_with_twice_the_batch(
 ARCHS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2", "bart", "t5")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
 @pytest.mark.parametrize(
     "arch",
@@ -440,6 +446,7 @@ def few_steps(monkeypatch):
     monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
 
 
+@pytest.mark.slow
 def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
     out, cache = tmp_path / "out", tmp_path / "cache"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -477,6 +484,7 @@ def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
     assert figures["seconds"] == 6 * figures["seconds_per_step"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_steps):
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
     settings.pop("command")
@@ -489,6 +497,7 @@ def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_ste
     assert abs(part["corpus_tokens"] - whole["corpus_tokens"]) < 0.05 * whole["corpus_tokens"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_times_both_stages(arguments, tmp_path, monkeypatch, few_steps):
     options = {"arch": "electra-tiny", "two_stage": True, "dry_run": True, "steps": 10}
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", **options)))
@@ -582,6 +591,7 @@ def test_options_that_do_not_fit(arguments, tmp_path, refused, options, names):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_second_stage_from_scratch_may_have_a_narrow_generator(run, tmp_path):
     out = tmp_path / "out"
     options = {"two_stage": True, "second_stage_from": "scratch", "generator_size": 0.5}

@@ -84,6 +84,7 @@ def test_existing_files_are_not_touched(command, name, arguments, labelled, tmp_
     assert content(out) == {name: b"mine"}
 
 
+@pytest.mark.slow
 def test_overwrite_moves(copied, run, tmp_path, capsys):
     before = content(copied)
     (tmp_path / "out.old-1").mkdir()  # taken
@@ -147,6 +148,7 @@ def test_of_several_processes_the_first_one_claims(tmp_path, monkeypatch):
         assert content(tmp_path) == {"mine": b""}
 
 
+@pytest.mark.slow
 def test_a_cache_may_lie_in_the_folder(run, tmp_path):
     (tmp_path / "out" / "cache").mkdir(parents=True)
     run(tmp_path / "out", cache=tmp_path / "out" / "cache", steps=1)
@@ -191,6 +193,7 @@ def test_a_checkpoint_of_another_step(copied):
     assert "step 4" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_said(stopped, bert, run, capsys, caplog, curve):
     (stopped / "checkpoint-6" / "rng_state.pth").unlink()
     # One that was being written when the process died, and one of another step.
@@ -248,6 +251,7 @@ def test_a_run_that_is_refused_is_not_touched(change, options, words, stopped, a
     assert content(stopped) == before
 
 
+@pytest.mark.slow
 def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, monkeypatch):
     seen = []
     place = module.place_checkpoint
@@ -301,6 +305,7 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [
@@ -347,6 +352,7 @@ def test_divergence(arguments, tmp_path, refused):
     assert not (out / "model").exists() and not (out / "metrics.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", ["the loss", "the norm of the gradient"])
 def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, monkeypatch, refused):
     """On the CPU it is noticed in that step, however far the next line of the log is."""
@@ -415,6 +421,7 @@ def test_a_finished_run_stays_as_it_is(copied, arguments, capsys):
     assert "tokens/s" in shown.out
 
 
+@pytest.mark.slow
 def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
     _damages()["flipped"](copied / "model" / "model.safetensors")
     run(copied, resume=True)
@@ -424,6 +431,7 @@ def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
     assert damage(copied) is None
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_all_steps(stopped, bert, run):
     shutil.rmtree(stopped / "checkpoint-6")
     metrics = run(stopped, resume=True)
@@ -436,6 +444,7 @@ def test_figures_are_those_of_all_steps(stopped, bert, run):
     assert round(tokens) == round(sum(e["seconds"] * e["tokens_per_second"] for e in before))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_between_two_lines_of_the_log(run, tmp_path, curve):
     out, options = tmp_path / "out", {"steps": 8, "log_every": 4, "save_every": 6}
     run(out, **options)
@@ -447,6 +456,7 @@ def test_a_checkpoint_between_two_lines_of_the_log(run, tmp_path, curve):
     assert curve(out) == whole
 
 
+@pytest.mark.slow
 def test_more_steps(copied, run, arguments, tmp_path, capsys, refused):
     metrics = run(copied, resume=True, steps=9)
     assert "now 9 steps long instead of 6: from step 7 on" in capsys.readouterr().err
@@ -467,6 +477,7 @@ def test_another_corpus(copied, arguments, corpus, tmp_path, refused):
     assert "tokens-" not in line  # no hash
 
 
+@pytest.mark.slow
 def test_a_corpus_that_has_changed(run, arguments, corpus, tmp_path, refused):
     mine, out = tmp_path / "mine.txt", tmp_path / "out"
     shutil.copy(corpus, mine)
@@ -475,6 +486,7 @@ def test_a_corpus_that_has_changed(run, arguments, corpus, tmp_path, refused):
     refused(arguments(out, corpus=mine, resume=True), "text has changed since")
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_holds_out_the_same(run, tmp_path, capsys, curve):
     cache = tmp_path / "cache"
     first = run(tmp_path / "first", cache=cache)
@@ -491,6 +503,7 @@ def test_a_damaged_cache_holds_out_the_same(run, tmp_path, capsys, curve):
 # --- fine-tuning ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_damaged_seed_is_trained_again(labelled, tmp_path, capsys, refused):
     out = tmp_path / "out"
     assert main(labelled(out)) == 0
@@ -527,6 +540,7 @@ def test_a_damaged_model(name, damaged, bert, labelled, tmp_path, refused):
     refused(labelled(tmp_path / "out", model=model), str(model))
 
 
+@pytest.mark.slow
 def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, refused):
     out = tmp_path / "out"
     assert main(labelled(out)) == 0
@@ -584,6 +598,7 @@ def test_the_argument_at_fault_is_named(bert, tmp_path):
 # --- what is said ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_announcement(run, corpus, tmp_path, capsys):
     run(tmp_path / "first", steps=1)  # which fills the cache, if no other test has
     capsys.readouterr()
@@ -625,6 +640,7 @@ def test_busy_cores(threads, times, said, monkeypatch):
     assert bool(line) == bool(said) and (not said or "--threads 1" in line)
 
 
+@pytest.mark.slow
 def test_threads(run, tmp_path, monkeypatch):
     from transformers import Trainer
 
@@ -641,6 +657,7 @@ def test_threads(run, tmp_path, monkeypatch):
     assert read_record("pretrain", tmp_path / "out")["threads"] == 3
 
 
+@pytest.mark.slow
 def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
     from transformers import Trainer
 

@@ -245,6 +245,7 @@ def pick(run, kind):
     return ({"loss": losses["loss"]}, {}) if kind == 0 else ({}, moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [7, 2])
 @pytest.mark.parametrize("case", ["MLM", "MLM+SOP", "CLM", "spans"])
 def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(accumulated, case, batch_size):
@@ -328,6 +329,7 @@ def hold(name, value, gold):
 # --- classes of Transformers ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUSAL, ids=lambda kind: kind.__name__)
 def test_a_causal_model_predicts_the_next_token(trained, tokenizer, tmp_path, kind):
     """A plain one and one from a checkpoint have the loss of Transformers' own class."""
@@ -343,6 +345,7 @@ def test_a_causal_model_predicts_the_next_token(trained, tokenizer, tmp_path, ki
     hold("clm_loss", held_out["clm_loss"], gold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "label", "pair"),
     [
@@ -372,6 +375,7 @@ def test_pairs_of_transformers_classes(trained, tokenizer, kind, label, pair):
             hold(name, entry[name], value)
 
 
+@pytest.mark.slow
 def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer):
     """They are left out of the loss, and of the log."""
     model = make(BertForMaskedLM, BertConfig(**BERT))
@@ -385,6 +389,7 @@ def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer)
 # --- evaluation during the training ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_the_log(trained, tokenizer, monkeypatch):
     """And has the loss of ``evaluate``; the clock of the training stands still meanwhile."""
     collator = DataCollatorForMaskedTokens(tokenizer, mlm_probability=0.4)
@@ -418,6 +423,7 @@ def test_evaluation_does_not_change_the_log(trained, tokenizer, monkeypatch):
 # --- packed rows ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [GPT2LMHeadModel, BertForMaskedLM, models.BertForMaskedLM], ids=str
 )

@@ -142,6 +142,7 @@ def test_a_broken_checkpoint_moves_nothing(command, checkpoint, place):
     assert (place / "out" / "mine").exists() and not (place / "out.old-1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_head_that_is_not_needed_may_be_missing(command, checkpoint, place, capsys):
     model = broken(checkpoint, without("cls."), place / "broken")
@@ -150,6 +151,7 @@ def test_a_head_that_is_not_needed_may_be_missing(command, checkpoint, place, ca
         assert "lacks" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_whole_checkpoint_is_read(command, checkpoint, place):
     assert main(words_of(command, checkpoint)) == 0
