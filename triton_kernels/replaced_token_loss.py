@@ -57,6 +57,8 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     """For rows of ``width`` elements that lie ``stride`` elements apart."""
     needed = cdiv(width * itemsize, _MAX_PARTS * _BYTES_PER_WARP)
     warps = min(_MAX_WARPS, next_power_of_2(needed))
+    if needed == 4:
+        warps = 8  # with four parts of four warps the loop spills on sm_86
     part = min(warps * _BYTES_PER_WARP // itemsize, max(16, next_power_of_2(width)))
     parts = min(_MAX_PARTS, cdiv(width, part))
     block_n = (8, 4, 4, 2)[parts - 1]

@@ -67,6 +67,7 @@ _TABLE = {
     (90, True, "wide forward with more"): (128, 256, 32, 8, 3),
     (80, True, "wide dZ"): (128, 128, 32, 4, 3),
     (90, True, "wide dZ"): (128, 256, 64, 8, 3),
+    (120, True, "wide dZ"): (128, 64, 32, 4, 3),
     (80, True, "wide dX"): (128, 32, 128, 4, 4),
     (90, True, "wide dX"): (128, 64, 256, 8, 3),
     (100, True, "wide dX"): (128, 64, 128, 8, 4),
