@@ -80,11 +80,14 @@ def run(*command: str) -> tuple[int, str]:
 
 
 def gencode(nvcc: str) -> list[str]:
-    """Machine code for each architecture this nvcc knows, and PTX of the newest for later ones."""
+    """Machine code for each architecture this nvcc knows, and PTX of two for later ones.
+
+    The PTX of sm_120 does not serve the architectures between sm_100 and it.
+    """
     known = run(nvcc, "--list-gpu-arch")[1].split()
     archs = [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in archs[-1:]]
+    return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in archs[-2:]]
 
 
 def build_cuda(nvcc: str, compiler: str, includes: list[str], temp: Path) -> tuple[Path, str]:

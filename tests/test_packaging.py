@@ -237,8 +237,8 @@ def test_cuda_library_has_code_for_every_architecture(site):
 
     known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
     archs = {arch for arch in (80, 90, 100, 120) if f"compute_{arch}" in known}
-    # sm_86 and sm_89 run what is made for sm_80; later ones compile what is made for the newest.
-    assert listed("--list-elf") == archs and listed("--list-ptx") == {max(archs)}
+    # sm_86 and sm_89 run what is made for sm_80; later ones compile the PTX of the two newest.
+    assert listed("--list-elf") == archs and listed("--list-ptx") == set(sorted(archs)[-2:])
 
 
 @needs_nvcc
