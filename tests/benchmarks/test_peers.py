@@ -179,6 +179,7 @@ def test_an_attention_peer_agrees_or_says_why_not(name, shape):
     assert reason or out.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-ins pass for a GPU's libraries")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", REFUSED)

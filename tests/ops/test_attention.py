@@ -463,6 +463,7 @@ def test_dense_masks(device, backend, mask, beside, extras):
     check(backend, with_extras(inputs, extras))
 
 
+@pytest.mark.slow
 @pairwise(
     2,
     backend=BACKENDS,

@@ -154,6 +154,7 @@ PATTERNS = (
 
 
 # Last what most cases are of.
+@pytest.mark.slow
 @pairwise(
     backend=BACKENDS, pattern=PATTERNS, dtype=dict(reversed(DTYPES.items())), width=(1, 300, 40)
 )

@@ -728,6 +728,7 @@ def check_samples(sample, inputs: dict, temperature=1.0, **draws) -> None:
     )
 
 
+@pytest.mark.slow
 @each_path
 @pytest.mark.parametrize(
     ("dtype", "temperature"),

@@ -358,6 +358,7 @@ def test_a_new_vocabulary_leaves_the_layers_warm(arguments, folder):
     assert len(found["embeddings.word_embeddings.weight"]) == len(task.target_tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["t5", "bart", "bert2bert"])
 def test_both_libraries_have_the_same_losses(start, arguments):
     runs = [
