@@ -49,7 +49,7 @@ ones never. `logits_budget` overrides it.
 its epilogue, and make D in the prologues of `dX` and `dW`. The recomputed flow has such a forward:
 for {label} it takes {forward:.0f} µs, and `z` with the pass {passes:.0f}. Its `bwd_input` and
 `bwd_weight` take {backward:.0f} µs before they would make D, and `dX` with `dW` {products:.0f}. The
-pass costs less than what our products are slower than the vendor's.
+pass costs less time than the vendor's products save.
 """
 
 

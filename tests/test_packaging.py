@@ -103,7 +103,6 @@ def files(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
 
-@pytest.mark.slow
 def test_wheel_has_one_top_level_package(wheel):
     top = {name.split("/")[0] for name in files(wheel)}
     assert top == {"fastplm", f"fastplm-{fastplm.__version__}.dist-info"}
