@@ -2,8 +2,10 @@
 
     python benchmarks/static_report.py             compile, write the rows and the page
     python benchmarks/static_report.py --check     compile, name every kernel that got worse
-    python benchmarks/static_report.py --long 86   compile all configurations for sm_86 (an hour):
-                                                   its row of results/static/long.csv and the page
+    python benchmarks/static_report.py --long      compile all configurations for all architectures:
+                                                   the rows of results/static/long.csv and the page
+
+The last takes about two hours on 2 cores, if no row is of today's code; a row that is one is kept.
 
 Every kernel in every shipped configuration becomes machine code for sm_80, sm_90 and sm_100. A row
 of ``results/static/kernels.csv``, and of docs/kernels.md, which explains its columns, says of the
@@ -27,7 +29,9 @@ of another Triton version has other code and cannot be compared.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import csv
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +46,9 @@ from compile_kernels import (
     SMALLER_ARCHS,
     Report,
     compile_all,
+    compile_op,
     kernel_modules,
+    launches_digest,
     page,
 )
 from fastplm.triton_kernels._launch import shared_limit
@@ -106,23 +112,23 @@ def write(path: Path, lines: list[Row]) -> None:
         writer.writerows(lines)
 
 
-def long_row(arch: int, reports: Iterable[Report]) -> Row:
-    """Of one architecture in all configurations: which launches may not ship, and why."""
+def long_row(op: str, arch: int, digest: str, reports: Iterable[Report]) -> Row:
+    """Of an op on one architecture in all configurations: which launches may not ship, and why."""
     reports = list(reports)
-
-    def named(chosen: Callable[[Report], object]) -> str:
-        return "; ".join(sorted({f"{r.kernel} [{r.case}]" for r in reports if chosen(r)}))
-
+    bad = sorted({f"{r.kernel} [{r.case}]: {why}" for r in reports for why in r.problems()})
     numbers = dict(
+        op=op,
         arch=arch,
         triton=triton.__version__,
+        code=digest,
         launches=len(reports),
         shared_bytes=max(r.shared for r in reports),
         refused=sum(r.shared > shared_limit(arch) for r in reports),
         races=sum(bool(r.hazards["races"]) for r in reports),
-        racing=named(lambda r: r.hazards["races"]),
-        spills=sum(bool(r.spills) for r in reports),
-        spilling=named(lambda r: r.spills),
+        loop_spills=sum(bool(r.loop_spills) for r in reports),
+        spills=sum(r.spills > r.loop_spills for r in reports),
+        may_not_ship=sum(bool(r.problems()) for r in reports),
+        problems="; ".join(bad),
     )
     return {name: str(value) for name, value in numbers.items()}
 
@@ -132,18 +138,20 @@ _LONG = "## Every configuration"
 
 def long_section(lines: Iterable[Row]) -> str:
     """The rows of ``long_row`` as the last section of the page."""
-    head = "arch|Triton|launches|most shared KB|of|refused|races|spill registers".split("|")
-    rows: list[tuple[str, ...]] = [tuple(head), ("---",) * len(head)]
+    head = "op|arch|Triton|launches|most shared KB|of|refused|races|spill in a loop|spill outside"
+    rows: list[tuple[str, ...]] = [(*head.split("|"), "may not ship")]
+    rows.append(("---",) * len(rows[0]))
     for line in lines:
         most, limit = int(line["shared_bytes"]), shared_limit(int(line["arch"]))
-        sizes = (f"{most / 1024:.1f}", f"{limit / 1024:.0f}")
-        spills = line["spills"] + (f": {line['spilling']}" if line["spilling"] else "")
-        names = (f"sm_{line['arch']}", line["triton"], line["launches"])
-        rows.append((*names, *sizes, line["refused"], line["races"], spills))
+        names = (line["op"], f"sm_{line['arch']}", line["triton"], line["launches"])
+        counts = (line[name] for name in ("refused", "races", "loop_spills", "spills"))
+        bad = line["may_not_ship"] + (f": {line['problems']}" if line["problems"] else "")
+        rows.append((*names, f"{most / 1024:.1f}", f"{limit / 1024:.0f}", *counts, bad))
     about = (
-        "Written by `python benchmarks/static_report.py --long`, for one architecture at a time.\n"
-        "Refused is what needs more shared memory than a block may have. An architecture that has\n"
-        "no row was not compiled in all configurations."
+        "Written by `python benchmarks/static_report.py --long`: how many different launches all\n"
+        "compile cases have, and how many of these have each fault. Refused is what needs more\n"
+        "shared memory than a block may have. A few spills outside loops, once for a program, may\n"
+        "ship."
     )
     return f"{_LONG}\n\n{about}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
@@ -153,13 +161,39 @@ def text(reports: Iterable[Report]) -> str:
     return page(reports) + (f"\n{long_section(read(LONG))}" if LONG.exists() else "")
 
 
-def write_long(arch: int, reports: Iterable[Report]) -> None:
-    """The row of one architecture, in the file and in the page."""
-    lines = {line["arch"]: line for line in (read(LONG) if LONG.exists() else [])}
-    lines[str(arch)] = long_row(arch, reports)
-    write(LONG, [lines[name] for name in sorted(lines, key=int)])
+def write_long(row: Row) -> None:
+    """One row of ``long_row``, in the file and in the page."""
+    lines = {(line["op"], line["arch"]): line for line in (read(LONG) if LONG.exists() else [])}
+    lines[row["op"], row["arch"]] = row
+    write(LONG, [lines[key] for key in sorted(lines, key=lambda key: (key[0], int(key[1])))])
     before = PAGE.read_text(encoding="utf-8").split(f"\n{_LONG}")[0]
     PAGE.write_text(f"{before}\n{long_section(read(LONG))}", encoding="utf-8")
+
+
+def stale(lines: Iterable[Row], archs: Iterable[int]) -> dict[tuple[str, int], str]:
+    """The ops and architectures without a row of today's code, and the digest of that code."""
+    known = {(line["op"], int(line["arch"]), line["triton"], line["code"]) for line in lines}
+    found = {}
+    for op, arch in itertools.product(kernel_modules(), archs):
+        digest = launches_digest(op, arch)[1]
+        if (op, arch, triton.__version__, digest) not in known:
+            found[op, arch] = digest
+    return found
+
+
+def compile_stale(archs: Iterable[int]) -> int:
+    """Compile what has no row of today's code, a process a core; returns how many may not ship."""
+    wanted, bad = stale(read(LONG) if LONG.exists() else [], archs), 0
+    print(f"{len(wanted)} lists to compile")
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        jobs = {pool.submit(compile_op, *where, True): where for where in wanted}
+        for job in concurrent.futures.as_completed(jobs):
+            op, arch = where = jobs[job]
+            write_long(row := long_row(op, arch, wanted[where], job.result()))
+            bad += int(row["may_not_ship"])
+            count = f"{row['launches']} launches, {row['may_not_ship']} may not ship"
+            print(f"{op} sm_{arch}: {count} {row['problems']}", flush=True)
+    return bad
 
 
 def by_key(lines: Iterable[Row]) -> dict[Key, Row]:
@@ -244,12 +278,11 @@ def not_comparable(before: Iterable[Row]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed rows")
-    parser.add_argument("--long", type=int, choices=ARCHS + SMALLER_ARCHS, help="all for an arch")
+    parser.add_argument("--long", action="store_true", help="all configurations")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS + SMALLER_ARCHS)
     options = parser.parse_args()
     if options.long:
-        write_long(options.long, compile_all(kernel_modules(), (options.long,), all_cases=True))
-        print(f"{LONG}, {PAGE}")
-        return 0
+        return 1 if compile_stale(options.arch or ARCHS + SMALLER_ARCHS) else 0
     before = read(RESULTS) if options.check else []
     if options.check and (reason := not_comparable(before)):
         print(f"cannot compare: {reason}", file=sys.stderr)

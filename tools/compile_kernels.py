@@ -7,13 +7,14 @@ the disassembler come with the Triton wheel.
 
     python tools/compile_kernels.py [--all] [--arch 90] [name …]     prints the table
     python tools/compile_kernels.py --findings [--uneven]            what costs time
-    python tools/compile_kernels.py --once [--arch 90]               whether each kernel compiles
+    python tools/compile_kernels.py --once [--arch 90]               the faults of a first launch
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import hashlib
 import importlib
 import itertools
 import json
@@ -140,15 +141,24 @@ def compile_op(op: str, arch: int, all_cases: bool = False, uneven: bool = False
     return _reports(op, arch, found)
 
 
-def compile_once(op: str, arch: int) -> list[str]:
-    """Compile the first launch of each kernel of an op; returns the names of the kernels."""
+def compile_once(op: str, arch: int) -> list[Report]:
+    """Compile the first launch of each kernel of an op."""
     first = {}
-    for _, launch in _launches(op, arch):
-        first.setdefault(launch.kernel.__name__, launch)
-    for launch in first.values():
-        source, options, _ = source_of(launch)
-        _compile(source, arch, options)
-    return list(first)
+    for label, launch in _launches(op, arch):
+        first.setdefault(launch.kernel.__name__, (label, launch))
+    sources = (source_of(launch) for _, launch in first.values())
+    code = [_compile(source, arch, options) for source, options, _ in sources]
+    found = zip(first.values(), code, strict=True)
+    return _reports(op, arch, [(*each, compiled) for each, compiled in found])
+
+
+def launches_digest(op: str, arch: int) -> tuple[int, str]:
+    """How many different launches all cases of an op have, and a hash of these and their code."""
+    keys = {
+        f"{launch.kernel.cache_key} {source_of(launch)[2]}"
+        for _, launch in _launches(op, arch, all_cases=True)
+    }
+    return len(keys), hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:16]
 
 
 def _launches(op: str, arch: int, all_cases: bool = False) -> Iterator[tuple[str, Launch]]:
@@ -368,9 +378,19 @@ def compile_all(
 def _print_once(ops: Iterable[str], archs: Iterable[int]) -> int:
     jobs = [(op, arch) for op in ops for arch in archs]
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        found = list(pool.map(compile_once, *zip(*jobs, strict=True)))
-    shown = ", ".join(f"sm_{arch}" for arch in archs)
-    print(f"Triton {triton.__version__}: {sum(map(len, found))} kernels compiled for {shown}")
+        found = list(itertools.chain(*pool.map(compile_once, *zip(*jobs, strict=True))))
+    for arch in archs:
+        kernels = [r for r in found if r.arch == arch]
+        counts = {
+            "refused": sum(r.shared > shared_limit(arch) for r in kernels),
+            "with a race": sum(bool(r.hazards["races"]) for r in kernels),
+            "spilled instructions in loops": sum(r.loop_spills for r in kernels),
+            "outside": sum(r.spills - r.loop_spills for r in kernels),
+        }
+        shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+        print(
+            f"Triton {triton.__version__}: {len(kernels)} kernels compiled for sm_{arch}, {shown}"
+        )
     return 0
 
 
@@ -457,7 +477,7 @@ def main() -> int:
     parser.add_argument("--uneven", action="store_true", help="no size a multiple of 16")
     parser.add_argument("--findings", action="store_true", help="what costs time, not the table")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--once", action="store_true", help="no report: the first launch of each")
+    parser.add_argument("--once", action="store_true", help="count faults of first launches")
     options = parser.parse_args()
     ops, archs = options.ops or kernel_modules(), options.arch or ARCHS
     if options.once:
