@@ -11,10 +11,10 @@ PARALLEL := -n auto --dist worksteal
 LEVEL :=
 AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 
-# The oldest Triton that is supported (the newest one: TRITON=3.9.0).
-TRITON := 3.6.0
+# The oldest and the newest Triton that is supported.
+TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-gpu test-device test-compile test-triton test-triton-there test-cpu test-slow \
+.PHONY: demo test test-gpu test-device test-compile test-triton test-cpu test-slow \
 	bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
@@ -47,16 +47,18 @@ test-device: $(VENV)/.test
 test-compile: $(VENV)/.test
 	$(call lane,compile,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
 
-# Every kernel compiles under another Triton than that of constraints.txt, which may be out of reach.
-test-triton: $(VENV)/.test
-	@if $(MAKE) --no-print-directory $(VENV)/triton-$(TRITON); then \
-		$(MAKE) --no-print-directory test-triton-there; \
+# Every kernel compiles under other Tritons than that of constraints.txt, which may be out of reach.
+test-triton: $(TRITONS:%=test-triton-%)
+
+test-triton-%: $(VENV)/.test
+	@if $(MAKE) --no-print-directory $(VENV)/triton-$*; then \
+		$(MAKE) --no-print-directory test-triton-there-$*; \
 	else \
-		echo "Triton $(TRITON) cannot be installed: its lane is skipped"; \
+		echo "Triton $* cannot be installed: its lane is skipped"; \
 	fi
 
-test-triton-there:
-	$(call lane,Triton $(TRITON),PYTHONPATH=$(VENV)/triton-$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py --once --arch 90)
+test-triton-there-%:
+	$(call lane,Triton $*,PYTHONPATH=$(VENV)/triton-$* OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py --once --arch 90)
 
 test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)

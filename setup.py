@@ -28,6 +28,7 @@ PACKAGES = [
     "fastplm.nn",
     "fastplm.models",
     "fastplm.data",
+    "fastplm.run",
     "fastplm.train",
     "fastplm.classic",
     "fastplm.inference",

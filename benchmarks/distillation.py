@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from fastplm import models
-from fastplm.train._run_folder import can_resume
+from fastplm.run.folder import can_resume
 from fastplm.train.distill import DistillArguments, distill
 from fastplm.train.distill_objectives import sentence_vectors
 from fastplm.train.finetune import interval

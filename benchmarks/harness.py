@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from fastplm._measured import level
-from fastplm.testing import assert_within_budget, hold_to_level, peak_bytes
+from fastplm._machine import level, peak_bytes
+from fastplm.testing import assert_within_budget, hold_to_level
 
 hold_to_level()
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 import harness
+from fastplm._machine import peak_bytes
 from fastplm.models.electra_joint import ElectraForJointPreTraining
 from fastplm.nn import TokenMasker
-from fastplm.testing import peak_bytes
 from fastplm.train.flops import training_flops
 from fastplm.train.presets import configuration
 

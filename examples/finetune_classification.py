@@ -16,8 +16,8 @@ import sys
 import numpy
 from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
+from fastplm.data.examples import read_examples
 from fastplm.models import BertForSequenceClassification
-from fastplm.train.finetune_data import read_examples
 
 checkpoint, train_file, test_file, *steps = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -24,13 +24,8 @@ from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train.evaluate import evaluate
 from fastplm.train.objectives import OBJECTIVES
-from fastplm.train.pretrain import (
-    PretrainArguments,
-    hold_out,
-    make_collator,
-    open_corpus,
-    pretrain,
-)
+from fastplm.train.pretrain import PretrainArguments, pretrain
+from fastplm.train.pretrain_data import hold_out, make_collator, open_corpus
 
 ARCHITECTURES = ("t5-tiny", "bart-tiny", "albert-tiny")
 # How many logged losses are averaged, first and last: a model that learns has a lower mean last.

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastplm import ops
-    from fastplm._accelerate import accelerate, restore
     from fastplm._backends import use_backend
     from fastplm._explain import explain, info
     from fastplm.errors import FastplmError
+    from fastplm.models._accelerate import accelerate, restore
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
 
 _MODULES = {
     "FastplmError": "errors",
-    "accelerate": "_accelerate",
+    "accelerate": "models._accelerate",
     "explain": "_explain",
     "info": "_explain",
-    "restore": "_accelerate",
+    "restore": "models._accelerate",
     "use_backend": "_backends",
 }
 

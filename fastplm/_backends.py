@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastplm._checks import BackendError, check_choice
 from fastplm._measured import CallClass, slower
+from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")

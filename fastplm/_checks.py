@@ -14,17 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from fastplm.errors import (  # noqa: F401 (checks and errors are taken from here alike)
+from fastplm.errors import (
     ArgumentTypeError,
     ArgumentValueError,
-    BackendError,
-    DataError,
-    DivergenceError,
-    FastplmError,
-    TooLittleTextError,
-    UnsupportedError,
-    check,
-    check_choice,
     fail,
     message,
     shown,

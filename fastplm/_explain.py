@@ -13,7 +13,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import fastplm.ops  # noqa: F401 (fills OPS)
-from fastplm import _backends, _extension, _measured
+from fastplm import _backends, _extension, _machine, _measured
 from fastplm._registry import OPS
 
 #: The versions between those that the tests have run with (CONTRIBUTING, "Tested versions").
@@ -63,12 +63,12 @@ def info(*, all: bool = False) -> str:
 def _overview() -> list[str]:
     names = [f"{name} {_version(name)}" for name in ("fastplm", *TESTED)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    bf16 = _measured.hardware_has_bf16()
+    bf16 = _machine.hardware_has_bf16()
     lines = [
         *names[:1],
         f"python {platform.python_version()} on {platform.platform()}",
         *names[1:],
-        f"CPU: {_measured.cpu_model()}; csrc/ uses {_measured.level()}",
+        f"CPU: {_machine.cpu_model()}; csrc/ uses {_machine.level()}",
         f"threads: {torch.get_num_threads()} on {cores} cores",
         *(_gpu(index) for index in range(torch.cuda.device_count())),
         f"precision 'auto' is {'bf16' if bf16 else 'fp32'}: the "
@@ -127,7 +127,7 @@ def _table() -> list[str]:
         f"python {platform.python_version()} on {platform.platform()}",
         *(f"{name} {_version(name)}" for name in ("fastplm", *TESTED)),
         *(_gpu(index) for index in range(count)),
-        f"vector instructions of csrc/: {_measured.level()}, {_measured.cpu_model()}",
+        f"vector instructions of csrc/: {_machine.level()}, {_machine.cpu_model()}",
         f"the CUDA code of csrc/ {_extension.cuda_code()}",
         f"measured speeds: {_measured.table().path or 'none for this CPU, see fastplm measure'}",
         f"backend asked for: {_backends.requested('')}",

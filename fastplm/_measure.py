@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fastplm import _measured, ops
+from fastplm import _machine, _measured, ops
 from fastplm._backends import use_backend
-from fastplm._checks import DataError, check_choice, message
+from fastplm.errors import DataError, check_choice, message
 from fastplm.ops.attention import plain_by_csrc
 from fastplm.ops.linear import has_bf16x3
 
@@ -90,12 +90,12 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         check_choice("measure", "ops", name, _MEASURED)
     path = _measured.own_table()
     contents = _measured.read_table(path) or {}
-    if contents.get("cpu") != _measured.cpu_model():
+    if contents.get("cpu") != _machine.cpu_model():
         contents = {"ops": {}}
     contents |= {
         "date": datetime.date.today().isoformat(),
-        "cpu": _measured.cpu_model(),
-        "kind": _measured.cpu_kind(),
+        "cpu": _machine.cpu_model(),
+        "kind": _machine.cpu_kind(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -211,7 +211,7 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     rows = [1, 2, 3, 4, 8, 16, 32, 48, 56, 64, 96, 128, 256, 1024]
     weight = [1 << 12, 1 << 14, 1 << 16, 384**2, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
     aspects = [_measured.SQUARE // 4, _measured.SQUARE, _measured.SQUARE * 4]  # so N, K are round
-    if not _measured.computes_in(dtype):  # where PyTorch's takes seconds
+    if not _machine.computes_in(dtype):  # where PyTorch's takes seconds
         rows, weight = rows[:-1], weight[:-2]
     forms = ["linear", "conv1d"]
     if dtype is torch.float32 and has_bf16x3():

@@ -14,17 +14,14 @@ import functools
 import json
 import math
 import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fastplm import _extension
+from fastplm import _machine
 
-X86 = ("x86_64", "AMD64")
-LEVELS = ("baseline", "avx2", "avx512")
 #: The end of a form that was measured with one thread. Where none was, that of all threads counts.
 ALONE = ", 1 thread"
 #: From how much faster on ours is taken. A shipped table is the worse of two hours of one CPU.
@@ -88,95 +85,20 @@ class Series(NamedTuple):
         )
 
 
-def level() -> str:
-    """The vector instructions that csrc/ uses in this process, "none" where it is not built."""
-    if _extension.lacks("attention", "CPU") is not None:
-        return "none"
-    return LEVELS[torch.ops.fastplm_C.level()]
-
-
-def cpu_kind() -> str:
-    """The name of a table: the level or architecture, the maker of the CPU, as MKL differs, and its
-    generation where the width of its units does."""
-    if platform.machine() not in X86:
-        return platform.machine().lower()
-    if level() == "avx2" and "Intel" in cpu_model():
-        return "avx2-intel"
-    if level() != "avx512":
-        return level()
-    if not torch.ops.fastplm_C.mkl_leaves_avx512_unused():
-        return "avx512-intel"
-    # Zen 5 is family 26; Zen 4 has half as wide units.
-    return "avx512-amd-zen5" if int(_cpuinfo("cpu family", "0")) >= 26 else "avx512-amd"
-
-
-def cpu_model() -> str:
-    """The name that the CPU gives itself, where Linux says it."""
-    return _cpuinfo("model name", platform.processor())
-
-
-@functools.cache
-def _cpuinfo(field: str, otherwise: str) -> str:
-    """A field of the first processor, where Linux says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return otherwise
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), otherwise
-    )
-
-
 def own_table() -> Path:
     """Where ``fastplm measure`` writes: a file for each level of this CPU."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastplm"
-    return cache / f"measured-{cpu_kind()}.json"
+    return cache / f"measured-{_machine.cpu_kind()}.json"
 
 
 def shipped_table() -> Path:
-    return Path(__file__).parent / "measured" / f"{cpu_kind()}.json"
+    return Path(__file__).parent / "measured" / f"{_machine.cpu_kind()}.json"
 
 
 def dtype_key(dtype: torch.dtype) -> str:
     """A dtype, and whether this CPU computes in it: products of others are slow in PyTorch."""
     name = str(dtype).removeprefix("torch.")
-    return f"{name} native" if computes_in(dtype) else name
-
-
-def computes_in(dtype: torch.dtype) -> bool:
-    """Whether the CPU of this process has instructions for products of a dtype.
-
-    Those that its level has no use for do not count: the CPU of ``ATEN_CPU_CAPABILITY=avx2`` is one
-    without AVX-512, AMX and bf16, whatever the machine has.
-    """
-    return _computes_in(dtype)
-
-
-# A constant of a graph (see ops/attention.py): Dynamo would warn of the cache.
-computes_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _computes_in(dtype: torch.dtype) -> bool:
-    if dtype not in (torch.float16, torch.bfloat16):
-        return True
-    if platform.machine() not in X86:
-        known = torch.ops.mkldnn
-        wide = dtype is torch.bfloat16
-        return (known._is_mkldnn_bf16_supported if wide else known._is_mkldnn_fp16_supported)()
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    matrices = torch.cpu._is_amx_tile_supported()
-    if dtype is torch.float16:  # the CPUs that have those have AVX512-FP16, too
-        return matrices
-    return matrices or torch.cpu._is_avx512_bf16_supported()
-
-
-def hardware_has_bf16() -> bool:
-    """Whether what models run on, the GPU or else the CPU, multiplies bf16 in hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return computes_in(torch.bfloat16)
+    return f"{name} native" if _machine.computes_in(dtype) else name
 
 
 class Table:
@@ -222,7 +144,9 @@ def table() -> Table:
     """The user's own table of this CPU, or the one of its kind, or an empty one."""
     for path, of_this_cpu in ((own_table(), True), (shipped_table(), False)):
         contents = read_table(path)
-        if contents is not None and (not of_this_cpu or contents.get("cpu") == cpu_model()):
+        if contents is not None and (
+            not of_this_cpu or contents.get("cpu") == _machine.cpu_model()
+        ):
             return Table(path, contents)
     return Table(None, {})
 
@@ -236,7 +160,7 @@ def slower(op: str, call: CallClass) -> str | None:
 @functools.lru_cache(maxsize=4096)  # a sentence takes longer than a small call
 def _why(speedup: float | None) -> str:
     if speedup is None:
-        return f"it was not measured on a CPU of the kind {cpu_kind()} (fastplm measure)"
+        return f"it was not measured on a CPU of the kind {_machine.cpu_kind()} (fastplm measure)"
     said = f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
     return said if speedup < 1.0 else f"{said}, which is too little a difference"
 

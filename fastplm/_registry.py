@@ -17,8 +17,8 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from fastplm._backends import BACKENDS, OP_NAMES, Backend, accepts_all, requested, resolve
-from fastplm._checks import UnsupportedError
 from fastplm._declare import Signature
+from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
 #: Types of arguments without a dispatch of their own: no subclasses of tensors and no symbols.

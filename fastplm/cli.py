@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_config(command, args.pop("config", None), args.get("out"))
         if "out" not in args or args.get("dry_run"):
             return command(**args)
-        from fastplm.train._interrupt import interruptible
+        from fastplm.run.interrupt import interruptible
 
         with interruptible(words, args["out"]):
             return command(**args)
@@ -139,7 +139,7 @@ def _lost_another(error: Exception) -> bool:
         return False
     import torch
 
-    from fastplm.train._run_folder import is_of_a_connection
+    from fastplm.run.folder import is_of_a_connection
 
     # What NCCL and the store raise is of this class; Gloo raises RuntimeErrors.
     kinds = getattr(torch.distributed, "DistError", ())
@@ -197,7 +197,7 @@ def _finetune(**settings: Any) -> int:
 
 
 def _classic(**settings: Any) -> int:
-    from fastplm.classic.arguments import ClassicArguments
+    from fastplm.classic.settings import ClassicArguments
     from fastplm.classic.train import classic, summary
 
     with _running():
@@ -207,8 +207,8 @@ def _classic(**settings: Any) -> int:
 
 
 def _embed(**settings: Any) -> int:
-    from fastplm.inference.arguments import EmbedArguments
     from fastplm.inference.embed import embed_file
+    from fastplm.inference.settings import EmbedArguments
 
     with _running():
         _show(embed_file(EmbedArguments(**settings)))
@@ -216,8 +216,8 @@ def _embed(**settings: Any) -> int:
 
 
 def _prompt(**settings: Any) -> int:
-    from fastplm.inference.arguments import PromptArguments
     from fastplm.inference.prompt import run_prompt
+    from fastplm.inference.settings import PromptArguments
 
     with _running():
         _show(run_prompt(PromptArguments(**settings)))
@@ -225,8 +225,8 @@ def _prompt(**settings: Any) -> int:
 
 
 def _score(**settings: Any) -> int:
-    from fastplm.inference.score_arguments import ScoreArguments
     from fastplm.inference.score_command import score_file
+    from fastplm.inference.score_settings import ScoreArguments
 
     with _running():
         _show(score_file(ScoreArguments(**settings)), end="")
@@ -267,7 +267,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if "--config" in self._option_string_actions:
-            from fastplm.train._config_file import with_config
+            from fastplm.run.config_file import with_config
 
             args = with_config(self, args)
         for word in args or ():  # which argparse would take for an empty list
@@ -293,18 +293,13 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fastplm.classic.arguments import ClassicArguments
-    from fastplm.inference.arguments import EmbedArguments, PromptArguments
-    from fastplm.inference.score_arguments import ScoreArguments
-    from fastplm.train.arguments import (
-        MINUTES,
-        NOT_NEGATIVE,
-        DistillArguments,
-        FinetuneArguments,
-        PretrainArguments,
-        add_settings,
-        whole,
-    )
+    from fastplm.classic.settings import ClassicArguments
+    from fastplm.inference.score_settings import ScoreArguments
+    from fastplm.inference.settings import EmbedArguments, PromptArguments
+    from fastplm.run.settings import NOT_NEGATIVE, add_settings, whole
+    from fastplm.train.distill_settings import DistillArguments
+    from fastplm.train.finetune_settings import FinetuneArguments
+    from fastplm.train.pretrain_settings import MINUTES, PretrainArguments
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")

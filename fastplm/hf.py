@@ -48,15 +48,9 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from fastplm._checks import (
-    FLOATING,
-    UnsupportedError,
-    check_dtype,
-    fail,
-    message,
-    values_are_known,
-)
+from fastplm._checks import FLOATING, check_dtype, values_are_known
 from fastplm._registry import is_eager
+from fastplm.errors import UnsupportedError, fail, message
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 from fastplm.ops.attention import plain_attention
 

@@ -30,16 +30,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FORWARD_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
-RMS_FACTOR = 1.5
+from fastplm._budget import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    BudgetExceeded,
+    check_error,
+    check_non_finite,
+    max_norm,
+)
+
 FP64_FACTOR = 16.0
 # What fp64 leaves of a gradient that is 0, as a share of the largest.
 _NOTHING = 2.0**-46
-
-
-class BudgetExceeded(AssertionError):
-    """An output or gradient is further from the truth than its budget allows."""
 
 
 #: What holds the libraries of PyTorch to a level of ``ATEN_CPU_CAPABILITY``, at which they do not
@@ -96,14 +98,14 @@ def assert_within_budget(
         out, grads = _run(candidate, inputs, wrt)
     gold, gold_grads = _run(reference, _to_double(inputs), wrt, upstream_dtype=out.dtype)
     siblings = tuple(gold_grads.values())
-    largest = max(map(_max_norm, siblings), default=0.0)
+    largest = max(map(max_norm, siblings), default=0.0)
 
     def check(runs: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
         check_error("output", out, gold, [output for output, _ in runs], FORWARD_FACTOR)
         for name, grad in grads.items():
             bases = [of_run[name] for _, of_run in runs]
             truth = gold_grads[name]
-            if _max_norm(truth) <= largest * _NOTHING:
+            if max_norm(truth) <= largest * _NOTHING:
                 bases = [base + largest * torch.finfo(base.dtype).eps for base in bases]
             check_error(f"gradient of {name}", grad, truth, bases, GRADIENT_FACTOR, siblings)
 
@@ -142,65 +144,6 @@ def _draws(
             yield _run(function, nearby, wrt)
 
 
-def check_error(
-    name: str,
-    out: torch.Tensor,
-    gold: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    factor: float,
-    siblings: Sequence[torch.Tensor] = (),
-) -> None:
-    """Hold one tensor to its budget.
-
-    Args:
-        name: how the message calls it.
-        out: the tensor under test.
-        gold: the same in fp64.
-        bases: the reference's results in the dtype of ``out``; the largest error counts.
-        factor: of the maximum norm.
-        siblings: for a gradient, the gold gradients of the same call.
-
-    Raises:
-        BudgetExceeded: shape, dtype, non-finite pattern or error do not fit.
-    """
-    if out.shape != gold.shape or out.dtype != bases[0].dtype:
-        raise BudgetExceeded(
-            f"{name}: {out.dtype}{list(out.shape)} instead of {bases[0].dtype}{list(gold.shape)}"
-        )
-    if out.numel() == 0:
-        return
-    _check_non_finite(name, out, bases[0])
-    finite = torch.isfinite(out) & torch.isfinite(gold)
-    out, gold = out.double()[finite], gold[finite]
-    if out.numel() == 0:
-        return
-    errors = [(base.double()[finite] - gold) for base in bases]
-    dtype = bases[0].dtype
-    rounding = torch.finfo(dtype).eps
-    accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    for norm, label, allowed in (
-        (_max_norm, "max", factor),
-        (_rms_norm, "rms", RMS_FACTOR),
-    ):
-        if label == "rms" and out.numel() == 1:
-            continue  # of one number, the maximum norm has said it all
-        base_error = max(norm(error) for error in errors)
-        floor = rounding * norm(gold)
-        if out.numel() == 1:  # which PyTorch may have got right by luck: half a rounding at least
-            base_error = max(base_error, floor / 2)
-        error = norm(out - gold)
-        if error <= allowed * base_error + floor:
-            continue  # without a look at all siblings
-        cancelled = max((norm(sibling[sibling.isfinite()]) for sibling in siblings), default=0.0)
-        floor += accumulation * cancelled
-        budget = allowed * base_error + floor
-        if not error <= budget:
-            raise BudgetExceeded(
-                f"{name}: {label} error {error:.3e} exceeds the budget {budget:.3e} "
-                f"= {allowed} * {base_error:.3e} (PyTorch's own) + {floor:.3e} (rounding)"
-            )
-
-
 def check_in_fp64(
     out: Mapping[str, torch.Tensor],
     gold: Mapping[str, torch.Tensor],
@@ -231,38 +174,21 @@ def check_in_fp64(
             raise BudgetExceeded(
                 f"{name}: {value.dtype}{list(value.shape)} instead of fp64{list(truth.shape)}"
             )
-        _check_non_finite(name, value, truth)
+        check_non_finite(name, value, truth)
         finite = truth.isfinite()
-        base_error = max(base_error, _max_norm((single[name].double() - truth)[finite]))
-        largest = max(largest, _max_norm(truth[finite]))
+        base_error = max(base_error, max_norm((single[name].double() - truth)[finite]))
+        largest = max(largest, max_norm(truth[finite]))
     rounding = torch.finfo(torch.float64).eps
     base_error *= rounding / torch.finfo(torch.float32).eps
     floor = rounding * (largest + condition)
     for name, truth in gold.items():
         finite = truth.isfinite()
-        error = _max_norm((out[name] - truth)[finite])
+        error = max_norm((out[name] - truth)[finite])
         if not error <= FP64_FACTOR * (base_error + floor):
             raise BudgetExceeded(
                 f"{name}: error {error:.3e} in fp64 exceeds {FP64_FACTOR} times {base_error:.3e} "
                 f"(PyTorch's own in fp32, scaled) + {floor:.3e} (rounding)"
             )
-
-
-def _check_non_finite(name: str, out: torch.Tensor, base: torch.Tensor) -> None:
-    for kind, test in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        if not torch.equal(test(out), test(base)):
-            raise BudgetExceeded(
-                f"{name}: {int(test(out).sum())} {kind} where the reference has "
-                f"{int(test(base).sum())}, or in other places"
-            )
-
-
-def _max_norm(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _rms_norm(tensor: torch.Tensor) -> float:
-    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
 
 
 def _to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -522,23 +448,3 @@ def chi_square(observed: Any, probability: Any) -> float:
     observed = torch.as_tensor(observed, dtype=torch.float64)
     expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
     return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
-
-
-def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """The most memory that PyTorch holds at once for ``function``, beyond what it held before."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
-    # PyTorch keeps no such count for the CPU; its profiler sees every allocation and release.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        function()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak

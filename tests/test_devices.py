@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
 from fastplm import _backends, _extension, ops
-from fastplm._checks import BackendError, UnsupportedError
 from fastplm._registry import OPS
+from fastplm.errors import BackendError, UnsupportedError
 from fastplm.ops._attention_call import _bucket_table, _filled_from_cpu
 from fastplm.ops._common import rejects_of_csrc
 from fastplm.reference.attention import t5_buckets

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,19 @@ import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm._registry import OPS
 
 ROOT = Path(__file__).parent.parent
-#: From top to bottom: a package may import those after it, never those before.
-LAYERS = ("cli", "inference", "train", "data", "models", "hf", "nn", "ops", "reference")
+#: The upper storey from top to bottom: a package or module may import those of the lines below its
+#: own, none of the same line and none above.
+RECIPES = (("__main__",), ("cli",), ("train", "inference", "classic"), ("run",), ("data",))
+#: The core, in the same way.
+CORE = (
+    *(("models",), ("hf", "_explain", "_measure"), ("nn",), ("ops",)),
+    *(("reference",), ("_registry",), ("_backends",), ("_declare", "_measured")),
+    *(("_checks", "_machine"), ("errors", "_extension", "_budget")),
+)
+#: The tests' own module, and the kernels, which have a test of their own.
+ASIDE = ("testing", "triton_kernels")
+#: What ``import fastplm.ops`` must not load: what the recipes and the models need.
+UPSTAIRS = ("transformers", "tokenizers", "datasets", "safetensors", "huggingface_hub", "yaml")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -62,17 +75,66 @@ def test_nothing_stands_there_that_is_not_an_op():
     assert {stem.removeprefix("test_") for stem in modules("tests/ops", "test_*.py")} == stems
 
 
-def test_imports_point_down():
-    for index, layer in enumerate(LAYERS):
-        above = LAYERS[:index]
-        folder = ROOT / "fastplm" / layer
-        files = python_files(f"fastplm/{layer}") if folder.is_dir() else [folder.with_suffix(".py")]
-        for path in files:
-            for name in imports(path):
-                for upper in above:
-                    assert not (name + ".").startswith(f"fastplm.{upper}."), (
-                        f"{path} imports {name}"
-                    )
+def broken_law(importing: str, imported: str) -> str | None:
+    """Which law of the two storeys it breaks that one module of fastplm imports another."""
+    own, other = (f"{name}.".split(".")[1] for name in (importing, imported))
+    if "" in (own, other) or own == other:  # the package, which imports names when they are used
+        return None
+    if other == "testing":
+        return "only tests and benchmarks import fastplm.testing"
+    if own in ASIDE or other in ASIDE:
+        return None
+    lines = {name: line for line, names in enumerate((*RECIPES, *CORE)) for name in names}
+    for name in (own, other):
+        assert name in lines, f"fastplm.{name} has no place in the storeys of this test"
+    if lines[own] < lines[other]:
+        return None
+    if lines[own] >= len(RECIPES) > lines[other]:
+        return "the core knows nothing of the recipes"
+    if lines[own] == lines[other]:
+        return f"{own} and {other} know nothing of each other; what both need lies below them"
+    return "imports point down"
+
+
+def test_every_import_keeps_the_laws_of_the_storeys():
+    found = []
+    for path in python_files("fastplm"):
+        if "triton_kernels" in path.parts:
+            continue
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for name in imports(path):
+            law = broken_law(module, name) if name.startswith("fastplm.") else None
+            if law is not None:
+                found.append(f"{path.relative_to(ROOT)} imports {name}: {law}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "importing, imported, law",
+    [
+        ("fastplm._explain", "fastplm.train.pretrain", "the core knows nothing of the recipes"),
+        ("fastplm.models.bert", "fastplm.data.words", "the core knows nothing of the recipes"),
+        ("fastplm.inference.embed", "fastplm.train.report", "inference and train know nothing"),
+        ("fastplm.classic.elmo", "fastplm.train.trainer", "classic and train know nothing"),
+        ("fastplm.run.folder", "fastplm.train.trainer", "imports point down"),
+        ("fastplm.ops.linear", "fastplm.nn.linear", "imports point down"),
+        ("fastplm.errors", "fastplm._checks", "imports point down"),
+        ("fastplm.train.demo", "fastplm.testing", "only tests and benchmarks"),
+    ],
+)
+def test_a_broken_law_is_named(importing, imported, law):
+    assert broken_law(importing, imported).startswith(law)
+
+
+def test_the_ops_load_nothing_of_the_upper_storey():
+    script = "import sys, fastplm.ops; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "torch" in run.stdout.split()
+    assert not {*UPSTAIRS}.intersection(run.stdout.split())
+    script = "import sys, fastplm.ops; print(*(n for n in sys.modules if n.startswith('fastplm.')))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    core = {name for line in CORE for name in line}
+    assert {name.split(".")[1] for name in run.stdout.split()} <= core
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -97,7 +159,6 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.slow
 def test_no_import_circles():
     """The modules that are reached from where they are imported."""
     graph = import_graph()
@@ -200,6 +261,7 @@ def test_the_cuda_library_registers_each_op_that_runs_there():
 #: of a check, makes the size that it names a constant of the graph: a graph for every size.
 TRACED = [ROOT / "fastplm" / name for name in ("_checks.py", "hf.py")]
 TRACED += python_files("fastplm/ops", "fastplm/nn", "fastplm/models")
+TRACED.remove(ROOT / "fastplm/models/_accelerate.py")  # which changes classes, and computes nothing
 #: Names that stand for words, not for numbers.
 WORDS = {"name", "prefix", "op", "family", "table", "layer", "first", "rows", "unit", "__name__"}
 WORDS |= {"config", "decoder", "g", "i"}

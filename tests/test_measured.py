@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fastplm
-from fastplm import _measure, _measured, cli, ops
+from fastplm import _machine, _measure, _measured, cli, ops
 from fastplm._backends import record_decisions
 from fastplm._measured import CallClass, Series, Table
 from fastplm._registry import OPS
@@ -21,7 +21,7 @@ from fastplm.ops.linear import linear_if_faster
 GAIN = _measured.LEAST_GAIN
 # Before any test has put its own table in the way.
 _TABLE = _measured.table
-needs_csrc = pytest.mark.skipif(_measured.level() == "none", reason="csrc/ is not built")
+needs_csrc = pytest.mark.skipif(_machine.level() == "none", reason="csrc/ is not built")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_sizes_around_count():
 def test_what_nobody_measured_is_pytorchs(monkeypatch):
     monkeypatch.setattr(_measured, "table", lambda: Table(None, {}))
     assert "not measured" in _measured.slower("gelu", CallClass("forward", torch.float32, (9,)))
-    if _measured.level() != "none":
+    if _machine.level() != "none":
         said = fastplm.explain(ops.gelu, torch.randn(1 << 16), approximate="tanh")
         assert "not measured" in said
 
@@ -67,7 +67,7 @@ def _linear(table, form, rows):
 
 def test_the_form_of_a_weight_counts(monkeypatch):
     """Tall, square and wide; a table of before says nothing of it."""
-    monkeypatch.setattr(_measured, "computes_in", lambda dtype: False)
+    monkeypatch.setattr(_machine, "computes_in", lambda dtype: False)
     axes = [[8, 512], [4096], [16, 64]]
     forms = _table_of(
         **{
@@ -87,7 +87,7 @@ def test_the_form_of_a_weight_counts(monkeypatch):
 
 
 def test_one_thread_has_figures_of_its_own(monkeypatch):
-    monkeypatch.setattr(_measured, "computes_in", lambda dtype: False)
+    monkeypatch.setattr(_machine, "computes_in", lambda dtype: False)
     both = {"linear float16": {"stock": [2.0, 2.0], "weights": 72}}
     assert _linear(_table_of(**both), "linear, 1 thread", 512) == 2.0
     both["linear, 1 thread float16"] = {"stock": [3.0, 3.0], "weights": 72}
@@ -96,7 +96,7 @@ def test_one_thread_has_figures_of_its_own(monkeypatch):
 
 
 def test_a_product_of_few_rows_that_was_measured_with_one_weight_gains_less(monkeypatch):
-    monkeypatch.setattr(_measured, "computes_in", lambda dtype: False)
+    monkeypatch.setattr(_machine, "computes_in", lambda dtype: False)
     gains = {"stock": [2.0, 2.0]}
     hot, turns = (_table_of(**{"linear float16": gains | more}) for more in ({}, {"weights": 72}))
     assert [_linear(turns, "linear", rows) for rows in (8, 512)] == [2.0, 2.0]
@@ -143,7 +143,7 @@ def test_a_shipped_table_is_whole(path):
 def test_a_table_of_ones_own_comes_first(on_disk):
     one = {"axes": [[1]], "ours": [1.0], "stock": [3.0]}
     key = f"forward {_measured.dtype_key(torch.float32)}"
-    contents = {"cpu": _measured.cpu_model(), "ops": {"gelu": {key: one}}}
+    contents = {"cpu": _machine.cpu_model(), "ops": {"gelu": {key: one}}}
     _measured.own_table().parent.mkdir(parents=True)
     _measured.own_table().write_text(json.dumps(contents))
     assert _measured.table().path == _measured.own_table()
@@ -170,7 +170,7 @@ def test_a_table_of_ones_own_comes_first(on_disk):
 )
 def test_a_broken_table_is_passed_over(on_disk, text):
     _measured.own_table().parent.mkdir(parents=True)
-    _measured.own_table().write_text(text.replace("CPU", json.dumps(_measured.cpu_model())))
+    _measured.own_table().write_text(text.replace("CPU", json.dumps(_machine.cpu_model())))
     assert _measured.read_table(_measured.own_table()) is None
     assert _measured.table().path in (_measured.shipped_table(), None)
 
@@ -243,13 +243,13 @@ def test_attention_asks_for_the_figures_of_its_threads(monkeypatch, alone):
     assert asked == [("attention", form, torch.float32, (5, 4, 6))]
 
 
-@pytest.mark.skipif(_measured.level() != "avx512", reason="needs a CPU with AVX-512, and its level")
+@pytest.mark.skipif(_machine.level() != "avx512", reason="needs a CPU with AVX-512, and its level")
 def test_the_generations_of_a_maker_have_tables_of_their_own(monkeypatch):
-    monkeypatch.setattr(_measured, "_cpuinfo", lambda field, otherwise: otherwise)
-    maker = _measured.cpu_kind()
-    monkeypatch.setattr(_measured, "_cpuinfo", lambda field, otherwise: "26")
+    monkeypatch.setattr(_machine, "_cpuinfo", lambda field, otherwise: otherwise)
+    maker = _machine.cpu_kind()
+    monkeypatch.setattr(_machine, "_cpuinfo", lambda field, otherwise: "26")
     new = {"avx512-amd": "avx512-amd-zen5"}.get(maker, maker)
-    assert _measured.cpu_kind() == new
+    assert _machine.cpu_kind() == new
     assert _measured.shipped_table().exists()
 
 
@@ -261,7 +261,7 @@ def test_an_unknown_op_is_refused(on_disk, capsys):
 
 def test_the_command_says_where_the_table_is(on_disk):
     said = fastplm.info(all=True)
-    assert f"vector instructions of csrc/: {_measured.level()}" in said
+    assert f"vector instructions of csrc/: {_machine.level()}" in said
     assert "measured speeds: " in said
 
 
@@ -298,7 +298,7 @@ def test_the_fast_path_of_a_plain_call_ends_where_the_full_one_does(measured, ou
         with record_decisions() as decisions:
             long = call()
         assert len(decisions) == 1 and torch.equal(short, long)
-        if ours and short.dtype is not torch.float64 and _measured.level() != "none":
+        if ours and short.dtype is not torch.float64 and _machine.level() != "none":
             assert decisions[0].backend == "cpp"
 
 
@@ -325,7 +325,7 @@ def test_a_call_of_which_the_value_alone_has_a_gradient_is_one_of_a_forward(meas
     short = ops.attention(query, query, value)
     with record_decisions() as decisions:
         assert torch.equal(short, ops.attention(query, query, value))
-    assert decisions[0].backend == ("torch" if _measured.level() == "none" else "cpp")
+    assert decisions[0].backend == ("torch" if _machine.level() == "none" else "cpp")
 
 
 def test_a_cold_cell(monkeypatch):

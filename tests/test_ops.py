@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import fastplm
 from fastplm._backends import BACKENDS, record_decisions
-from fastplm._checks import ArgumentTypeError, BackendError, UnsupportedError
 from fastplm._registry import OPS
+from fastplm.errors import ArgumentTypeError, BackendError, UnsupportedError
 from fastplm.ops import _linear_cross_entropy_torch
 from fastplm.testing import LAYOUTS, BudgetExceeded, assert_within_budget
 

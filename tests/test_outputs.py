@@ -216,7 +216,7 @@ def test_two_at_once(command, overwrite, place, refused):
 RACE = """
 import sys, time
 from pathlib import Path
-from fastplm.train._run_folder import claimed
+from fastplm.run.folder import claimed
 out = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -16,9 +16,8 @@ import torch
 from packaging.requirements import Requirement
 
 import fastplm
-from fastplm import _backends, _explain, _extension, _measured, ops
+from fastplm import _backends, _explain, _extension, _machine, _measured, ops
 from fastplm._registry import OPS
-from fastplm.train import pretrain
 
 OP_FUNCTIONS = [getattr(ops, name) for name in OPS]
 
@@ -75,7 +74,7 @@ def test_info_in_short():
     for start in ("fastplm ", "python ", "torch ", "CPU: ", "threads: ", "precision 'auto' is "):
         assert sum(line.startswith(start) for line in text.splitlines()) == 1, start
     assert f"threads: {torch.get_num_threads()} on " in text
-    assert f"'auto' is {'bf16' if pretrain.hardware_has_bf16() else 'fp32'}: " in text
+    assert f"'auto' is {'bf16' if _machine.hardware_has_bf16() else 'fp32'}: " in text
     for backend in _backends.BACKENDS:
         ops_of_it = [op for op in OPS.values() if backend in op.backends]
         works = sum(_explain._try(op, backend, _explain._device()) == "ok" for op in ops_of_it)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastplm import _measured
+from fastplm import _machine
 from fastplm.reference.attention import attention_ref
 from fastplm.testing import (
     LAYOUTS,
@@ -339,7 +339,7 @@ def test_a_level_has_settings_of_its_own(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in _measured.X86, reason="levels of x86")
+@pytest.mark.skipif(platform.machine() not in _machine.X86, reason="levels of x86")
 def test_one_level_is_one_machine():
     """At AVX2 nothing of PyTorch or of ours uses what only CPUs with AVX-512 have."""
     program = """if True:
@@ -349,10 +349,10 @@ def test_one_level_is_one_machine():
         from fastplm.testing import hold_to_level
 
         hold_to_level()
-        assert _measured.level() in ("avx2", "none", "baseline"), _measured.level()
+        assert _machine.level() in ("avx2", "none", "baseline"), _machine.level()
         assert not has_bf16x3()
         for dtype in (torch.bfloat16, torch.float16):
-            assert not _measured.computes_in(dtype), dtype
+            assert not _machine.computes_in(dtype), dtype
         oneDNN = torch.ops.mkldnn
         assert not oneDNN._is_mkldnn_bf16_supported() and not oneDNN._is_mkldnn_fp16_supported()
         # Which fails at AVX2 while oneDNN uses more ("pack_vnni2 is only supported when ...").

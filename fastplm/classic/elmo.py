@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from fastplm import ops
-from fastplm._checks import check
 from fastplm.classic.words import BEGIN, END, PAD, SPECIAL_WORDS, UNK, Words, word_bytes
+from fastplm.errors import check
 from fastplm.nn._rows import IGNORE_INDEX
 
 _SYMBOLS = 261

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._checks import DataError, TooLittleTextError, message
-from fastplm.classic.arguments import ClassicArguments
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import (
     QuickThoughtsModel,
@@ -21,14 +19,16 @@ from fastplm.classic.sentences import (
     ThoughtsConfig,
     pad,
 )
+from fastplm.classic.settings import ClassicArguments
 from fastplm.classic.words import BEGIN, END, PAD, UNK, Sentences, Words
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
 from fastplm.data.corpus import TextFiles, fingerprint, read_documents
-from fastplm.train._interrupt import saved_when_stopped
-from fastplm.train._run import begin, describe, started
-from fastplm.train._run_folder import RECORD, check_same, checkpoint_to_resume, save_models, writing
-from fastplm.train.report import block, curve, settings_of, versions
-from fastplm.train.trainer import RunTrainer, training_arguments
+from fastplm.errors import DataError, TooLittleTextError, message
+from fastplm.run.begin import begin, describe, started
+from fastplm.run.folder import RECORD, check_same, checkpoint_to_resume, save_models, writing
+from fastplm.run.interrupt import saved_when_stopped
+from fastplm.run.report import block, curve, settings_of, versions
+from fastplm.run.trainer import RunTrainer, training_arguments
 
 _FREE_ON_RESUME = {"resume", "overwrite", "out", "save_every", "log_every", "threads", "corpus"}
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 2000

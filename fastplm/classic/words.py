@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastplm._checks import DataError, TooLittleTextError, check, message
 from fastplm.data.blocks import split_sentences
+from fastplm.errors import DataError, TooLittleTextError, check, message
 
 #: The first words of every vocabulary: padding, unknown, and a sentence's two ends.
 SPECIAL_WORDS = ("<pad>", "<unk>", "<s>", "</s>")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastplm._checks import (
+from fastplm.data.packing import sequence_index
+from fastplm.errors import (
     ArgumentValueError,
     DataError,
     FastplmError,
@@ -20,7 +21,6 @@ from fastplm._checks import (
     check,
     message,
 )
-from fastplm.data.packing import sequence_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastplm._checks import DataError, message
+from fastplm.errors import DataError, message
 
 _WHERE, _ARGUMENT = "read_documents", "paths"
 _EXPECTED = "text files in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or folders of them"

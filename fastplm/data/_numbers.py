@@ -10,8 +10,8 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from fastplm._checks import DataError, message
 from fastplm.data._folder import too_many_files
+from fastplm.errors import DataError, message
 
 _AT_ONCE = 1 << 20  # numbers that are read in one step, so that memory is bounded
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm._checks import TooLittleTextError, UnsupportedError, check
 from fastplm.data._folder import MANIFEST, build_once, damage
 from fastplm.data._numbers import (
     first_descent,
@@ -25,6 +24,7 @@ from fastplm.data._numbers import (
     refuse_unread,
 )
 from fastplm.data.corpus import check_documents, fingerprint
+from fastplm.errors import TooLittleTextError, UnsupportedError, check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm._checks import DataError, FastplmError, check
 from fastplm.data._collate import Collator, scatter_labels
 from fastplm.data.words import word_ids, word_starts
+from fastplm.errors import DataError, FastplmError, check
 from fastplm.ops.mask_tokens import mask_settings as check_settings
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from fastplm._checks import ArgumentTypeError, DataError, check, message
 from fastplm.data._files import SUFFIXES, check_regular, lines_of, refuse
 from fastplm.data._folder import build_once
+from fastplm.errors import ArgumentTypeError, DataError, check, message
 
 #: How a file marks where a document begins.
 Boundary = Literal["title", "blank", "line"]

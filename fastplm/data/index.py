@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fastplm import _extension
-from fastplm._checks import DataError, check, message
+from fastplm.errors import DataError, check, message
 
 _COMPILED = _extension.lacks("pack_sequences", "CPU") is None
 _MOST_CAPACITY = 1 << 24

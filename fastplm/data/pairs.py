@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm._checks import TooLittleTextError, check
 from fastplm.data._numbers import map_file, new_file, refuse_file
 from fastplm.data.blocks import TokenStore, check_enough_tokens
 from fastplm.data.index import sentence_chunks
 from fastplm.data.stream import PretrainingStream
+from fastplm.errors import TooLittleTextError, check
 from fastplm.reference.philox import Stream, draw, fixed_point
 
 _SHORT_PROBABILITY = 0.1

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from fastplm._checks import DataError, check
 from fastplm.data._collate import TextCollator
+from fastplm.errors import DataError, check
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit
 from fastplm.reference.corrupt_spans import fixed_point_scales, span_counts
 

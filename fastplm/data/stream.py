@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastplm._checks import TooLittleTextError, check
+from fastplm.errors import TooLittleTextError, check
 from fastplm.reference.philox import Stream, draw
 
 # Each turn changes one half by a function of the other. Four turns give a pseudo-random order.

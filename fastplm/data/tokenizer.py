@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastplm._checks import DataError, check, check_choice, message
 from fastplm.data._folder import build_once, say
 from fastplm.data.blocks import short_texts
 from fastplm.data.corpus import check_documents, fingerprint
-from fastplm.errors import first_line
+from fastplm.errors import DataError, check, check_choice, first_line, message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastplm._checks import DataError, check_dtype, check_same_device, check_tensor, message
+from fastplm._checks import check_dtype, check_same_device, check_tensor
+from fastplm.errors import DataError, message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

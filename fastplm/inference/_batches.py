@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, check
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, check
 from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
 

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from fastplm import models
 from fastplm.data import _output
-from fastplm.train._checkpoint import weights_at
+from fastplm.run.checkpoint import weights_at
 
 #: How the names of classes end that write from left to right.
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")

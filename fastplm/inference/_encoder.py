@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError, check
 from fastplm.data import load_tokenizer
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, check
 from fastplm.inference._batches import Batch
 from fastplm.inference._checkpoint import load_model
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._gpt import CausalModel
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import Stack
-from fastplm.train._checkpoint import config_at
+from fastplm.run.checkpoint import config_at
 
 
 class _Enough(Exception):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm._checks import ArgumentTypeError, DataError, check
 from fastplm.data._files import lines_of
+from fastplm.errors import ArgumentTypeError, DataError, check
 from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
 from fastplm.inference._encoder import Encoder
-from fastplm.inference.arguments import BATCH_TOKENS
+from fastplm.run.settings import BATCH_TOKENS
 
 _WHERE = "bert_score"
 #: Tokens of the pairs that are matched together; their states are in memory.

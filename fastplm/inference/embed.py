@@ -18,24 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, DataError, check, check_choice, check_int
+from fastplm._checks import check_int
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import reserve, whole
+from fastplm.errors import ArgumentValueError, DataError, check, check_choice
 from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
 from fastplm.inference._checkpoint import fp32_name, results
 from fastplm.inference._encoder import Encoder, load_encoder
-from fastplm.inference.arguments import (
-    BATCH_TOKENS,
+from fastplm.inference.settings import (
     COMBINATIONS,
     POOLINGS,
     TOO_LONG,
     WORD_POOLINGS,
     EmbedArguments,
 )
-from fastplm.train._run import fp32_products, using_threads
-from fastplm.train._run_folder import loaded, writing
-from fastplm.train.report import block, counted
+from fastplm.run.folder import loaded, writing
+from fastplm.run.report import block, counted
+from fastplm.run.settings import BATCH_TOKENS
+from fastplm.run.threads import fp32_products, using_threads
 
 _WHERE = "embed"
 #: Poolings that choose one token of a text or word.

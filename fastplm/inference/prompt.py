@@ -25,20 +25,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastplm._checks import ArgumentTypeError, DataError, check, check_choice, check_int, message
+from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
 from fastplm.data._output import whole
+from fastplm.data.examples import Example, read_examples, subset
+from fastplm.errors import ArgumentTypeError, DataError, check, check_choice, message
 from fastplm.inference._batches import batches, longest_input, progress_bar
 from fastplm.inference._checkpoint import head_of, load_model, results
-from fastplm.inference.arguments import BATCH_TOKENS, CALIBRATIONS, PromptArguments
+from fastplm.inference.settings import CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
-from fastplm.train._checkpoint import config_at
-from fastplm.train._run import using_threads
-from fastplm.train.finetune_data import Example, read_examples, subset
-from fastplm.train.report import block, counted
+from fastplm.run.checkpoint import config_at
+from fastplm.run.report import block, counted
+from fastplm.run.settings import BATCH_TOKENS
+from fastplm.run.threads import using_threads
 
 _WHERE = "prompt"
 #: Texts without content, for contextual calibration (Zhao et al. 2021, §5).

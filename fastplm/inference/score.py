@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastplm._checks import ArgumentTypeError, check, check_choice, check_int, message
-from fastplm.inference.score_arguments import BATCH_TOKENS, METHODS
+from fastplm._checks import check_int
+from fastplm.errors import ArgumentTypeError, check, check_choice, message
+from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
 from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.models.encoder_decoder import EncoderDecoderModel
 from fastplm.nn._rows import IGNORE_INDEX, vocabulary_loss
+from fastplm.run.settings import BATCH_TOKENS
 
 # Texts that the tokenizer gets at once.
 _ENCODED_TOGETHER = 1024

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import whole
+from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
 from fastplm.inference._checkpoint import fp32_name, head_of, load_model, results
 from fastplm.inference._encoder import load_encoder
 from fastplm.inference.bertscore import bert_score
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
-from fastplm.inference.score_arguments import METHODS, ScoreArguments
-from fastplm.train._checkpoint import config_at
-from fastplm.train._run import fp32_products, using_threads
-from fastplm.train.report import block, counted
+from fastplm.inference.score_settings import METHODS, ScoreArguments
+from fastplm.run.checkpoint import config_at
+from fastplm.run.report import block, counted
+from fastplm.run.threads import fp32_products, using_threads
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,8 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import (
-    INTEGER,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    fail,
-    values_are_known,
-)
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm.errors import fail
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import of_samples, requested_rows, shifted

@@ -13,14 +13,8 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
 from fastplm._backends import note
-from fastplm._checks import (
-    INTEGER,
-    check_choice,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    fail,
-)
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup
 from fastplm.models._ragged import numbers_of_rows
 from fastplm.nn._rows import (

@@ -17,16 +17,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
 from fastplm._backends import is_written_down
-from fastplm._checks import (
-    UnsupportedError,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    fail,
-    values_are_known,
-    values_exist,
-)
+from fastplm._checks import check_dtype, check_shape, check_tensor, values_are_known, values_exist
 from fastplm._registry import is_eager
+from fastplm.errors import UnsupportedError, fail
 from fastplm.nn.dropout import RowNumbers, on_rows
 
 _WHERE = "unpad"

@@ -18,8 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
-from fastplm._checks import check_choice, check_shape, check_tensor
+from fastplm._checks import check_shape, check_tensor
 from fastplm._registry import is_eager
+from fastplm.errors import check_choice
 from fastplm.models._base import (
     FastplmModel,
     caches,

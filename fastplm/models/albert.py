@@ -42,7 +42,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
 
-from fastplm._checks import check_choice, fail
+from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, drop_in
 from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
 from fastplm.models._heads import (

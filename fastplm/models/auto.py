@@ -9,8 +9,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from fastplm._accelerate import drop_in_of, switch
 from fastplm.hf import NAME
+from fastplm.models._accelerate import drop_in_of, switch
 from fastplm.models._base import FastplmModel, choosing, say_what_is_lost
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import BartConfig
 
-from fastplm._checks import fail
+from fastplm.errors import fail
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models.bart import BartEncoder, BartForConditionalGeneration
 

@@ -14,16 +14,8 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import (
-    INTEGER,
-    UnsupportedError,
-    check_choice,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    fail,
-    values_are_known,
-)
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm.errors import UnsupportedError, check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
 from fastplm.models._ragged import rows_at, unpadded

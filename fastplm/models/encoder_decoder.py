@@ -19,7 +19,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import fail
+from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import FastplmModel, choosing, drop_in, share_config, wants_output
 from fastplm.models._encoder import EncoderModel

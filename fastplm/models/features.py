@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForToken
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import check_choice, fail
+from fastplm.errors import check_choice, fail
 from fastplm.models._features_options import FEATURES, HEADS, POOLINGS
 from fastplm.models._heads import ScaledLoss
 from fastplm.models.auto import AutoModel

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastplm._checks import check_shape, fail
+from fastplm._checks import check_shape
+from fastplm.errors import fail
 
 
 class LayerSimilarity(NamedTuple):

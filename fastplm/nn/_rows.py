@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, fail, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm.errors import fail
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import check_same, check_shape, check_tensor, fail
+from fastplm._checks import check_same, check_shape, check_tensor
+from fastplm.errors import fail
 
 _WHERE = "FusedAttention"
 

@@ -20,9 +20,8 @@ from fastplm._checks import (
     check_same,
     check_same_device,
     check_tensor,
-    fail,
 )
-from fastplm.errors import ArgumentValueError, message
+from fastplm.errors import ArgumentValueError, fail, message
 from fastplm.nn._rows import IGNORE_INDEX
 
 #: The logit of a document that is a copy of another: its exponential is 0 beside any other one.

@@ -8,8 +8,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check_number, check_tensor, fail
+from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
+from fastplm.errors import fail
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).

@@ -12,13 +12,8 @@ import torch
 
 from fastplm import _extension
 from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, warn_unless_forced
-from fastplm._checks import (
-    check_choice,
-    check_same_device,
-    check_seed_form,
-    check_tensor,
-    fail,
-)
+from fastplm._checks import check_same_device, check_seed_form, check_tensor
+from fastplm.errors import check_choice, fail
 
 
 def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:

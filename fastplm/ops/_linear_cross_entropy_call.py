@@ -7,8 +7,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, check_dtype, message
+from fastplm._checks import check_dtype
 from fastplm._declare import Arg, Size
+from fastplm.errors import ArgumentValueError, message
 
 # Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
 _LOGITS_ALIGNMENT = 64

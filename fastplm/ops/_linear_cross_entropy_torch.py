@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastplm._extension import lacks
-from fastplm._measured import computes_in
+from fastplm._machine import computes_in
 from fastplm.ops._linear_cross_entropy_call import Call, Saved
 from fastplm.ops.linear import dense, is_ours, multiply_into
 from fastplm.reference.linear_cross_entropy import uniform_level

@@ -7,8 +7,9 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, message, values_are_known
+from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
+from fastplm.errors import ArgumentValueError, message
 from fastplm.ops._linear_cross_entropy_call import check_parameters, empty_for_backward
 
 #: What the forward finds out about each row, in this order: of the student the maximum logit, the

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm._checks import INTEGER, check_int, fail, values_are_known
+from fastplm._checks import INTEGER, check_int, values_are_known
 from fastplm._declare import Arg
+from fastplm.errors import fail
 
 # What they declare alike.
 TOKENS = Arg("[B, T]", INTEGER, packed="[N]")

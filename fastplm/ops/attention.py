@@ -15,16 +15,15 @@ from fastplm import _measured
 from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down, requested
 from fastplm._checks import (
     FLOATING,
-    ArgumentTypeError,
     are_dense,
     check_number,
     check_probability,
     check_seed_form,
     check_tensor,
-    fail,
 )
 from fastplm._measured import CallClass, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
+from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops import _attention_torch
 from fastplm.ops._attention_call import (
     Call,

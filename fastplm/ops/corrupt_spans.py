@@ -8,9 +8,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_int, check_number, check_tensor, fail, values_are_known
+from fastplm._checks import check_int, check_number, check_tensor, values_are_known
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
+from fastplm.errors import fail
 from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
 from fastplm.ops._token_rows import (
     ENDS,

@@ -7,9 +7,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import ArgumentValueError, message, values_are_known
+from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op, needs_dispatch
+from fastplm.errors import ArgumentValueError, message
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,

@@ -7,10 +7,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_choice
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, training
 from fastplm._registry import Op
+from fastplm.errors import check_choice
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.gelu import gelu_ref
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastplm import _measured as _tables
 from fastplm._backends import is_recorded, of_any_size, requested
-from fastplm._checks import FLOATING, check_same, check_shape, check_tensor, fail
+from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
 from fastplm._measured import CallClass, slower
 from fastplm._registry import Op, needs_dispatch
+from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear import linear_ref
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fastplm._checks import check_bool, check_number, check_tensor, fail, values_are_known
+from fastplm._checks import check_bool, check_number, check_tensor, values_are_known
 from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm.errors import fail
 from fastplm.ops._common import (
     check_reduction,
     kernels,

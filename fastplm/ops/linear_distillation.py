@@ -14,20 +14,16 @@ from torch import Tensor
 
 from fastplm._checks import (
     FLOATING,
-    ArgumentTypeError,
-    check_choice,
     check_dtype,
     check_number,
     check_same_device,
     check_scalar,
     check_shape,
     check_tensor,
-    fail,
-    message,
-    shown,
     values_are_known,
 )
 from fastplm._registry import Op, needs_dispatch
+from fastplm.errors import ArgumentTypeError, check_choice, fail, message, shown
 from fastplm.ops._common import (
     check_reduction,
     kernels,

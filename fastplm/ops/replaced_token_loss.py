@@ -13,17 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastplm._checks import (
-    INTEGER,
-    ArgumentTypeError,
-    check_bool,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    fail,
-)
+from fastplm._checks import INTEGER, check_bool, check_dtype, check_shape, check_tensor
 from fastplm._declare import Arg
 from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._common import (
     check_reduction,
     csrc_rejects,

@@ -9,13 +9,13 @@ import torch
 
 from fastplm import _backends, _extension
 from fastplm.data import NextSentencePairs, TextFiles
-from fastplm.train.report import block, counted
+from fastplm.run.report import block, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from fastplm.train.arguments import PretrainArguments
     from fastplm.train.pretrain_data import RunData
+    from fastplm.train.pretrain_settings import PretrainArguments
 
 _NAMED_FILES = 3
 # That of fastplm's own small sizes.

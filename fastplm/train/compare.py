@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastplm.testing import peak_bytes
+from fastplm._machine import peak_bytes
 
 Batch = dict[str, Tensor]
 Step = Callable[[Batch], Tensor]

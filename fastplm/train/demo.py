@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from fastplm._checks import check
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
-from fastplm.train._run import using_threads
-from fastplm.train._run_folder import claimed, last_checkpoint, move_aside
-from fastplm.train.arguments import MINUTES, PretrainArguments
+from fastplm.errors import check
+from fastplm.run.folder import claimed, last_checkpoint, move_aside
+from fastplm.run.threads import using_threads
 from fastplm.train.compare import compare, table
-from fastplm.train.pretrain import (
+from fastplm.train.pretrain import pretrain, rehearse
+from fastplm.train.pretrain_data import (
     count_tokens,
     hold_out,
     make_collator,
     make_dataset,
     open_corpus,
-    pretrain,
-    rehearse,
 )
+from fastplm.train.pretrain_settings import MINUTES, PretrainArguments
 from fastplm.train.report import summary
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _loads_in_transformers(out: Path) -> dict[str, bool]:
     import transformers
 
     import fastplm.models
-    from fastplm.testing import FORWARD_FACTOR, BudgetExceeded, check_error
+    from fastplm._budget import FORWARD_FACTOR, BudgetExceeded, check_error
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "discriminator")
     text = ["A module is a file with Python definitions.", "Return the absolute value of x."]

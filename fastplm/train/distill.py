@@ -15,12 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastplm.models
-from fastplm._checks import DataError
 from fastplm.data import PretrainingStream, TokenStore, load_tokenizer, train_tokenizer
 from fastplm.data._folder import file_hash
+from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.train._checkpoint import config_at, set_dropout, weights_at
-from fastplm.train.arguments import DistillArguments, PretrainArguments
+from fastplm.run.checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.distill_data import (
     ParallelCollator,
     ParallelText,
@@ -29,6 +28,7 @@ from fastplm.train.distill_data import (
     parallel_stores,
 )
 from fastplm.train.distill_objectives import KINDS, Distillation, uniform_layers
+from fastplm.train.distill_settings import DistillArguments
 from fastplm.train.flops import MASKED, flops_a_token
 from fastplm.train.losses import counted_labels, tokens_and_sequences
 from fastplm.train.pretrain import Pretraining, collation, train_on_stream
@@ -39,6 +39,7 @@ from fastplm.train.pretrain_data import (
     make_collator,
     prepare_data,
 )
+from fastplm.train.pretrain_settings import PretrainArguments
 from fastplm.train.trainer import DETECTION_COUNTS, PretrainingTrainer, detection
 
 if TYPE_CHECKING:

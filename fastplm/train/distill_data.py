@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm._checks import DataError, check
 from fastplm.data import Collator, TokenStore, tokenize
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.errors import DataError, check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,6 @@ from fastplm.models._heads import shifted
 from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
 from fastplm.models.features import pooled
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
-from fastplm.train.arguments import WEIGHTS
 from fastplm.train.distill_losses import (
     cosine_distance,
     detection_divergence,
@@ -29,11 +28,12 @@ from fastplm.train.distill_losses import (
     score_distance,
     squared_distance,
 )
+from fastplm.train.distill_settings import WEIGHTS
 from fastplm.train.losses import shifts_labels
 from fastplm.train.trainer import DETECTION_COUNTS
 
 if TYPE_CHECKING:
-    from fastplm.train.arguments import DistillArguments
+    from fastplm.train.distill_settings import DistillArguments
 
 
 class Distillation(PreTrainedModel):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from fastplm._machine import peak_bytes
 from fastplm.data._folder import first_process
-from fastplm.testing import peak_bytes
-from fastplm.train._run import using_threads
-from fastplm.train.arguments import PretrainArguments
-from fastplm.train.report import block
+from fastplm.run.report import block
+from fastplm.run.threads import using_threads
+from fastplm.train.pretrain_settings import PretrainArguments
 
 # Letters of the text that are read: enough for any published vocabulary, and soon tokenized.
 _LETTERS = 1 << 23

@@ -18,12 +18,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from fastplm._checks import DataError, DivergenceError
 from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.data.examples import read_examples, subset
+from fastplm.errors import DataError, DivergenceError
 from fastplm.models._base import FastplmModel
-from fastplm.train._interrupt import saved_when_stopped
-from fastplm.train._run import begin, check_ranks, describe, started
-from fastplm.train._run_folder import (
+from fastplm.run.begin import begin, check_ranks, describe, started
+from fastplm.run.folder import (
     check_same,
     checkpoints,
     last_checkpoint,
@@ -33,8 +33,10 @@ from fastplm.train._run_folder import (
     write_hashed,
     writing,
 )
-from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_data import hold_out, read_examples, shown_counts, subset
+from fastplm.run.interrupt import saved_when_stopped
+from fastplm.run.report import block, counted, curve, settings_of, versions
+from fastplm.run.trainer import RunTrainer, reporting, training_arguments
+from fastplm.train.finetune_data import hold_out, shown_counts
 from fastplm.train.finetune_models import (
     build_model,
     longest,
@@ -43,11 +45,10 @@ from fastplm.train.finetune_models import (
     usual_learning_rate,
 )
 from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
+from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
 from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.optimizer import Adafactor
-from fastplm.train.report import block, counted, curve, settings_of, versions
-from fastplm.train.trainer import RunTrainer, reporting, training_arguments
 
 _KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": Seq2Seq}
 _HELD_OUT = 0.1

@@ -12,12 +12,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
 import fastplm.models
-from fastplm._checks import DataError
 from fastplm.data import load_tokenizer
+from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.train._checkpoint import config_at, set_dropout, weights_at
-from fastplm.train._run_folder import loaded
-from fastplm.train.arguments import ENCODERS, FinetuneArguments
+from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.run.folder import loaded
+from fastplm.train.finetune_settings import ENCODERS, FinetuneArguments
 from fastplm.train.finetune_tasks import CAUSAL, Task
 from fastplm.train.frozen import Frozen, Kept
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 import fastplm.hf
 import fastplm.models
-from fastplm._checks import DataError
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
+from fastplm.data.examples import Example
+from fastplm.errors import DataError
 from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
-from fastplm.train._checkpoint import config_at, set_dropout, weights_at
-from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_data import Example
+from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.

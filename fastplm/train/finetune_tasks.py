@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from fastplm import ops
-from fastplm._checks import ArgumentValueError, DataError, message, shown
+from fastplm.data.examples import Example
+from fastplm.errors import ArgumentValueError, DataError, message, shown
 from fastplm.models._heads import shifted
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
-from fastplm.train.arguments import FinetuneArguments
-from fastplm.train.finetune_data import Example, doubtful_labels, essence, number
+from fastplm.train.finetune_data import doubtful_labels, essence, number
+from fastplm.train.finetune_settings import FinetuneArguments
 
 Feature = dict[str, Any]
 #: One feature's outputs of the model.

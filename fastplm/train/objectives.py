@@ -34,7 +34,7 @@ from fastplm.train.presets import FAMILIES, NOISES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastplm.train.arguments import PretrainArguments
+    from fastplm.train.pretrain_settings import PretrainArguments
 
 
 def _too_few(what: str, there: int, needed: int) -> str:

@@ -15,33 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _extension
-from fastplm._measured import hardware_has_bf16
+from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.train._interrupt import saved_when_stopped
-from fastplm.train._run import begin, check_ranks, describe, started
-from fastplm.train._run_folder import (
-    RECORD,
-    check_same,
-    checkpoint_to_resume,
-    save_models,
-    writing,
-)
-from fastplm.train.arguments import PretrainArguments
+from fastplm.run.begin import begin, check_ranks, describe, started
+from fastplm.run.folder import RECORD, check_same, checkpoint_to_resume, save_models, writing
+from fastplm.run.interrupt import saved_when_stopped
+from fastplm.run.report import settings_of
 from fastplm.train.objectives import build_model
 from fastplm.train.presets import configuration
-from fastplm.train.pretrain_data import (  # noqa: F401 (others take some of it from here)
-    EMBEDDED,
-    HELD_OUT_SAMPLES,
+from fastplm.train.pretrain_data import (
     RunData,
     count_tokens,
-    hold_out,
     make_collator,
-    make_dataset,
     objective_of,
-    open_corpus,
     prepare_data,
 )
-from fastplm.train.report import settings_of
+from fastplm.train.pretrain_settings import PretrainArguments
 
 if TYPE_CHECKING:
     from transformers import (
@@ -145,7 +134,7 @@ def _train(
     before: dict[str, Any] | None,
     make_room: Callable[[], None],
 ) -> dict[str, Any]:
-    from fastplm.train.trainer import reporting
+    from fastplm.run.trainer import reporting
 
     args, checkpoint, done = training.args, None, 0
     wrong: str | None = ""
@@ -219,7 +208,8 @@ def rehearse(
         patience: see ``Stopwatch``.
         second_stage: of a two-stage training take the steps of the second one.
     """
-    from fastplm.train.trainer import Progress, Stopwatch
+    from fastplm.run.trainer import Progress
+    from fastplm.train.trainer import Stopwatch
 
     training_arguments = _training_arguments(args, Path(args.out))
     data = prepare_data(args, training_arguments, None, documents)
@@ -316,7 +306,7 @@ def _make_trainer(
 
 
 def _training_arguments(args: Any, out: Path) -> TrainingArguments:
-    from fastplm.train.trainer import training_arguments
+    from fastplm.run.trainer import training_arguments
 
     return training_arguments(
         args,
@@ -423,7 +413,8 @@ def _finish(
     collator: Any,
     run: dict[str, Any],
 ) -> dict[str, Any]:
-    from fastplm.train.report import curve, numbers_of, plot_losses, versions
+    from fastplm.run.report import curve, versions
+    from fastplm.train.report import numbers_of, plot_losses
 
     args, model = training.args, trainer.model
     models, held_out = training.models(model), {}

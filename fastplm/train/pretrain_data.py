@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastplm._checks import DataError, check
 from fastplm.data import (
     PretrainingStream,
     TextFiles,
@@ -21,9 +20,10 @@ from fastplm.data import (
     tokenize,
     train_tokenizer,
 )
-from fastplm.train.arguments import PretrainArguments
+from fastplm.errors import DataError, check
 from fastplm.train.objectives import OBJECTIVES, Objective
 from fastplm.train.presets import FAMILIES
+from fastplm.train.pretrain_settings import PretrainArguments
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastplm.data._folder import say
+from fastplm.run.report import block
 
 #: How a summary calls the figures of ``evaluate.detection_at_base_rate``, and what they are.
 _BY_SHARE = "by share"
@@ -19,37 +15,6 @@ _WHAT_BY_SHARE = (
     "only tokens that may be replaced, found if their probability is above the share replaced; the "
     "other figures are of all tokens, found if it is above 0.5"
 )
-
-
-def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The logged steps of a Trainer's history: step, losses, learning rate, tokens/s."""
-    return [
-        {name: value for name, value in entry.items() if name != "epoch"}
-        for entry in log_history
-        if "loss" in entry
-    ]
-
-
-def settings_of(arguments: Any) -> dict[str, Any]:
-    """The fields of a dataclass of arguments, as JSON has them."""
-    return json.loads(json.dumps(asdict(arguments), default=str))
-
-
-def versions() -> dict[str, str]:
-    """The versions of the libraries."""
-    import tokenizers
-    import transformers
-
-    import fastplm
-
-    return {
-        "fastplm": fastplm.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-        "platform": platform.platform(),
-    }
 
 
 def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]:
@@ -131,17 +96,6 @@ def summary(metrics: dict[str, Any]) -> str:
         ("picture", metrics["picture"] or "none was drawn"),
     ]
     return block(dict(rows))
-
-
-def counted(number: int, noun: str) -> str:
-    """The number and the noun, in the plural where there is not one."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def block(rows: dict[str, str]) -> str:
-    """Two columns of names and texts."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
 def _of_all(metrics: dict[str, Any]) -> str:

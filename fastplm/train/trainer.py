@@ -1,36 +1,23 @@
-"""The Hugging Face Trainer with what a pre-training run needs on top."""
+"""The Trainer of a pre-training: its losses, and how long its steps take."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import inspect
 import math
-import os
-import shutil
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers import TrainerCallback
 
-from fastplm._checks import DataError, DivergenceError, fail
-from fastplm._measured import hardware_has_bf16
-from fastplm.data._folder import say
-from fastplm.models._base import FastplmModel
-from fastplm.ops.dropout import draws_by_row
-from fastplm.train._run_folder import last_checkpoint, place_checkpoint, writing
+from fastplm.run.trainer import RunTrainer
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
@@ -46,355 +33,6 @@ DETECTION_COUNTS = ("true_positives", "predicted_positives", "positives", "corre
 
 # How long a ``Stopwatch`` looks at the steps, and at how many at least.
 _WARM_UP_STEPS, _TIMED_STEPS, _TIMED_SECONDS = 5, 3, 5.0
-
-# When a run without a terminal says how long it will take.
-_ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
-
-_SCRATCH = ".incomplete"
-
-
-def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
-    """The ``TrainingArguments`` of a run: those of every run, and ``settings``."""
-    on_gpu = torch.cuda.is_available()
-    fix = "Train in fp32 (--precision fp32, or without --bf16)."
-    able = not (bf16 and on_gpu) or hardware_has_bf16()
-    args.check("bf16", able, "a GPU that has it", fix, True)
-    return TrainingArguments(
-        output_dir=str(out),
-        bf16=bf16,
-        use_cpu=not on_gpu,
-        max_grad_norm=1.0,
-        remove_unused_columns=False,
-        dataloader_pin_memory=on_gpu,
-        logging_steps=args.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_steps=args.save_every,
-        disable_tqdm=True,
-        report_to="none",
-        # If the newest is damaged, a run goes on from the one before.
-        **{"lr_scheduler_type": "linear", "save_total_limit": 2} | settings,
-    )
-
-
-@contextlib.contextmanager
-def reporting(trainer: Trainer, name: str, out: Path, done: int = 0) -> Iterator[None]:
-    """In this block what a trainer logs goes where ``--report-to`` says, too.
-
-    Args:
-        trainer: its scores may be logged in this block after its training.
-        name: of ``REPORTS``.
-        out: the folder of the run.
-        done: the steps that it continues from; what a killed run had logged beyond them is logged
-            again.
-    """
-    from transformers.integrations import TensorBoardCallback, WandbCallback
-
-    first = trainer.is_world_process_zero()
-    if first and name == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = str(out / "tensorboard")
-        board = TensorBoardCallback(SummaryWriter(folder, purge_step=done + 1))
-        board.logging_dir = folder  # of what is logged when the training has ended
-        trainer.add_callback(board)
-    if not (first and name == "wandb"):
-        yield
-        return
-    import wandb  # type: ignore[import-not-found]
-
-    callback = WandbCallback()
-    trainer.args.run_name = out.name
-    try:
-        callback.setup(trainer.args, trainer.state, trainer.model)
-    except Exception as error:  # of its own kinds, such as that there is no key
-        fix = "Call wandb login, set WANDB_MODE=offline, or choose another --report-to."
-        reason = " ".join(str(error).split())
-        where = getattr(trainer, "where", "train")
-        fail(where, "report_to", f"wandb ({reason:.200})", "a way to log there", fix, DataError)
-    trainer.add_callback(callback)
-    try:
-        yield
-    finally:
-        wandb.finish()  # the next seed is a run of its own
-
-
-@contextlib.contextmanager
-def _drawing(seed: int, step: int) -> Iterator[None]:
-    """PyTorch's generator of the CPU begins anew with a number of the step, and is put back."""
-    generator = torch.default_generator
-    state = generator.get_state()
-    number = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(number, "little") >> 1)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
-class RunTrainer(Trainer):
-    """Trainer of a run that may be killed, run out of disk or diverge at any moment.
-
-    - A checkpoint is written to a scratch folder, sealed with a manifest and renamed when all
-      processes are done. Only then an older one is removed.
-    - The run stops at a loss, gradient or weight that is not finite, before a checkpoint has it:
-      on the CPU in that step; on a GPU, which it never waits for, a step or two later; with several
-      processes, which must stop together, when the loss is logged.
-    - A window of the log ends at each checkpoint, so that the loss curve and the sums of
-      ``seconds`` and tokens do not depend on how often the run was resumed.
-
-    See docs/pretraining.md, "Stopping and resuming".
-
-    Args:
-        args, kwargs: of ``transformers.Trainer``.
-    """
-
-    #: The command that trains, for messages.
-    where = "pretrain"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.world_size == 1 and self.args.n_gpu > 1:
-            # The Trainer would split batches by rows, and flat positions do not split.
-            self.args._n_gpu = 1
-        self.remove_callback(PrinterCallback)
-        self.add_callback(LogWhereSaved())
-        self.add_callback(Progress())
-        self._finite = FiniteCheck(self.args.device)
-        self._window_began = 0.0
-        self._window_step = 0
-        self._scratch: str | None = None
-
-    @property
-    def train_seconds(self) -> float:
-        """The time of all steps of the run, checkpoints left out, also before it was resumed."""
-        return sum(entry.get("seconds", 0.0) for entry in self.state.log_history)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all processes, over the same steps."""
-        entries = (entry for entry in self.state.log_history if "seconds" in entry)
-        tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
-        return tokens / max(self.train_seconds, 1e-9)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> Any:
-        if self.state.global_step >= self.state.max_steps:
-            # Resumed after the last step; the Trainer looks at the number of steps after a step.
-            self.control.should_training_stop = True
-            return [], None
-        if not self._window_began:
-            self._window_began, self._window_step = time.perf_counter(), self.state.global_step
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Tensor:
-        numbered: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.draws_by_sample(inputs):
-            # One seed for all micro-batches and processes of a step.
-            numbered = _drawing(self.args.seed, self.state.global_step)
-        with numbered:
-            loss = super().training_step(model, inputs, *args, **kwargs)
-        self._check_finite("the loss", loss)
-        return loss
-
-    def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
-        """Whether all dropout of the model is drawn by the samples of this batch.
-
-        Where it is not, one seed for a step would drop the same in all its micro-batches.
-        """
-        parts = (getattr(self.model, name, None) for name in ("discriminator", "student"))
-        trained: Any = next((part for part in parts if part is not None), self.model)
-        return (
-            "sample_index" in inputs
-            and self.args.device.type == "cpu"
-            and isinstance(trained, FastplmModel)
-            and trained._has_our_attention()
-            and draws_by_row(next(self.model.parameters()).new_empty(0))
-        )
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        if type(norm) is Tensor:  # a distributed one is looked at when it is logged
-            self._check_finite("the norm of the gradient", norm.to(self.args.device))
-        return norm
-
-    def _check_finite(self, name: str, value: Tensor) -> None:
-        self._finite.add(name, value.detach(), self.state.global_step + 1)
-        # Several processes stop together: one alone would leave the others waiting for it.
-        if self.args.world_size == 1:
-            self._stop_at(self._finite.known())
-
-    def window_tokens(self) -> float:
-        """The tokens of all processes since the last log; they are then forgotten."""
-        raise NotImplementedError
-
-    def window_parts(self) -> dict[str, float]:
-        """What else is logged of the steps since the last log."""
-        return {}
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            # The device was waited for already: the logged loss is a number of the host.
-            self._stop_at(self.accelerator.gather(self._finite.steps[None]))
-            if not math.isfinite(logs.get("grad_norm", 0.0)):
-                self._diverged(self.state.global_step, f"{FiniteCheck.NAMES[1]} is not finite")
-            logs.update(self.window_parts())
-            tokens = self.window_tokens()
-            now = time.perf_counter()
-            seconds = max(now - self._window_began, 1e-9)
-            logs.update(tokens_per_second=tokens / seconds, seconds=seconds)
-            self._window_began, self._window_step = now, self.state.global_step
-        super().log(logs, start_time)
-
-    def _stop_at(self, steps: Tensor) -> None:
-        """Stop if one of the first steps at which something was not finite is known."""
-        first, name = min(
-            (step, name)
-            for row in steps.reshape(-1, len(FiniteCheck.NAMES)).tolist()
-            for step, name in zip(row, FiniteCheck.NAMES, strict=True)
-        )
-        if first < FiniteCheck.NEVER:
-            self._diverged(first, f"{name} is not finite")
-
-    def _diverged(self, step: int, what: str) -> NoReturn:
-        out = Path(self.args.output_dir)
-        last = last_checkpoint(out) if self.args.should_save else None
-        kept = "no checkpoint was written yet" if last is None else f"{last} is the last good state"
-        if self.state.global_step == 0:  # no learning rate has changed a weight yet
-            raise DivergenceError(
-                f"{self.where}: at step {step} {what}, before any weight was changed: "
-                f"{why_not_finite(self.model)} No model was written."
-            )
-        raise DivergenceError(
-            f"{self.where}: at step {step} {what}: the training has diverged. {kept[0].upper()}"
-            f"{kept[1:]}, and no model was written. Start again with a lower learning rate (it was "
-            f"{self.args.learning_rate:g}) or a longer warm-up."
-        )
-
-    def check_held_out(self, scores: Mapping[str, Any]) -> None:
-        """Stop if a loss of the trained model is not finite, as after a step that was too large."""
-        for name, value in scores.items():
-            if name.endswith("loss") and not math.isfinite(value):
-                self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.outside_window():
-            return super().evaluate(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def outside_window(self) -> Iterator[None]:
-        """What is done inside does not count as time of the training."""
-        began = time.perf_counter()
-        yield
-        if self._window_began:
-            self._window_began += time.perf_counter() - began
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        scheduler: Any = self.lr_scheduler
-        if checkpoint is not None and hasattr(scheduler, "lr_lambdas"):
-            # The rate of the next step is that of this run's schedule, which may be longer now.
-            rates = [
-                base * factor(scheduler.last_epoch)
-                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied parameters are saved under one of their names: the others are not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._scratch or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        began, step = time.perf_counter(), self.state.global_step
-        if not all_finite(self.model):
-            self._diverged(step, "a weight is not finite")
-        output = Path(self.args.output_dir)
-        scratch = output / _SCRATCH
-        if self.args.should_save:
-            shutil.rmtree(scratch, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._scratch = str(scratch)
-        try:
-            with writing(self.where, output):
-                super()._save_checkpoint(model, trial)
-                self.accelerator.wait_for_everyone()
-                if self.args.should_save:
-                    keep = self.args.save_total_limit or 1
-                    place_checkpoint(scratch / f"checkpoint-{step}", output, step, keep)
-        finally:
-            self._scratch = None
-            if self.args.should_save:
-                shutil.rmtree(scratch, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._window_began += time.perf_counter() - began
-
-
-def why_not_finite(model: nn.Module) -> str:
-    """What in a model makes a loss that is not finite, and what to do, in one or two sentences."""
-    size, largest = 0.0, ""
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            return (
-                f"the weight {name} holds NaN or infinity. Start from another checkpoint, or from "
-                "new weights."
-            )
-        of_this = weight.detach().abs().max().item() if weight.numel() else 0.0
-        size, largest = max((size, largest), (of_this, name))
-    return (
-        f"all weights are finite, the largest is {size:.3g} in {largest}. If that is too large for "
-        "the products of this precision, start from another checkpoint or with --precision fp32; "
-        "else look at the data."
-    )
-
-
-def all_finite(model: nn.Module) -> bool:
-    """Whether every weight is a number."""
-    return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
-
-
-class FiniteCheck:
-    """The first steps at which values were not finite, found without waiting for a GPU.
-
-    ``steps``, int64 [names] on the device of the values, has the first step of each name, or
-    ``NEVER``.
-    """
-
-    NAMES = ("the loss", "the norm of the gradient")
-    NEVER = torch.iinfo(torch.int64).max
-
-    def __init__(self, device: torch.device) -> None:
-        self.steps = torch.full((len(self.NAMES),), self.NEVER, device=device)
-        self._each = dict(zip(self.NAMES, self.steps.unbind(), strict=True))
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            self._copy = torch.full_like(self.steps, self.NEVER, device="cpu").pin_memory()
-            self._copied = torch.cuda.Event()
-
-    def add(self, name: str, value: Tensor, step: int) -> None:
-        """Look at a value of a step, which a 0-d tensor holds."""
-        seen = self._each[name]
-        torch.minimum(seen, torch.where(value.isfinite(), self.NEVER, step), out=seen)
-
-    def known(self) -> Tensor:
-        """``steps`` as far as the host knows them; on a GPU those of a step or two before."""
-        if not self._on_gpu:
-            return self.steps
-        known = self._copy
-        if self._copied.query():  # which does not wait
-            known = self._copy.clone()
-            self._copy.copy_(self.steps, non_blocking=True)
-            self._copied.record()
-        return known
 
 
 class PretrainingTrainer(RunTrainer):
@@ -451,15 +89,12 @@ class PretrainingTrainer(RunTrainer):
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, Tensor | int | None]:
-        if self._corrupt is not None:
-            # Here and not just before the forward, as the labels of all batches are counted first.
-            epoch_iterator = map(self._corrupted, epoch_iterator)
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+    def as_read(self, batches: Iterator) -> Iterator:
+        # Not just before the forward, as the labels of all batches are counted first.
+        return batches if self._corrupt is None else map(self._corrupted, batches)
+
+    def count(self, batches: list[dict[str, Any]]) -> None:
         self._add("tokens", self._count(batches))
-        return batches, num_items
 
     def _count(self, batches: list[dict[str, Any]]) -> Tensor:
         """What losses are divided by; returns the tokens, an encoder-decoder's of both sides."""
@@ -570,17 +205,6 @@ def detection(counts: dict[str, float]) -> dict[str, float]:
     }
 
 
-class LogWhereSaved(TrainerCallback):
-    """A loss is logged at each checkpoint, the last step's among them, whatever the interval.
-
-    No mean of losses then runs over a step where a run may be resumed.
-    """
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
-            control.should_log = True
-
-
 class Stopwatch(TrainerCallback):
     """Times steps, after some that warm up, and ends the training after a few seconds of them.
 
@@ -613,75 +237,3 @@ class Stopwatch(TrainerCallback):
         long_enough = self._ends[-1] - self._ends[0] >= _TIMED_SECONDS
         if long_enough and len(self._ends) > _TIMED_STEPS:
             control.should_training_stop = True
-
-
-class Progress(TrainerCallback):
-    """A progress bar with loss and tokens/s; lines of text where the output is no terminal."""
-
-    def __init__(self) -> None:
-        self.bar: tqdm | None = None
-        self._began = 0.0
-        self._first_step = 0
-        self._estimated = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._began, self._first_step = time.perf_counter(), state.global_step
-            self._estimated = False
-            self.bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not _is_terminal(),
-            )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.bar is None:
-            return
-        self.bar.update()
-        done, gone = state.global_step - self._first_step, time.perf_counter() - self._began
-        enough = done >= _ESTIMATE_STEPS and gone >= _ESTIMATE_SECONDS
-        if self.bar.disable and enough and not self._estimated:
-            self._estimated = True
-            say(f"about {duration(self._to_go(state))} to go")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.bar is None or logs is None or "loss" not in logs:
-            return
-        shown = {
-            name.removesuffix("_loss"): f"{value:.4f}"
-            for name, value in logs.items()
-            if name.endswith("loss")
-        }
-        shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
-        if self.bar.disable:
-            shown["gone"] = duration(time.perf_counter() - self._began)
-            shown["to go"] = duration(self._to_go(state))
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            say(f"step {state.global_step}/{state.max_steps}  {text}")
-        else:
-            self.bar.set_postfix(shown)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-    def _to_go(self, state: TrainerState) -> float:
-        done = max(state.global_step - self._first_step, 1)
-        return (time.perf_counter() - self._began) / done * (state.max_steps - state.global_step)
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 1:02:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def _is_terminal() -> bool:
-    """Whether a bar can be drawn; some that call themselves terminals have no columns."""
-    try:
-        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):
-        return False

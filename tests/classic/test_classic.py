@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fastplm import cli
-from fastplm._checks import ArgumentValueError, DataError, TooLittleTextError
 from fastplm.classic import train as module
-from fastplm.classic.arguments import SYSTEMS, ClassicArguments
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import (
     QuickThoughtsModel,
@@ -22,8 +20,10 @@ from fastplm.classic.sentences import (
     neighbour_loss,
     pad,
 )
+from fastplm.classic.settings import SYSTEMS, ClassicArguments
 from fastplm.classic.train import classic
 from fastplm.classic.words import BEGIN, END, PAD, UNK, Sentences, Words, word_bytes
+from fastplm.errors import ArgumentValueError, DataError, TooLittleTextError
 
 SENTENCES = [["the", "cat", "sat"], ["a", "dog", "ran", "to", "the", "zoo"], ["stop"]]
 WORDS = Words(["<pad>", "<unk>", "<s>", "</s>", "the", "cat", "sat", "a", "dog", "ran", "to"])

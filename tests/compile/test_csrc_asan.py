@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastplm import _measured
+from fastplm import _machine
 
 pytestmark = pytest.mark.compile
 
@@ -33,7 +33,7 @@ WIDTHS = {
     [
         # At its own level this process tests csrc/ itself (tests/ops), so here that is slow.
         *(
-            pytest.param(op, width, marks=pytest.mark.slow if width == _measured.level() else ())
+            pytest.param(op, width, marks=pytest.mark.slow if width == _machine.level() else ())
             for op, width in itertools.product(
                 ("attention", "dropout", "gelu", "linear", "replaced_token_loss", "rms_norm"),
                 ("default", "avx2", "avx512"),

@@ -16,8 +16,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.data import load_tokenizer, read_documents, tokenize, train_tokenizer
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 
 TEXT = "One line.\nAnother line.\n\nA second document, of one line.\n" * 40
 ICONV = "iconv -f <its encoding> -t utf-8"

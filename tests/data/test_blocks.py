@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import BlockDataset, PackedDocuments, SentenceChunks, TokenStore, tokenize
 from fastplm.data.blocks import split_sentences
+from fastplm.errors import ArgumentValueError, DataError
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from fastplm import ops
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.data import (
     BlockDataset,
     Collator,
@@ -23,6 +22,7 @@ from fastplm.data import (
     SentenceChunks,
     sequence_index,
 )
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from fastplm._checks import DataError
 from fastplm.data import embedded_corpus, read_documents, tokenize, train_tokenizer
 from fastplm.data.corpus import fingerprint
 from fastplm.data.tokenizer import KINDS
+from fastplm.errors import DataError
 
 
 def write(path, text, encoding="utf-8"):

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data.denoising import DataCollatorForDenoising, sentence_ends
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.reference.bart_noise import bart_noise_ref
 
 ROLES = dict(bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from fastplm._checks import DataError
 from fastplm.data import (
     PackedDocuments,
     SentenceChunks,
@@ -24,6 +23,7 @@ from fastplm.data import (
     tokenize,
     train_tokenizer,
 )
+from fastplm.errors import DataError
 
 KINDS = ("flip", "old-time", "cut", "empty", "longer", "gone", "folder", "dangling")
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import _numbers, index
+from fastplm.errors import ArgumentValueError, DataError
 
 compiled = pytest.mark.skipif(not index._COMPILED, reason="the extension was not built")
 INT64 = np.iinfo(np.int64)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fastplm._checks import ArgumentValueError
 from fastplm.data import PackedDocuments, PretrainingStream, sequence_index
+from fastplm.errors import ArgumentValueError
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 OPTIONS = [{}, {"cls_token_id": 2}, {"sep_token_id": 3}, SPECIAL]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fastplm._checks import DataError
 from fastplm.data import (
     NextSentencePairs,
     PretrainingStream,
@@ -17,6 +16,7 @@ from fastplm.data import (
     tokenize,
 )
 from fastplm.data.pairs import _truncate
+from fastplm.errors import DataError
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 BLOCK = 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data.span_corruption import DataCollatorForSpanCorruption
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.ops.corrupt_spans import span_corruption_fit, span_corruption_lengths
 from fastplm.reference.corrupt_spans import corrupt_spans_ref
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastplm._checks import DataError
 from fastplm.data import PretrainingStream
 from fastplm.data.stream import permute
+from fastplm.errors import DataError
 
 COUNT = 37
 

@@ -14,8 +14,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fastplm._checks import ArgumentValueError, UnsupportedError
 from fastplm.data import DataCollatorForDenoising, DataCollatorForSpanCorruption
+from fastplm.errors import ArgumentValueError, UnsupportedError
 
 # Settings under which much is random.
 KINDS = {

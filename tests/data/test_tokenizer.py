@@ -8,9 +8,9 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from fastplm._checks import DataError
 from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
 from fastplm.data.tokenizer import KINDS
+from fastplm.errors import DataError
 
 
 def test_special_tokens_and_round_trip(tokenizer, documents, tmp_path):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastplm._checks import ArgumentTypeError, DataError
 from fastplm.data import read_documents, train_tokenizer
 from fastplm.data.tokenizer import KINDS
 from fastplm.data.words import word_ids, word_starts
+from fastplm.errors import ArgumentTypeError, DataError
 
 SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
 

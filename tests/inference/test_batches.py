@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.inference._batches import Tokens, batches, limit_of, longest_input, ranges
 
 from ..models.conftest import small_config

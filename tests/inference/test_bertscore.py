@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.inference import bertscore as module
 from fastplm.inference.bertscore import bert_score
 

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from fastplm import cli
-from fastplm._checks import ArgumentValueError, DataError
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.inference._encoder import load_encoder
-from fastplm.inference.arguments import POOLINGS, WORD_POOLINGS
 from fastplm.inference.embed import embed, sentence_transformers_settings
+from fastplm.inference.settings import POOLINGS, WORD_POOLINGS
 from fastplm.models import AutoModel
 
 from ..models.conftest import FAMILIES, PREFIXES, every_family, pair, small_config

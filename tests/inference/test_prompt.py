@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastplm import cli
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.inference.prompt import CONTENT_FREE, LabelScores, Prompt, read_prompt, score_labels
 
 from ..models.conftest import FAMILIES, LANGUAGE_MODELS, pair

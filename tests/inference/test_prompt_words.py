@@ -7,7 +7,7 @@ import tokenizers
 import torch
 import transformers
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.inference.prompt import Prompt, score_labels
 from fastplm.models import BertForMaskedLM
 

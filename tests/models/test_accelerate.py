@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm._checks import UnsupportedError
+from fastplm.errors import UnsupportedError
 from fastplm.models import _base
 from fastplm.testing import check_in_fp64
 
@@ -290,9 +290,9 @@ def test_a_model_with_attention_of_the_user_is_not_changed(how, caplog):
     logger = transformers.utils.logging.get_logger("transformers")
     logger.addHandler(caplog.handler)
     before = logging.getLogger("fastplm").level
-    logging.getLogger("fastplm._accelerate").addHandler(caplog.handler)
+    logging.getLogger("fastplm.models._accelerate").addHandler(caplog.handler)
     fastplm.accelerate(model)
-    logging.getLogger("fastplm._accelerate").removeHandler(caplog.handler)
+    logging.getLogger("fastplm.models._accelerate").removeHandler(caplog.handler)
     logging.getLogger("fastplm").setLevel(before)
     logger.removeHandler(caplog.handler)
     assert "encoder.layer.1.attention.self" in caplog.text

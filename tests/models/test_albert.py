@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AlbertConfig
 
 from fastplm import models
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import (
     AlbertForMaskedLM,
     AlbertForSequenceClassification,

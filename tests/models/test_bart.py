@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import BartForConditionalGeneration, BartForSequenceClassification, BartModel
 
 from . import conftest

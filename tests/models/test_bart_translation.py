@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.bart import modeling_bart
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import BartForTranslation
 
 from .conftest import small_config

@@ -10,10 +10,10 @@ import torch._dynamo.testing
 import transformers
 from torch import nn
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm._machine import peak_bytes
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining
 from fastplm.nn.mlm_head import mlm_loss
-from fastplm.testing import peak_bytes
 
 from . import conftest
 from .conftest import LENGTH, ROWS, Storages, eager_parent, gradients, same, small_config

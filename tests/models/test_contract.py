@@ -9,7 +9,7 @@ import torch
 
 from fastplm import models, ops
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.models import _encoder
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import ElectraForMaskedLM, ElectraForMultipleChoice, ElectraForPreTraining
 
 from .conftest import LENGTH, PADDINGS, ROWS, changed, eager_parent, loss_of, rows_of, small_config

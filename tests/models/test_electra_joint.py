@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import ElectraConfig, Trainer, TrainingArguments
 
 from fastplm._backends import record_decisions, use_backend
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
 from fastplm.nn import TokenMasker
 from fastplm.reference.linear_cross_entropy import sample_ref

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from transformers.models.bert import modeling_bert
 
 from fastplm import models
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import _encoder
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 

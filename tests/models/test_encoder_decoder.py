@@ -16,7 +16,7 @@ from transformers import EncoderDecoderConfig
 
 import fastplm
 from fastplm import models
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import EncoderDecoderModel
 
 from . import conftest

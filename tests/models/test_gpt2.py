@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import (
     GPT2DoubleHeadsModel,
     GPT2ForSequenceClassification,

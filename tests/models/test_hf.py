@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 import fastplm
 from fastplm import hf, ops
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.testing import KeptDouble, check_in_fp64
 
 from . import conftest

@@ -10,7 +10,7 @@ from transformers import EncoderDecoderConfig
 
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import _ragged
 
 from .conftest import (

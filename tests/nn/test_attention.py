@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fastplm import ops
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.nn import FusedAttention
 from fastplm.reference.attention import attention_ref, attention_varlen_ref
 from fastplm.testing import assert_within_budget

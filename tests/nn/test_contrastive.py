@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastplm
+from fastplm._machine import peak_bytes
 from fastplm.nn import ContrastiveLoss, Dropout, GradCache
-from fastplm.testing import BudgetExceeded, assert_within_budget, peak_bytes
+from fastplm.testing import BudgetExceeded, assert_within_budget
 
 from ..pairwise import pairwise
 

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.func import functional_call
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.nn import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
 from fastplm.nn._rows import labelled_positions
 from fastplm.testing import assert_within_budget

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fastplm._checks import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.nn import RTDHead
 from fastplm.nn.rtd_head import ElectraRTDHead, rtd_loss
 from fastplm.testing import assert_within_budget

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 import fastplm
 from fastplm import _extension, ops
-from fastplm._checks import BackendError
+from fastplm.errors import BackendError
 from fastplm.models._base import switch_modules
 from fastplm.nn import GELU
 from fastplm.ops.gelu import FORMS

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import fastplm
 from fastplm import _extension, ops
 from fastplm._backends import record_decisions
-from fastplm._checks import BackendError
+from fastplm.errors import BackendError
 from fastplm.models._gpt import Conv1D
 from fastplm.nn import Linear
 from fastplm.ops.linear import OP, has_bf16x3

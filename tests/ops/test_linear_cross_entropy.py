@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
 from fastplm import ops
+from fastplm._machine import peak_bytes
 from fastplm.reference.linear_cross_entropy import (
     gumbel_sample_ref,
     linear_cross_entropy_ref,
@@ -35,7 +36,6 @@ from fastplm.testing import (
     assert_repeatable,
     assert_within_budget,
     p_value,
-    peak_bytes,
     poisoned_memory,
 )
 

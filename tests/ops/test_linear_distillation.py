@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastplm
 from fastplm import ops
+from fastplm._machine import peak_bytes
 from fastplm.reference.linear_distillation import (
     LinearDistillation,
     linear_distillation_ref,
@@ -22,7 +23,6 @@ from fastplm.testing import (
     BudgetExceeded,
     assert_repeatable,
     assert_within_budget,
-    peak_bytes,
 )
 
 from ..pairwise import pairwise

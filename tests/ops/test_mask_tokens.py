@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.reference.mask_tokens import (
     MaskedTokens,

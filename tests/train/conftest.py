@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fastplm.cli import main
-from fastplm.train.arguments import FinetuneArguments
 from fastplm.train.finetune import FeatureDataset, build_model, make_trainer, prepare_task
+from fastplm.train.finetune_settings import FinetuneArguments
 
 
 @pytest.fixture(scope="session")

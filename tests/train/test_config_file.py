@@ -12,17 +12,14 @@ import pytest
 import yaml
 
 from fastplm import cli
-from fastplm.classic.arguments import ClassicArguments
-from fastplm.inference.arguments import EmbedArguments, PromptArguments
-from fastplm.inference.score_arguments import ScoreArguments
-from fastplm.train import _config_file
-from fastplm.train.arguments import (
-    CALL,
-    DistillArguments,
-    FinetuneArguments,
-    Numbers,
-    PretrainArguments,
-)
+from fastplm.classic.settings import ClassicArguments
+from fastplm.inference.score_settings import ScoreArguments
+from fastplm.inference.settings import EmbedArguments, PromptArguments
+from fastplm.run import config_file
+from fastplm.run.settings import CALL, Numbers
+from fastplm.train.distill_settings import DistillArguments
+from fastplm.train.finetune_settings import FinetuneArguments
+from fastplm.train.pretrain_settings import PretrainArguments
 
 COMMANDS = [
     *(PretrainArguments, FinetuneArguments, DistillArguments, ClassicArguments),
@@ -162,7 +159,7 @@ def test_odd_texts_stay_what_they_are(text, tmp_path):
     out = tmp_path / f"o{text}"
     out.mkdir()
     args = FinetuneArguments("seq2seq", "d", out, model="m", prefix=text)
-    _config_file.write_settings(out, args)
+    config_file.write_settings(out, args)
     found = parsed("finetune", "--config", out / "settings.yaml")
     given = {name: found[name] for name in args.given}
     assert given == {name: str(value) for name, value in args.given.items()}
@@ -220,6 +217,6 @@ def test_paths_are_declared_where_the_settings_are():
 
 def test_with_config_leaves_other_commands_alone():
     parser = argparse.ArgumentParser(prog="fastplm x")
-    assert _config_file.with_config(parser, ["--combine", "--co", "--config"]) == [
+    assert config_file.with_config(parser, ["--combine", "--co", "--config"]) == [
         *("--combine", "--co", "--config"),
     ]

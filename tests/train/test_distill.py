@@ -13,12 +13,11 @@ from transformers import AlbertConfig, BertConfig, ElectraConfig, GPT2Config
 
 import fastplm.models
 from fastplm import _extension
-from fastplm._checks import ArgumentValueError
 from fastplm.cli import _parser, main
 from fastplm.data import load_tokenizer
+from fastplm.errors import ArgumentValueError
 from fastplm.testing import check_in_fp64
 from fastplm.train import distill_losses as losses
-from fastplm.train.arguments import RECIPES, DistillArguments
 from fastplm.train.distill import (
     change_vocabulary,
     copy_weights,
@@ -32,6 +31,7 @@ from fastplm.train.distill_objectives import (
     sentence_vectors,
     uniform_layers,
 )
+from fastplm.train.distill_settings import RECIPES, DistillArguments
 
 B, T, HEADS = 3, 7, 2
 WORDS = 40

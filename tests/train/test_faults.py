@@ -323,7 +323,7 @@ def test_a_disk_that_fills(training, tmp_path, capsys, request):
 
 BUSY = """
 import hashlib, sys
-from fastplm.train._interrupt import interruptible
+from fastplm.run.interrupt import interruptible
 with interruptible(["pretrain"], sys.argv[1]):
     print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 28)  # minutes, and it looks at no signal

@@ -20,11 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import fastplm.models
 from fastplm import _extension, cli
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
+from fastplm.data.examples import read_examples
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import finetune as module
-from fastplm.train.arguments import LIBRARIES
 from fastplm.train.finetune import (
     FeatureDataset,
     FinetuneArguments,
@@ -36,7 +36,8 @@ from fastplm.train.finetune import (
     student_t,
     summary,
 )
-from fastplm.train.finetune_data import doubtful_labels, hold_out, read_examples, shown_counts
+from fastplm.train.finetune_data import doubtful_labels, hold_out, shown_counts
+from fastplm.train.finetune_settings import LIBRARIES
 from fastplm.train.finetune_tasks import (
     TASKS,
     QuestionAnswering,

@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fastplm._checks import ArgumentValueError
 from fastplm.data import train_tokenizer
+from fastplm.errors import ArgumentValueError
 from fastplm.models.features import (
     FeaturesConfig,
     FeaturesForSequenceClassification,
@@ -23,8 +23,8 @@ from fastplm.models.features import (
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import finetune as module
 from fastplm.train import frozen
-from fastplm.train.arguments import LIBRARIES, FinetuneArguments
 from fastplm.train.finetune import FeatureDataset, build_model, finetune, make_trainer, prepare_task
+from fastplm.train.finetune_settings import LIBRARIES, FinetuneArguments
 from fastplm.train.finetune_tasks import predict
 
 NOUNS = "river house teacher garden train letter window forest engine island".split()

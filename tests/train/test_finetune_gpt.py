@@ -11,11 +11,11 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from fastplm import _extension, cli
-from fastplm._checks import ArgumentValueError, DataError
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.arguments import LIBRARIES, FinetuneArguments
 from fastplm.train.finetune import FeatureDataset, build_model, finetune, make_trainer, prepare_task
 from fastplm.train.finetune_models import DELIMITER, EXTRACT, START
+from fastplm.train.finetune_settings import LIBRARIES, FinetuneArguments
 from fastplm.train.finetune_tasks import predict
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 import fastplm.models
 from fastplm import _extension, cli
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.data import train_tokenizer
+from fastplm.data.examples import read_examples
+from fastplm.errors import ArgumentValueError, DataError
 from fastplm.train import finetune as module
 from fastplm.train.finetune import (
     FeatureDataset,
@@ -25,7 +26,6 @@ from fastplm.train.finetune import (
     make_trainer,
     prepare_task,
 )
-from fastplm.train.finetune_data import read_examples
 from fastplm.train.finetune_models import usual_learning_rate
 from fastplm.train.optimizer import Adafactor
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fastplm.cli import main
-from fastplm.train import _interrupt
+from fastplm.run import interrupt
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_second_signal_ends_at_once(arguments, signalled, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_checkpoint_by_time(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(_interrupt, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(interrupt, "_SAVE_SECONDS", 0.0)
     run(tmp_path / "out", save_every=1000, steps=3)
     kept = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
     assert kept == ["checkpoint-2", "checkpoint-3"]  # the newest two
@@ -69,17 +69,17 @@ def test_a_checkpoint_by_time(run, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_handlers_are_set_back(run, tmp_path):
-    before = [signal.getsignal(number) for number in _interrupt._SIGNALS]
+    before = [signal.getsignal(number) for number in interrupt._SIGNALS]
     run(tmp_path / "out", steps=1)
-    assert [signal.getsignal(number) for number in _interrupt._SIGNALS] == before
-    assert not _interrupt._Stop.heard
+    assert [signal.getsignal(number) for number in interrupt._SIGNALS] == before
+    assert not interrupt._Stop.heard
 
 
 BUSY = """
 import hashlib, sys
-from fastplm.train import _interrupt
-_interrupt._Stop.heard = True
-with _interrupt.interruptible(["pretrain"], sys.argv[1]):
+from fastplm.run import interrupt
+interrupt._Stop.heard = True
+with interrupt.interruptible(["pretrain"], sys.argv[1]):
     print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 28)  # minutes, and it looks at no signal
 """
@@ -93,7 +93,7 @@ def test_a_step_may_take_long_but_two_signals_end_it(tmp_path):
     try:
         assert process.stdout.readline() == b"busy\n"
         process.send_signal(signal.SIGTERM)
-        time.sleep(_interrupt._PATIENCE + 2)
+        time.sleep(interrupt._PATIENCE + 2)
         assert process.poll() is None  # it waits for the step
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)

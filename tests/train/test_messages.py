@@ -16,9 +16,9 @@ from fastplm.data import _numbers
 from fastplm.data._folder import damage
 from fastplm.errors import DataError
 from fastplm.inference._encoder import load_encoder
+from fastplm.run.checkpoint import config_at, weights_at
+from fastplm.run.folder import writing
 from fastplm.train import pretrain, report
-from fastplm.train._checkpoint import config_at, weights_at
-from fastplm.train._run_folder import writing
 from fastplm.train.dry_run import _bytes, _duration
 
 PORT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 
-from fastplm._checks import TooLittleTextError
 from fastplm.data import TokenStore, tokenize
+from fastplm.errors import TooLittleTextError
+from fastplm.run.folder import RECORD, read_hashed, write_hashed
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
-from fastplm.train._run_folder import RECORD, read_hashed, write_hashed
+from fastplm.train import pretrain_data
 from fastplm.train.evaluate import evaluate
 from fastplm.train.losses import PAIR_LABELS
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
@@ -132,9 +133,9 @@ def check_held_out_loss(metrics, token_loss, kind):
     args = module.PretrainArguments(**metrics["arguments"])
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
-    _, dataset = module.hold_out(args, store, tokenizer)
-    collator = module.make_collator(args, tokenizer)
+    store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
+    _, dataset = pretrain_data.hold_out(args, store, tokenizer)
+    collator = pretrain_data.make_collator(args, tokenizer)
     batch = collator([dataset[i] for i in range(len(dataset))])
     batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
     plain = getattr(transformers, kind)
@@ -162,7 +163,7 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     args = module.PretrainArguments(**settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    store = tokenize(module.open_corpus(args.corpus), tokenizer, args.cache)
+    store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
     blocks = torch.tensor(with_ends(store.split(0.05)[1], tokenizer.eos_token_id))
     blocks = blocks[: len(blocks) // 32 * 32].view(-1, 32)
     assert (blocks == tokenizer.eos_token_id).sum() > 3
@@ -224,7 +225,7 @@ def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
         store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
         try:
-            gives_one = len(module.make_dataset(args, store, tokenizer)) > 0
+            gives_one = len(pretrain_data.make_dataset(args, store, tokenizer)) > 0
         except TooLittleTextError:
             gives_one = False
         assert (OBJECTIVES[name](args, tokenizer).lacks(store) == "") == gives_one, sizes
@@ -239,9 +240,9 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
 ):
     args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
     tokenizer = words(sentinels)
-    store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = module.make_dataset(args, store, tokenizer)
-    batch = module.make_collator(args, tokenizer)([dataset[0], dataset[1]])
+    store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
+    dataset = pretrain_data.make_dataset(args, store, tokenizer)
+    batch = pretrain_data.make_collator(args, tokenizer)([dataset[0], dataset[1]])
     assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
 
 
@@ -299,9 +300,9 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
     args = module.PretrainArguments(
         "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
     )
-    store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = module.make_dataset(args, store, tokenizer)
-    collator = module.make_collator(args, tokenizer)
+    store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
+    dataset = pretrain_data.make_dataset(args, store, tokenizer)
+    collator = pretrain_data.make_collator(args, tokenizer)
     assert collator.random_replace_prob == 0.1
     collator.random_replace_prob = 0.0
     batch = collator([dataset[i] for i in range(64)])
@@ -352,10 +353,10 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
     def masks(epochs, **options):
         """The corrupted text of each block in each epoch, by the original text."""
         args = module.PretrainArguments("bert-tiny", [corpus], 9, tmp_path, **settings, **options)
-        store = tokenize(module.open_corpus(args.corpus), tokenizer, tmp_path)
-        size = len(module.make_dataset(args, store, tokenizer))
-        dataset = module.make_dataset(args, store, tokenizer, length=epochs * size)
-        collator = module.make_collator(args, tokenizer)
+        store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
+        size = len(pretrain_data.make_dataset(args, store, tokenizer))
+        dataset = pretrain_data.make_dataset(args, store, tokenizer, length=epochs * size)
+        collator = pretrain_data.make_collator(args, tokenizer)
         found = {}
         for epoch in range(epochs):
             samples = [dataset[epoch * size + i] for i in range(size)]

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from fastplm._checks import ArgumentValueError
+from fastplm.errors import ArgumentValueError
 from fastplm.models import ElectraForJointPreTraining
-from fastplm.train.arguments import PretrainArguments
 from fastplm.train.objectives import FAMILIES, build_model
 from fastplm.train.presets import PRESETS, configuration
+from fastplm.train.pretrain_settings import PretrainArguments
 
 DOC = Path(__file__).parents[2] / "docs" / "pretraining.md"
 BEGIN, END = "<!-- presets: begin -->\n", "<!-- presets: end -->\n"

@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import fastplm.models
 from fastplm import _extension
-from fastplm._checks import ArgumentValueError
 from fastplm.cli import _parser, main
 from fastplm.data import tokenize
+from fastplm.errors import ArgumentValueError
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
-from fastplm.train import dry_run
+from fastplm.train import dry_run, pretrain_data
 from fastplm.train import pretrain as module
 from fastplm.train.trainer import last_checkpoint
 
@@ -176,8 +176,8 @@ def test_electra_options(run, tmp_path, options, parts, kind):
 def test_counts_of_a_unigram_generator(bert, arguments):
     settings = vars(_parser().parse_args(arguments(bert)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(bert / "tokenizer")
-    store = tokenize(module.open_corpus(settings["corpus"]), tokenizer, settings["cache"])
-    counts = module.count_tokens(store, tokenizer)
+    store = tokenize(pretrain_data.open_corpus(settings["corpus"]), tokenizer, settings["cache"])
+    counts = pretrain_data.count_tokens(store, tokenizer)
     tokens = torch.from_numpy(store.tokens.astype("int64"))
     for token in range(len(tokenizer)):
         special = token in tokenizer.all_special_ids

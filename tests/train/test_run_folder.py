@@ -15,17 +15,18 @@ import pytest
 import torch
 import transformers
 
-from fastplm._checks import ArgumentValueError, DataError
 from fastplm.cli import main
 from fastplm.data import _folder
 from fastplm.data._folder import build_once, damage, seal
-from fastplm.train import _run
-from fastplm.train import _run_folder as module
-from fastplm.train._run_folder import claimed, last_checkpoint, read_record
+from fastplm.data.examples import Example
+from fastplm.errors import ArgumentValueError, DataError
+from fastplm.run import folder as module
+from fastplm.run import threads as threads_module
+from fastplm.run.folder import claimed, last_checkpoint, read_record
+from fastplm.run.report import counted
+from fastplm.run.trainer import FiniteCheck
 from fastplm.train.finetune import FinetuneArguments, prepare_task
-from fastplm.train.finetune_data import Example, hold_out
-from fastplm.train.report import counted
-from fastplm.train.trainer import FiniteCheck
+from fastplm.train.finetune_data import hold_out
 
 
 def content(folder):
@@ -260,7 +261,7 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
         seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
         place(scratch, out, step, keep)
 
-    monkeypatch.setattr("fastplm.train.trainer.place_checkpoint", looked_at)
+    monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", looked_at)
     out = tmp_path / "out"
     run(out, steps=4, save_every=1)
     assert seen == [(1, []), (2, [1]), (3, [1, 2]), (4, [2, 3])]
@@ -323,7 +324,7 @@ def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refuse
         place(*args)
         monkeypatch.setattr(target, full)
 
-    monkeypatch.setattr("fastplm.train.trainer.place_checkpoint", then_full)
+    monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", then_full)
     line = refused(arguments(out), str(out), "No space left on device", "--resume")
     assert "Make room" in line
     assert not (out / ".incomplete").exists()
@@ -628,11 +629,11 @@ def test_busy_cores(threads, times, said, monkeypatch):
         used.append(torch.get_num_threads())
         return float(times[len(used) - 1])
 
-    monkeypatch.setattr(_run, "_milliseconds", milliseconds)
+    monkeypatch.setattr(threads_module, "_milliseconds", milliseconds)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        line = _run.busy_cores()
+        line = threads_module.busy_cores()
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from transformers import GPT2Config
 
 from fastplm.cli import main
 from fastplm.models import BertForMaskedLM, GPT2LMHeadModel
-from fastplm.train._checkpoint import weights_at
+from fastplm.run.checkpoint import weights_at
 
 COMMANDS = {
     "embed": "embed --model MODEL --data texts.txt --out out.npy",

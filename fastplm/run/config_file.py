@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from fastplm.errors import FastplmError, fail
-from fastplm.train.arguments import CALL, Numbers, Settings
+from fastplm.run.settings import CALL, Numbers, Settings
 
 #: The file of a run's settings in its folder.
 NAME = "settings.yaml"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastplm.inference.arguments import BATCH_TOKENS, EmbedArguments
-from fastplm.train.arguments import THREADS, Settings, as_in, setting, whole
+from fastplm.run.settings import Settings, common, setting, whole
 
 METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
 #: Which tokens are masked where one is scored.
@@ -27,7 +26,7 @@ class ScoreArguments(Settings):
 
     where = "score"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    model: str | Path = common("model")
     data: str | Path = setting(
         "file of texts, one a line, plain or compressed; for an encoder-decoder also a source, a "
         "tab and its text in each line",
@@ -78,10 +77,10 @@ class ScoreArguments(Settings):
     truncate: bool = setting(
         "cut texts that are longer than the model takes; without it they are an error", False
     )
-    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
+    batch_tokens: int = common("batch_tokens")
     bf16: bool = setting("compute under autocast to bfloat16: faster, with rounder scores", False)
-    matmul_precision: str = as_in(EmbedArguments, "matmul_precision")
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
+    matmul_precision: str = common("matmul_precision")
+    threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out", False)
 
     def __post_init__(self) -> None:

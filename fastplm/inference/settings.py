@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastplm.train.arguments import THREADS, Number, Settings, setting, whole
+from fastplm.run.settings import Number, Settings, common, setting, whole
 
 #: How one vector is made of those of a text's tokens, special tokens among them.
 POOLINGS = ("mean", "cls", "max", "sum", "last", "mean_sqrt_len", "weighted_mean")
@@ -16,11 +16,8 @@ WORD_POOLINGS = ("first", "mean", "max", "sum")
 COMBINATIONS = ("concat", "mean", "sum")
 #: How the scores of label words are compared.
 CALIBRATIONS = ("none", "contextual", "pmi")
-#: The tokens of a batch. More are no faster on a CPU: its caches hold what a layer makes of these.
-BATCH_TOKENS = 1024
 TOO_LONG = ("truncate", "error")
 DTYPES = ("float32", "float16")
-MATMUL_PRECISIONS = ("highest", "high")
 _WEIGHT = Number(float, -1e9, 1e9, "a number")
 
 
@@ -34,7 +31,7 @@ class EmbedArguments(Settings):
 
     where = "embed"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    model: str | Path = common("model")
     data: str | Path = setting("text file, a text a line; plain or compressed", path="FILE")
     out: str | Path = setting(
         "file of the vectors, in NumPy's format; with --words, OUT.offsets.npy beside it says "
@@ -81,16 +78,11 @@ class EmbedArguments(Settings):
         "truncate",
         choices=TOO_LONG,
     )
-    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
+    batch_tokens: int = common("batch_tokens")
     dtype: str = setting("type of the numbers in the file", "float32", choices=DTYPES)
     bf16: bool = setting("compute in bfloat16", False)
-    matmul_precision: str = setting(
-        "of products of fp32, as torch.set_float32_matmul_precision: high, a sum of two bf16 or "
-        "TF32 for each number, is faster on a CPU with AMX and on a GPU",
-        "highest",
-        choices=MATMUL_PRECISIONS,
-    )
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
+    matmul_precision: str = common("matmul_precision")
+    threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 
     def __post_init__(self) -> None:
@@ -117,7 +109,7 @@ class PromptArguments(Settings):
 
     where = "prompt"
 
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    model: str | Path = common("model")
     prompt: str | Path = setting(
         "JSON file of the prompt: template, label words and examples", path="FILE"
     )
@@ -137,18 +129,14 @@ class PromptArguments(Settings):
         "labelled examples from which --shots are chosen", None, path="FILE"
     )
     seed: int = setting("seed of the choice of --shots", 0, number=whole(0, 2**32 - 1))
-    text_columns: Sequence[str] | None = setting(
-        "columns of the texts in a table (default: the usual names)", None, metavar="NAME"
-    )
-    label_column: str | None = setting(
-        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
-    )
+    text_columns: Sequence[str] | None = common("text_columns")
+    label_column: str | None = common("label_column")
     max_samples: int | None = setting(
         "score N examples, the same ones every time", None, number=whole(), metavar="N"
     )
-    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
+    batch_tokens: int = common("batch_tokens")
     bf16: bool = setting("compute in bfloat16", False)
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
+    threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out", False)
 
     def __post_init__(self) -> None:

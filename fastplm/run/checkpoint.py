@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from fastplm._checks import is_number
 from fastplm.errors import DataError, message, shown
-from fastplm.train._run_folder import loaded
+from fastplm.run.folder import loaded
 
 #: What others put before the names of weights, and who.
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.data._folder import first_process, say
-from fastplm.train._run_folder import RECORD, checkpoints
+from fastplm.run.folder import RECORD, checkpoints
 
 #: The exit code of a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fastplm._checks import UnsupportedError, check
+from fastplm.errors import UnsupportedError, check
 
 # Importing Transformers and the models takes seconds, so both are imported on the first call.
 

@@ -15,10 +15,9 @@ from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
-from fastplm._checks import ArgumentValueError, DataError, FastplmError, check, message
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data._output import alone_in, check_apart, hold, release
-from fastplm.errors import first_line
+from fastplm.errors import ArgumentValueError, DataError, FastplmError, check, first_line, message
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"

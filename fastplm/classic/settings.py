@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fastplm.train.arguments import COUNT, POSITIVE, SEED, THREADS, Settings, setting, whole
+from fastplm.run.settings import COUNT, POSITIVE, Settings, common, setting, whole
 
 #: The systems, and the sentences of a batch (of word2vec, those read at once).
 SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}
@@ -40,7 +40,7 @@ class ClassicArguments(Settings):
         "text files, plain or compressed, or folders of .txt files; blank lines between documents",
         path="PATH",
     )
-    out: str | Path = setting("folder of all results", path="DIR")
+    out: str | Path = common("out")
     steps: int | None = setting(
         "optimizer steps (default: 1000); of word2vec, passes over the text (default: 5)",
         None,
@@ -55,12 +55,12 @@ class ClassicArguments(Settings):
     layers: int = setting("layers of ELMo", 2, number=whole(1, 100))
     max_length: int = setting("most words of a sentence; the rest is left out", 40, number=whole(3))
     learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
-    seed: int = setting("seed of weights, order and dropout", 0, number=SEED)
-    save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
-    log_every: int = setting("steps between logged losses", 10, number=COUNT)
-    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
-    resume: bool = setting("continue the run in --out", False)
-    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    seed: int = common("seed", "seed of weights, order and dropout")
+    save_every: int = common("save_every")
+    log_every: int = common("log_every")
+    threads: int | None = common("threads")
+    resume: bool = common("resume")
+    overwrite: bool = common("overwrite")
 
     def __post_init__(self) -> None:
         self.check_values()

@@ -1,0 +1,464 @@
+"""Labelled examples from files: tables, tagged words, SQuAD's JSON and multiple choice."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from fastplm.data._files import lines_of
+from fastplm.data._folder import say
+from fastplm.errors import DataError, check, message
+
+#: Of a field of comma-separated values, as many as C counts.
+_MOST_LETTERS = 2**31 - 1
+#: How JSON may write half of a pair of surrogates.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_WHERE = "read_examples"
+_LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
+_TEXTS = ("text", "sentence", "review", "content")
+_SOURCES = (
+    ("source", "target"),
+    ("src", "tgt"),
+    ("input", "output"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("article", "summary"),
+    ("text", "summary"),
+)
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("#1 string", "#2 string"),
+)
+_USUAL: dict[int, Sequence[tuple[str, ...]]] = {1: [(name,) for name in _TEXTS], 2: _PAIRS}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One labelled example.
+
+    Args:
+        texts: (text,), (first, second), the words, (question, context) or (question, *choices).
+        target: the label, one tag a word, ((start, text), ...) of the answers (none for a question
+            without one), or the number of the right choice.
+        group: what stays together when some examples are held out.
+        where: file and line, or the question's id.
+        place: the line in its file (the first one of a sentence of tagged words), or the
+            question's id.
+    """
+
+    texts: tuple[str, ...]
+    target: Any
+    group: int
+    where: str
+    place: int | str = 0
+
+
+def read_examples(
+    task: str,
+    path: str | Path,
+    text_columns: Sequence[str] | None = None,
+    label_column: str | None = None,
+    targets: str | Path | None = None,
+) -> list[Example]:
+    """The examples of a file.
+
+    Args:
+        task: "classification", "pair", "regression", "tagging", "qa", "choice" or "seq2seq".
+        path: a UTF-8 file, with or without byte order mark. The first three
+            and "seq2seq": JSON lines, or a
+            header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
+            lines, blank lines between sentences. Questions: SQuAD 1.1 or 2.0. Choice: JSON lines.
+        text_columns, label_column: of a table; by default those with a usual name. Of "seq2seq"
+            the two columns are source and target.
+        targets: of "seq2seq": the file at ``path`` has a source in each line, this one the
+            targets, line by line. Both may be compressed.
+
+    Raises:
+        DataError: with file and line, what is wrong.
+    """
+    path = Path(path)
+    if targets is not None:
+        return list(_aligned(path, Path(targets)))
+    text = _read(path)
+    if task == "seq2seq":
+        source, target = _source_and_target(path, text, text_columns)
+        text_columns, label_column = (source,), target
+    readers = {"tagging": _sentences, "qa": _questions, "choice": _choices}
+    if task in readers:
+        examples = list(readers[task](path, text))
+    else:
+        counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
+        examples = list(_rows(path, text, task, counts, text_columns, label_column))
+    if not examples:
+        _refuse(str(path), "nothing", "one example at least")
+    return examples
+
+
+def subset(examples: list[Example], count: int | None) -> list[Example]:
+    """``count`` of the examples, chosen at random; the same ones every time."""
+    if count is None or count >= len(examples):
+        return examples
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
+    return [examples[index] for index in sorted(order[:count].tolist())]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _rows(
+    path: Path,
+    text: str,
+    task: str,
+    counts: Sequence[int],
+    text_columns: Sequence[str] | None,
+    label_column: str | None,
+) -> Iterator[Example]:
+    columns: list[str] = []
+    for group, (line, row) in enumerate(_table(path, text)):
+        if not columns:
+            columns = _columns(path, list(row), counts, text_columns, label_column)
+        where, last = f"{path}:{line}", len(columns) - 1
+        *texts, label = (
+            _value(where, column, row.get(column), is_text=task == "seq2seq" or number < last)
+            for number, column in enumerate(columns)
+        )
+        yield Example(tuple(texts), label, group, where, line)
+
+
+def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
+    """The text or label in a column. JSON has other kinds of values, which are no text."""
+    if value is None or value != value or str(value).strip() == "":  # NaN is not equal to itself
+        _refuse(where, f"nothing in column {column!r}", "a value in each row")
+    kind = type(value).__name__
+    if isinstance(value, (list, dict)):
+        expected = "a text" if is_text else "a name or a number"
+        fix = "Make one value of it, or name another column."
+        _refuse(where, f"a {kind} in column {column!r}", expected, fix)
+    if is_text and not isinstance(value, str):
+        got = f"the {kind} {value!r} in column {column!r}"
+        _refuse(where, got, "a text", "Put it in quotation marks, or name another column.")
+    return str(value).strip()
+
+
+def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, values by column) of each row."""
+    if text.lstrip()[:1] in "{[":
+        yield from _json_lines(path, text)
+        return
+    head, _, body = text.partition("\n")
+    if "\t" in head:
+        names = head.rstrip("\r").split("\t")
+        rows = (line.rstrip("\r").split("\t") for line in body.split("\n"))
+        numbered: Iterator[tuple[int, list[str]]] = enumerate(rows, 2)
+    else:
+        names = next(csv.reader([head]), [])
+        numbered = _csv_rows(path, body)
+    if len(names) < 2:
+        _refuse(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
+    # Several columns without a name are usual: spreadsheets write them, and nobody reads them.
+    found = [name for name, count in Counter(map(str.strip, names)).items() if name and count > 1]
+    if found:
+        places = [place for place, name in enumerate(names, 1) if name.strip() == found[0]]
+        got = f"the column {found[0]!r} {len(places)} times ({', '.join(map(str, places))})"
+        _refuse(f"{path}:1", got, "a name of its own for each column", "Rename or delete one.")
+    for line, values in numbered:
+        if values in ([], [""]):
+            continue
+        if len(values) != len(names):
+            _refuse(f"{path}:{line}", f"{len(values)} columns", f"{len(names)}, as in the header")
+        yield line, dict(zip(names, values, strict=True))
+
+
+def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_MOST_LETTERS)  # by default 131,072
+    # A lone "\r" ends no line, see ``lines_of``.
+    reader = csv.reader(io.StringIO(body, newline="\n"), strict=True)
+    while True:
+        line = reader.line_num + 2
+        try:
+            yield line, next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if str(error).startswith("new-line character"):
+                got, fix = "a carriage return inside a value", "Delete it, or quote the value."
+                _refuse(f"{path}:{line}", got, "comma-separated values", fix)
+            _refuse(f"{path}:{line}", str(error), "comma-separated values")
+
+
+def _columns(
+    path: Path,
+    names: list[str],
+    counts: Sequence[int],
+    text_columns: Sequence[str] | None,
+    label_column: str | None,
+) -> list[str]:
+    """The columns of the texts, and last that of the label."""
+    lower = {name.strip().lower() for name in names}
+    if text_columns is None:
+        usual = [group for count in counts for group in _USUAL[count]]
+        found = next((group for group in usual if all(name in lower for name in group)), None)
+        if found is None:
+            expected = f"{_either(counts)} of texts"
+            _refuse(f"{path}:1", f"columns {names}", expected, "Name --text-columns.")
+        text_columns = [_named_so(path, names, name, "--text-columns") for name in found]
+    if label_column is None:
+        found_label = next((name for name in _LABELS if name in lower), None)
+        if found_label is None:
+            _refuse(f"{path}:1", f"columns {names}", "one of labels", "Name --label-column.")
+        label_column = _named_so(path, names, found_label, "--label-column")
+    for name in (*text_columns, label_column):
+        if name not in names:
+            _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
+    check(
+        len(text_columns) in counts,
+        _WHERE,
+        "text_columns",
+        list(text_columns),
+        f"{_either(counts)} of them",
+        "Choose the task with that number of texts.",
+    )
+    for argument, same, got in (
+        ("label_column", label_column in text_columns, f"{label_column!r}, a column of texts, too"),
+        ("text_columns", len({*text_columns}) < len(text_columns), f"{list(text_columns)}"),
+    ):
+        expected = "another column for each text and for the label"
+        fix = f"Name others of the columns {names} with --text-columns and --label-column."
+        check(not same, _WHERE, argument, f"{got} ({path}:1)", expected, fix)
+    return [*text_columns, label_column]
+
+
+def _named_so(path: Path, names: Sequence[str], usual: str, option: str) -> str:
+    """The column with a usual name, whatever its case."""
+    found = [name for name in names if name.strip().lower() == usual]
+    if len(found) > 1:
+        got = f"the columns {found}, which differ only in case or spaces"
+        _refuse(f"{path}:1", got, f"one column {usual!r}", f"Rename one, or name {option}.")
+    return found[0]
+
+
+def _either(counts: Sequence[int]) -> str:
+    return " or ".join(map(str, counts))
+
+
+# --- sources and targets --------------------------------------------------------------------------
+
+
+def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> tuple[str, str]:
+    """The columns of sources and targets."""
+    if columns is not None:
+        expected = "two: that of the sources and that of the targets"
+        fits = len(columns) == 2 and columns[0] != columns[1]
+        check(fits, _WHERE, "text_columns", list(columns), expected, "Name two.")
+        return columns[0], columns[1]
+    _, row = next(_table(path, text), (0, {}))
+    names, lower = list(row), {name.strip().lower() for name in row}
+    for source, target in _SOURCES:
+        if source in lower and target in lower:
+            option = "--text-columns"
+            return _named_so(path, names, source, option), _named_so(path, names, target, option)
+    got = f"columns {list(row)}" if row else "nothing"
+    _refuse(f"{path}:1", got, "one of sources and one of targets", "Name --text-columns.")
+
+
+def _aligned(path: Path, targets: Path) -> Iterator[Example]:
+    """Line by line, a source and its target."""
+    pairs = itertools.zip_longest(lines_of(path), lines_of(targets))
+    for line, (source, target) in enumerate(pairs, 1):
+        for file, text in ((path, source), (targets, target)):
+            if text is None or not text.strip():
+                got = "no such line" if text is None else "an empty line"
+                _refuse(f"{file}:{line}", got, f"as many lines as {path} and {targets} have texts")
+        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}", line)
+
+
+# --- sentences of tagged words --------------------------------------------------------------------
+
+
+def _sentences(path: Path, text: str) -> Iterator[Example]:
+    words: list[str] = []
+    tags: list[str] = []
+    group, first = 0, 1
+    for line, content in enumerate([*text.split("\n"), ""], 1):
+        content = content.rstrip("\r")
+        if content.strip():
+            parts = content.split("\t")
+            if len(parts) != 2 or not all(part.strip() for part in parts):
+                _refuse(f"{path}:{line}", repr(content[:60]), "token<TAB>tag or a blank line")
+            if not words:
+                first = line
+            words.append(parts[0])
+            tags.append(parts[1].strip())
+        elif words:
+            yield Example(tuple(words), tuple(tags), group, f"{path}:{first}", first)
+            group, words, tags = group + 1, [], []
+
+
+# --- questions about paragraphs -------------------------------------------------------------------
+
+
+def _questions(path: Path, text: str) -> Iterator[Example]:
+    content = _json(path, text)
+    where = str(path)
+    group = 0
+    known: dict[str, tuple[str, Example]] = {}
+    again: list[str] = []
+    for i, article in enumerate(_listed(where, content, "data")):
+        for j, paragraph in enumerate(_listed(where, article, "paragraphs")):
+            context = _named(where, paragraph, "context", str)
+            for k, question in enumerate(_listed(where, paragraph, "qas")):
+                place = f"data[{i}].paragraphs[{j}].qas[{k}]"
+                identity = _named(where, question, "id", str)
+                name = f"{path}, question {identity}"
+                answers = tuple(_answers(name, context, question))
+                if bool(answers) == (question.get("is_impossible") is True):
+                    got = f"{len(answers)} answers and " + (
+                        "'is_impossible'" if answers else "no 'is_impossible' that is true"
+                    )
+                    _refuse(name, got, "one of the two, as in SQuAD 2.0")
+                texts = (_named(name, question, "question", str).strip(), context)
+                example = Example(texts, answers, group, name, identity)
+                first, other = known.setdefault(identity, (place, example))
+                if other is example:
+                    yield example
+                elif (other.texts, other.target) == (texts, answers):
+                    again.append(f"{identity!r} ({first} and {place})")
+                else:
+                    got = f"the id {identity!r} of two different questions, {first} and {place}"
+                    fix = "Give each an id of its own: by it, predictions are told apart."
+                    _refuse(where, got, "an id for each question", fix)
+            group += 1
+    if again:
+        say(
+            f"{path}: {len(again):,} questions are there twice, with the same id, context and "
+            f"answers, such as {again[0]}. Each of them is read once."
+        )
+
+
+def _answers(where: str, context: str, question: dict) -> Iterator[tuple[int, str]]:
+    for answer in _listed(where, question, "answers"):
+        words = _named(where, answer, "text", str)
+        start = _named(where, answer, "answer_start", int)
+        if not words or context[start : start + len(words)] != words or start < 0:
+            got = f"the answer {words[:60]!r}, which does not stand at character {start}"
+            _refuse(where, got, "answers as they stand in the context")
+        yield start, words
+
+
+def _listed(where: str, value: Any, name: str) -> list[Any]:
+    return _named(where, value, name, list)
+
+
+def _named(where: str, value: Any, name: str, kind: type) -> Any:
+    found = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        what = f"{name!r} that is no {kind.__name__}"
+        if not isinstance(value, dict):
+            what = f"a {type(value).__name__} where an object with {name!r} belongs"
+        elif name not in value:
+            what = f"an object without {name!r}"
+        _refuse(where, what, "the format in docs/finetuning.md")
+    return found
+
+
+# --- multiple choice ------------------------------------------------------------------------------
+
+
+def _choices(path: Path, text: str) -> Iterator[Example]:
+    count = 0
+    for group, (line, row) in enumerate(_json_lines(path, text)):
+        where = f"{path}:{line}"
+        inner = row.get("question")
+        nested = isinstance(inner, dict)
+        question = _named(where, inner if nested else row, "stem" if nested else "question", str)
+        given = _listed(where, inner if nested else row, "choices")
+        names: list[Any] = list(range(len(given)))
+        if nested:
+            names = [_named(where, choice, "label", str) for choice in given]
+            given = [_named(where, choice, "text", str) for choice in given]
+            twice = [name for name, n in Counter(names).items() if n > 1]
+            if twice:
+                _refuse(where, f"two choices labelled {twice[0]!r}", "a label for each choice")
+        if not all(isinstance(choice, str) for choice in given) or len(given) < 2:
+            _refuse(where, "'choices' that are no texts", "two texts or more")
+        answer = row.get("answerKey" if nested else "answer")
+        if isinstance(answer, bool) or answer not in names:
+            _refuse(where, f"the answer {answer!r}", f"one of {names}")
+        count = count or len(given)
+        if len(given) != count:
+            _refuse(where, f"{len(given)} choices", f"{count}, as in the first line")
+        texts = (question.strip(), *(choice.strip() for choice in given))
+        yield Example(texts, names.index(answer), group, where, line)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        # As in ``lines_of``: a "\r" ends a line only in a file that has no "\n".
+        return text if "\n" in text else text.replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        _refuse(f"{path}:{line}", f"no UTF-8 ({error.reason})", "UTF-8 text")
+    except OSError as error:
+        _refuse(str(path), f"a file that cannot be read ({error.strerror})", "a file of examples")
+
+
+class _TwiceError(Exception):
+    """A name that a JSON object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python's JSON would keep the last one without a word
+        raise _TwiceError(next(name for name, n in Counter(n for n, _ in pairs).items() if n > 1))
+    return found
+
+
+def _json(path: Path, text: str, first_line: int | None = None) -> Any:
+    try:
+        content = json.loads(text, object_pairs_hook=_object)
+        if _HALF_PAIR.search(text):  # which JSON has letters for that no encoding has
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except _TwiceError as error:
+        got = f"an object with {str(error)!r} twice"
+        _refuse(f"{path}:{first_line}" if first_line else str(path), got, "each name once")
+    except json.JSONDecodeError as error:
+        line = (first_line or 1) + error.lineno - 1
+        _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")
+    except UnicodeEncodeError:
+        got = "half of a surrogate pair, such as \\ud800, without the other half"
+        _refuse(f"{path}:{first_line or 1}", got, "text")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, for one
+        _refuse(f"{path}:{first_line or 1}", f"JSON that cannot be read ({error})", "JSON")
+
+
+def _json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, content in enumerate(text.split("\n"), 1):
+        if content.strip():
+            row = _json(path, content, line)
+            if not isinstance(row, dict):
+                _refuse(f"{path}:{line}", f"a {type(row).__name__}", "one JSON object a line")
+            yield line, row
+
+
+def _refuse(where: str, got: str, expected: str, fix: str = "Correct the file.") -> NoReturn:
+    raise DataError(message(_WHERE, "path", f"{where}: {got}", expected, fix))

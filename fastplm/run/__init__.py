@@ -1,0 +1,1 @@
+"""What every command's run shares: its settings, folder, threads, checkpoints and trainer."""

@@ -1,0 +1,52 @@
+"""What the record and the summary of every run hold."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+
+def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The logged steps of a Trainer's history: step, losses, learning rate, tokens/s."""
+    return [
+        {name: value for name, value in entry.items() if name != "epoch"}
+        for entry in log_history
+        if "loss" in entry
+    ]
+
+
+def settings_of(arguments: Any) -> dict[str, Any]:
+    """The fields of a dataclass of arguments, as JSON has them."""
+    return json.loads(json.dumps(asdict(arguments), default=str))
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries."""
+    import tokenizers
+    import transformers
+
+    import fastplm
+
+    return {
+        "fastplm": fastplm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, in the plural where there is not one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def block(rows: dict[str, str]) -> str:
+    """Two columns of names and texts."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())

@@ -1,0 +1,326 @@
+"""The settings of a command, each declared once: for the command line and for Python.
+
+Nothing here imports PyTorch: ``fastplm --help`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastplm.errors import ArgumentValueError, FastplmError, check_choice, first_line, message
+
+PRECISIONS = ("auto", "fp32", "bf16")
+#: Where a run logs, and the package that it takes.
+REPORTS = {"tensorboard": "tensorboard", "wandb": "wandb", "none": ""}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number in a range; called, it reads one from the command line."""
+
+    kind: type
+    low: float
+    high: float
+    expected: str
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if not self.holds(value):
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}; expected {self.expected}")
+        return value
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is in the range."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A number, or several ones with commas between them, as a list."""
+
+    each: Number
+
+    @property
+    def expected(self) -> str:
+        return f"{self.each.expected}, or several with commas between them"
+
+    def __call__(self, text: str) -> Any:
+        values = [self.each(part) for part in text.split(",")]
+        return values if len(values) > 1 else values[0]
+
+    def holds(self, value: Any) -> bool:
+        """Whether every number is in the range."""
+        return all(map(self.each.holds, value if isinstance(value, list | tuple) else [value]))
+
+
+def whole(low: int = 1, high: int = 10**9) -> Number:
+    """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
+    return Number(int, low, high, f"a whole number from {low} to {high}")
+
+
+#: Settings of one call, which are not those of its run: no file of settings has them.
+CALL = ("resume", "overwrite", "dry_run")
+#: The help of ``--config``.
+CONFIG = (
+    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml); "
+    "an option on the command line takes precedence"
+)
+_LARGEST = sys.float_info.max
+ANY = Number(float, -_LARGEST, _LARGEST, "a number")
+POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
+NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
+SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
+SEED = whole(0, 2**32 - 1)
+BATCH = WIDTH = whole(1, 2**16)  # of what is in memory at once
+THREADS = whole(1, 1024)
+WEIGHT = Number(float, 0, 1e6, "a number from 0 to 1e6")
+#: The tokens of a batch. More are no faster on a CPU: its caches hold what a layer makes of these.
+BATCH_TOKENS = 1024
+MATMUL_PRECISIONS = ("highest", "high")
+COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
+
+
+def setting(
+    help: str,
+    default: Any = MISSING,
+    *,
+    number: Number | Numbers | None = None,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+    path: str | None = None,
+    excludes: str | None = None,
+    of: Sequence[str] = (),
+    on_command_line: Any = None,
+    default_factory: Any = MISSING,
+) -> Any:
+    """A field of the arguments of a command.
+
+    Args:
+        help: of the option.
+        default: of the field; without one the option is required.
+        number: the range of its values.
+        choices: its values.
+        metavar: how the help calls its value.
+        path: the same of a value that is a path: DIR of a folder, FILE of a file, PATH of either.
+        excludes: the name of a group of options of which at most one is given.
+        of: the families of architectures that it is for; without any it is for all.
+        on_command_line: the default of an option whose field has none.
+        default_factory: of the field.
+    """
+    metadata = {
+        "help": help,
+        "number": number,
+        "choices": choices,
+        "metavar": metavar or path,
+        "path": path,
+        "excludes": excludes,
+        "of": of,
+        "default": on_command_line,
+    }
+    return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> dict[str, Any]:
+    """Add an option for each field of a class of arguments, under its topic.
+
+    Returns the groups of ``excludes`` by name.
+    """
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG)
+    topics: dict[str, Any] = {}
+    for title, names in arguments.topics.items():
+        topics |= dict.fromkeys(names, parser.add_argument_group(title))
+    groups: dict[str, Any] = {}
+    needed = []
+    for each in fields(arguments):  # type: ignore[arg-type]
+        known = each.metadata
+        topic, group = topics.get(each.name, parser), known["excludes"]
+        if group is not None and group not in groups:
+            groups[group] = topic.add_mutually_exclusive_group()
+        default = each.default if known["default"] is None else known["default"]
+        options: dict[str, Any] = {"action": "store_true"}
+        if each.type != "bool":
+            options = {"type": known["number"], "choices": known["choices"]}
+            options["metavar"] = known["metavar"]
+            options["nargs"] = "+" if "Sequence" in str(each.type) else None
+            options["required"] = default is MISSING and each.default_factory is MISSING
+        # Without a default of its own an option has none to show: its help says what happens.
+        shown = each.type != "bool" and default not in (None, "", MISSING)
+        name = f"--{each.name.replace('_', '-')}"
+        (groups[group] if group else topic).add_argument(
+            name, help=known["help"], default=default if shown else argparse.SUPPRESS, **options
+        )
+        if options.get("required"):
+            needed.append(f"{name} {known['metavar'] or each.name.upper()}")
+    parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
+    return groups
+
+
+class Settings:
+    """Base of the arguments of a command, which checks each value against its declaration."""
+
+    #: The name of the command.
+    where: ClassVar[str]
+    #: The names of the settings under each title of the help, in its order.
+    topics: ClassVar[Mapping[str, Sequence[str]]] = {}
+    out: str | Path
+    #: The settings that differ from their defaults, as they were given.
+    given: dict[str, Any]
+
+    def check(
+        self,
+        name: str,
+        condition: bool,
+        expected: str,
+        fix: str,
+        got: object = None,
+        error: type[FastplmError] = ArgumentValueError,
+    ) -> None:
+        """Raise the error of a setting unless ``condition`` holds; it got its value by default."""
+        if not condition:
+            got = getattr(self, name) if got is None else got
+            raise error(message(self.where, name, got, expected, fix))
+
+    @property
+    def resumable(self) -> bool:
+        """Whether such a run can be continued."""
+        return True
+
+    def check_reports(self) -> None:
+        """Check that there is what ``report_to`` names."""
+        name: str = getattr(self, "report_to", "none")
+        there = not REPORTS[name] or importlib.util.find_spec(REPORTS[name]) is not None
+        fix = f"pip install {name}, or --report-to none."
+        self.check("report_to", there, "a package that is installed", fix)
+
+    def inputs(self) -> dict[str, Sequence[str | Path]]:
+        """The paths that the command reads, by their settings."""
+        found: dict[str, Sequence[str | Path]] = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.name not in ("out", "cache") and each.metadata["path"] and value:
+                found[each.name] = value if isinstance(value, list | tuple) else (value,)
+        return found
+
+    def check_values(self) -> None:
+        """Check the range and the choices of each setting, and keep what was given."""
+        self.given = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            given = getattr(self, each.name)
+            usual = each.default_factory() if callable(each.default_factory) else each.default
+            if given != usual:
+                self.given[each.name] = given
+            number, choices = each.metadata["number"], each.metadata["choices"]
+            for value in given if isinstance(given, list | tuple) else (given,):
+                if value is not None and number is not None:
+                    held = number.holds(value)
+                    self.check(each.name, held, number.expected, "Change it.", value)
+                if value is not None and choices is not None:
+                    check_choice(self.where, each.name, value, tuple(choices))
+            if each.metadata["path"] and given is not None:
+                for path in given if isinstance(given, list | tuple) else (given,):
+                    self._check_path(each.name, str(path))
+            if each.metadata["path"] == "DIR" or each.name == "out":
+                self._check_name(each.name, str(given))
+        self.check_reports()
+
+    def _check_path(self, name: str, path: str) -> None:
+        """A path that the system can follow; an empty one would be the current folder."""
+        self.check(name, path.strip() != "", "a path", "Name one.", repr(path))
+        try:
+            Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte
+            fix = "Choose another one."
+            self.check(name, False, "a path", fix, f"{path!r} ({first_line(error)})")
+
+    def _check_name(self, name: str, path: str) -> None:
+        """The libraries that write to a folder, or load a checkpoint, take its name as UTF-8."""
+        try:
+            path.encode()
+        except UnicodeEncodeError:  # Python keeps a byte that is no UTF-8 as half a surrogate pair
+            got = f"{ascii(path)}, with a byte that is not UTF-8"
+            fix = "Rename the file or folder, or choose another one."
+            self.check(name, False, "a name in UTF-8", fix, got)
+
+
+def _default_cache() -> Path:
+    from fastplm.data._folder import default_cache
+
+    return default_cache()
+
+
+@dataclass
+class _Common:
+    """The settings that several commands have, each declared once; ``common`` takes one."""
+
+    corpus: Sequence[str | Path] = setting(
+        "text files, plain or compressed, or folders of .txt files; documents are separated by "
+        "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
+        "English documentation inside Python",
+        path="PATH",
+        on_command_line=["embedded"],
+    )
+    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    steps: int = setting("optimizer steps of the run", number=COUNT)
+    out: str | Path = setting("folder of all results", path="DIR")
+    block_size: int = setting("tokens of a sample", 128, number=whole(8))
+    batch_size: int = setting("samples of a micro-batch in each process", 32, number=BATCH)
+    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
+    gradient_accumulation: int = setting("micro-batches of a step", 1, number=BATCH)
+    dropout: float | None = setting(
+        "every dropout of the model (default: those of the checkpoint)", None, number=SHARE
+    )
+    seed: int = setting("seed of weights, order, masks and samples", 0, number=SEED)
+    save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
+    log_every: int = setting("steps between logged losses", 10, number=COUNT)
+    report_to: str = setting(
+        "where losses and scores are logged, as the Trainer of Transformers does it, beside "
+        "metrics.json: OUT/tensorboard, Weights & Biases, or nowhere",
+        "tensorboard",
+        choices=tuple(REPORTS),
+    )
+    resume: bool = setting("continue from the last checkpoint in --out", False)
+    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    precision: str = setting(
+        "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
+    )
+    workers: int = setting(
+        "processes that prepare batches; 0: the training process", 0, number=whole(0, 256)
+    )
+    threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
+    text_columns: Sequence[str] | None = setting(
+        "columns of the texts in a table (default: the usual names)", None, metavar="NAME"
+    )
+    label_column: str | None = setting(
+        "column of the labels in a table (default: the usual names)", None, metavar="NAME"
+    )
+    matmul_precision: str = setting(
+        "of products of fp32, as torch.set_float32_matmul_precision: high, a sum of two bf16 or "
+        "TF32 for each number, is faster on a CPU with AMX and on a GPU",
+        "highest",
+        choices=MATMUL_PRECISIONS,
+    )
+    cache: str | Path = setting(
+        "folder of vocabularies and token ids (default: ~/.cache/fastplm)",
+        path="DIR",
+        default_factory=_default_cache,
+    )
+
+
+def common(name: str, help: str | None = None, default: Any = None) -> Any:
+    """The field of ``_Common`` of this name, with another help or default where one is given."""
+    found = next(each for each in fields(_Common) if each.name == name)
+    return field(
+        default=found.default if default is None else default,
+        default_factory=found.default_factory,
+        metadata=found.metadata if help is None else {**found.metadata, "help": help},
+    )

@@ -1,0 +1,253 @@
+"""The settings of ``fastplm distill``. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastplm.run.settings import POSITIVE, WEIGHT, WIDTH, Settings, common, setting, whole
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published way to distil.
+
+    Args:
+        learning_rate: its peak.
+        weights: of the losses that it adds up, by the names of the settings.
+    """
+
+    learning_rate: float
+    weights: Mapping[str, float]
+
+
+#: Rates and weights are the published ones; ELECTRA students have none, and these are ours.
+RECIPES: Mapping[str, Recipe] = {
+    "distilbert": Recipe(5e-4, {"hard_weight": 2.0, "soft_weight": 5.0, "hidden_weight": 1.0}),
+    "tinybert": Recipe(1e-4, {"hidden_weight": 1.0, "attention_weight": 1.0}),
+    "minilm": Recipe(5e-4, {"attention_weight": 1.0}),
+    "minilm-v2": Recipe(6e-4, {"attention_weight": 1.0}),
+    "electra": Recipe(5e-4, {"hard_weight": 1.0, "soft_weight": 1.0, "hidden_weight": 1.0}),
+    "multilingual": Recipe(2e-5, {}),
+}
+WEIGHTS = ("hard_weight", "soft_weight", "hidden_weight", "attention_weight")
+DIVERGENCES = ("forward_kl", "reverse_kl", "js")
+POOLINGS = ("mean", "cls")
+
+
+def _weight(what: str) -> Any:
+    usual = ", ".join(
+        f"{name} {recipe.weights[what]:g}"
+        for name, recipe in RECIPES.items()
+        if what in recipe.weights
+    )
+    described = {
+        "hard_weight": "the loss without a teacher: of the labels",
+        "soft_weight": "the divergence from the teacher's predictions, times temperature^2",
+        "hidden_weight": "the distance of hidden states",
+        "attention_weight": "the distance of attention, or of relations",
+    }
+    help = f"weight of {described[what]} (default: the published one: {usual})"
+    return setting(help, None, number=WEIGHT)
+
+
+@dataclass
+class DistillArguments(Settings):
+    """The settings of a distillation; see ``fastplm distill --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "distill"
+    #: What a pre-training has settings for.
+    two_stage: ClassVar[bool] = False
+    optimizer: ClassVar[str] = "adamw"
+    topics = {
+        "the run": (
+            *("recipe", "teacher", "student", "student_layers", "corpus", "out", "steps"),
+            *("batch_size", "lr", "resume", "overwrite"),
+        ),
+        "the student": ("student_hidden", "student_heads", "tokenizer", "vocab_size"),
+        "what it learns": (
+            *("translation", "pooling", "generator", "temperature", "divergence", *WEIGHTS),
+            *("teacher_layer", "relation_heads", "block_size"),
+        ),
+        "how it learns": ("warmup", "gradient_accumulation", "dropout", "precision", "seed"),
+        "the machine, and what is written": (
+            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+        ),
+    }
+
+    recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
+    teacher: str | Path = setting("folder of the teacher and its tokenizer", path="DIR")
+    corpus: Sequence[str | Path] = common("corpus")
+    steps: int = common("steps")
+    out: str | Path = common("out")
+    student: str | Path | None = setting(
+        "folder of the student (default: made of layers of the teacher)",
+        None,
+        path="DIR",
+        excludes="student",
+    )
+    student_layers: int | None = setting(
+        "layers of the student, copied from the teacher at equal distances (default: half of them)",
+        None,
+        number=whole(),
+        excludes="student",
+        metavar="N",
+    )
+    student_hidden: int | None = setting(
+        "width of a student whose weights are all new (default: the teacher's)",
+        None,
+        number=WIDTH,
+        metavar="N",
+    )
+    student_heads: int | None = setting(
+        "attention heads of such a student (default: the teacher's)",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    translation: Sequence[str | Path] | None = setting(
+        "multilingual: text files whose lines are the translations of the lines of --corpus, "
+        "file by file",
+        None,
+        path="PATH",
+    )
+    tokenizer: str | Path | None = setting(
+        "multilingual: folder of the student's tokenizer (default: the student's or the teacher's)",
+        None,
+        path="DIR",
+        excludes="vocabulary",
+    )
+    vocab_size: int | None = setting(
+        "multilingual: train a WordPiece vocabulary of at most N tokens on both sides of the text; "
+        "what it shares with the teacher's keeps its embedding",
+        None,
+        number=whole(6, 2**22),
+        excludes="vocabulary",
+        metavar="N",
+    )
+    pooling: str = setting(
+        "multilingual: a sentence's vector is the mean of its tokens' last hidden states, or the "
+        "first token's (cls)",
+        "mean",
+        choices=POOLINGS,
+    )
+    generator: str | Path | None = setting(
+        "electra: folder of the generator that replaces tokens; it is not trained",
+        None,
+        path="DIR",
+    )
+    temperature: float = setting(
+        "distilbert, electra: divides the logits of both models before the divergence",
+        2.0,
+        number=POSITIVE,
+    )
+    divergence: str = setting(
+        "distilbert: of the student's predictions from the teacher's: KL(teacher || student), "
+        "KL(student || teacher), or Jensen-Shannon",
+        "forward_kl",
+        choices=DIVERGENCES,
+    )
+    hard_weight: float | None = _weight("hard_weight")
+    soft_weight: float | None = _weight("soft_weight")
+    hidden_weight: float | None = _weight("hidden_weight")
+    attention_weight: float | None = _weight("attention_weight")
+    teacher_layer: int | None = setting(
+        "minilm-v2: the layer of the teacher, counted from 1 (default: the last one)",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    relation_heads: int | None = setting(
+        "minilm-v2: parts into which queries, keys and values are split (default: the teacher's "
+        "attention heads)",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    block_size: int = common("block_size")
+    batch_size: int = common("batch_size")
+    gradient_accumulation: int = common("gradient_accumulation")
+    lr: float | None = setting(
+        "peak learning rate (default: the published one, of large batches)", None, number=POSITIVE
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
+        None,
+        number=whole(0, 2**40),
+    )
+    dropout: float | None = common("dropout")
+    seed: int = common("seed")
+    save_every: int = common("save_every")
+    log_every: int = common("log_every")
+    report_to: str = common("report_to")
+    resume: bool = common("resume")
+    overwrite: bool = common("overwrite")
+    precision: str = common("precision")
+    workers: int = common("workers")
+    threads: int | None = common("threads")
+    cache: str | Path = common("cache")
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.corpus = [str(path) for path in self.corpus]
+        recipe = RECIPES[self.recipe]
+        for name in WEIGHTS:
+            given = getattr(self, name)
+            self._only(name, recipe=name in recipe.weights)
+            setattr(self, name, recipe.weights.get(name) if given is None else given)
+        weights = [getattr(self, name) for name in recipe.weights]
+        self.check(
+            next(iter(recipe.weights), "recipe"),
+            not weights or any(weights),
+            "one weight above 0",
+            "Leave one of them out.",
+            "0, as all of them are",
+        )
+        for name in ("translation", "tokenizer", "vocab_size", "pooling"):
+            self._only(name, recipe=self.recipe == "multilingual")
+        for name in ("teacher_layer", "relation_heads"):
+            self._only(name, recipe=self.recipe == "minilm-v2")
+        self._only("generator", recipe=self.recipe == "electra")
+        self._only("temperature", recipe="soft_weight" in recipe.weights)
+        self._only("divergence", recipe=self.recipe == "distilbert")
+        for recipe_name, name, fix in (
+            ("multilingual", "translation", "Give --translation."),
+            ("electra", "generator", "Give --generator, such as OUT/generator of a pre-training."),
+        ):
+            there = self.recipe != recipe_name or getattr(self, name) is not None
+            self.check(name, there, f"a value with the recipe {recipe_name}", fix, "nothing")
+        for name in ("student_hidden", "student_heads", "tokenizer", "vocab_size"):
+            self.check(
+                name,
+                self.student is None or getattr(self, name) is None,
+                "no value beside --student",
+                "Leave one of the two options out.",
+            )
+        if self.translation is not None:
+            self.translation = [str(path) for path in self.translation]
+        self.lr = self.lr or recipe.learning_rate
+        self.usual_warmup = self.warmup is None
+        if self.warmup is None:
+            self.warmup = min(10_000, self.steps // 10)
+        self.check(
+            "warmup",
+            self.warmup <= self.steps,
+            f"0 to {self.steps}, the steps of the run",
+            "Choose a number of steps in between.",
+        )
+
+    def _only(self, name: str, *, recipe: bool) -> None:
+        usual = next(each.default for each in fields(self) if each.name == name)
+        self.check(
+            name,
+            recipe or getattr(self, name) == usual,
+            "another recipe",
+            "Leave the option out.",
+            f"{getattr(self, name)} with the recipe {self.recipe}",
+        )

@@ -1,0 +1,421 @@
+"""The settings of ``fastplm finetune``. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from fastplm.models import _features_options
+from fastplm.run.settings import (
+    ANY,
+    BATCH,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Number,
+    Numbers,
+    Settings,
+    common,
+    setting,
+    whole,
+)
+
+#: The tasks of fine-tuning, with the usual size of their batches.
+BATCH_SIZES = {
+    "classification": 32,
+    "pair": 32,
+    "regression": 32,
+    "tagging": 32,
+    "qa": 16,
+    "choice": 16,
+    "seq2seq": 32,
+}
+#: Settings of fine-tuning that only an encoder has.
+ENCODERS = ("freeze", "features", "head", "pooling")
+LIBRARIES = ("fastplm", "transformers")
+_TABLES = ("classification", "pair", "regression")
+_WARM_START = ("decoder", "warm", "share", "target_vocab_size")
+_SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
+_SEQ2SEQ = (
+    "targets",
+    "eval_targets",
+    "prefix",
+    "max_target_length",
+    "beams",
+    "length_penalty",
+    "encoder",
+    *_WARM_START,
+    *_SOURCE_ENCODER,
+)
+
+
+@dataclass
+class FinetuneArguments(Settings):
+    """The settings of a fine-tuning; see ``fastplm finetune --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "finetune"
+    topics = {
+        "the run": (
+            *("task", "model", "data", "eval_data", "out", "epochs", "steps", "batch_size"),
+            *("learning_rate", "seeds", "resume", "overwrite"),
+        ),
+        "the data": (
+            *("text_columns", "label_column", "max_length", "max_samples", "max_eval_samples"),
+            *("threshold", "null_threshold"),
+        ),
+        "the model": (
+            *("from_scratch", "freeze", "features", "head", "pooling", "both_orders", "lm_weight"),
+            "library",
+        ),
+        "how it learns": (
+            *("optimizer", "warmup", "weight_decay", "dropout", "bf16", "seed", "eval_every"),
+        ),
+        "seq2seq: texts to be written": _SEQ2SEQ,
+        "the machine, and what is written": ("threads", "save_every", "log_every", "report_to"),
+    }
+
+    task: str = setting(
+        "a label for a text (classification) or for two (pair), a score for one text or two "
+        "(regression), a tag for each word (tagging), the place of an answer in a text (qa), the "
+        "right one of several answers (choice), or a text for a text (seq2seq)",
+        choices=tuple(BATCH_SIZES),
+    )
+    data: str | Path = setting("file of examples to train on", path="FILE")
+    out: str | Path = common("out")
+    model: str | Path | None = setting(
+        "folder of the checkpoint and its tokenizer; needed unless there is --encoder",
+        None,
+        path="DIR",
+    )
+    eval_data: str | Path | None = setting(
+        "file of examples to score (default: a tenth of --data is held out)",
+        None,
+        path="FILE",
+    )
+    text_columns: Sequence[str] | None = setting(
+        "columns of the texts in a table; two for pair, one or two for regression, source and "
+        "target for seq2seq (default: the usual names)",
+        None,
+        metavar="NAME",
+    )
+    label_column: str | None = common("label_column")
+    threshold: float | None = setting(
+        "make two classes of labels that are scores: those above it are positive, all others "
+        "negative",
+        None,
+        number=ANY,
+    )
+    null_threshold: float | None = setting(
+        "questions that may have no answer get none if its score is more than this above the best "
+        "span's (default: the value with the highest F1 on the examples that are scored)",
+        None,
+        number=ANY,
+    )
+    both_orders: bool = setting(
+        "GPT and GPT-2: read the two texts in both orders, and classify the sum of the two states; "
+        "for tasks such as similarity, where the order means nothing",
+        False,
+    )
+    lm_weight: float = setting(
+        "GPT and GPT-2: weight of a language model's loss on the same texts, beside the task's "
+        "(GPT's paper: 0.5)",
+        0.0,
+        number=NOT_NEGATIVE,
+    )
+    from_scratch: bool = setting(
+        "new weights: only the configuration and the tokenizer of --model are used", False
+    )
+    freeze: bool = setting(
+        "train the head alone: the encoder has no dropout and no gradients, and computes each "
+        "example once",
+        False,
+    )
+    features: str = setting(
+        "states that the head reads: those of the last layer, a learned weighted sum of all "
+        "layers' (mix), or the last four layers' one behind the other",
+        "last",
+        choices=_features_options.FEATURES,
+    )
+    head: str = setting(
+        "linear, or a bidirectional LSTM of two layers before it",
+        "linear",
+        choices=_features_options.HEADS,
+    )
+    pooling: str | None = setting(
+        "the state of a text: its first token's (cls), or the mean or maximum over tokens "
+        "(default: that of the model's class; mean with --features or --head)",
+        None,
+        choices=_features_options.POOLINGS,
+    )
+    targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
+        None,
+        path="FILE",
+    )
+    eval_targets: str | Path | None = setting(
+        "seq2seq: file of the targets of --eval-data", None, path="FILE"
+    )
+    prefix: str = setting(
+        "seq2seq: text before each source, such as 'translate English to German: '", ""
+    )
+    max_target_length: int = setting(
+        "seq2seq: most tokens of a target", 128, number=whole(2), metavar="N"
+    )
+    beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=whole())
+    length_penalty: float = setting(
+        "seq2seq: the power of the length by which a beam's log-probability is divided",
+        1.0,
+        number=ANY,
+    )
+    encoder: str | Path | None = setting(
+        "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
+        "encoder-decoder",
+        None,
+        path="DIR",
+    )
+    decoder: str | Path | None = setting(
+        "with --encoder: folder of the checkpoint that starts the decoder (default: the same)",
+        None,
+        path="DIR",
+    )
+    warm: str = setting(
+        "with --encoder: which parts take their weights from the checkpoints; the others are new",
+        "both",
+        choices=("both", "encoder", "decoder", "none"),
+    )
+    share: bool = setting(
+        "with --encoder: encoder and decoder share all weights but cross-attention", False
+    )
+    target_vocab_size: int | None = setting(
+        "with --encoder: train a byte-level vocabulary of N tokens on the targets; the decoder's "
+        "embeddings are then new",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_layers: int | None = setting(
+        "seq2seq: translate with a pre-trained BART from a language it has not seen: a new encoder "
+        "of N layers, with a vocabulary of its own, in place of its word embeddings",
+        None,
+        number=whole(1, 1000),
+        metavar="N",
+    )
+    source_vocab_size: int | None = setting(
+        "with --source-encoder-layers: tokens of that vocabulary, which is trained on the sources "
+        "(default: 8000)",
+        None,
+        number=whole(300),
+        metavar="N",
+    )
+    source_encoder_steps: int | None = setting(
+        "with --source-encoder-layers: first steps, in which most of BART is frozen (default: half "
+        "of all)",
+        None,
+        number=whole(0, 2**40),
+        metavar="N",
+    )
+    eval_every: int | None = setting(
+        "also score every N steps, for a curve", None, number=COUNT, metavar="N"
+    )
+    epochs: float = setting(
+        "passes over the examples",
+        3.0,
+        number=Number(float, math.nextafter(0, 1), 1e9, "a number above 0, 1e9 at most"),
+        excludes="length",
+    )
+    steps: int | None = setting(
+        "optimizer steps instead of --epochs", None, number=COUNT, excludes="length"
+    )
+    batch_size: int | None = setting(
+        "samples of a batch (default: 32; 16 for qa and choice)", None, number=BATCH
+    )
+    learning_rate: float | None = setting(
+        "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
+        "on; 1e-3 with --freeze or adafactor)",
+        None,
+        number=POSITIVE,
+    )
+    optimizer: str = setting(
+        "adamw, with a rate that falls to 0; or adafactor, as T5 was fine-tuned: a constant rate, "
+        "relative to the size of each weight",
+        "adamw",
+        choices=("adamw", "adafactor"),
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
+    )
+    weight_decay: float | None = setting(
+        "weight decay of AdamW (default: 0.01)", None, number=NOT_NEGATIVE
+    )
+    max_length: int | None = setting(
+        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
+    )
+    dropout: float | None = common("dropout")
+    max_samples: int | list[int] | None = setting(
+        "train on the first N of the examples in a random order, the same in every run; several "
+        "growing numbers, such as 100,300,1000, give scores for each",
+        None,
+        number=Numbers(COUNT),
+        metavar="N",
+    )
+    max_eval_samples: int | None = setting("score N examples", None, number=COUNT, metavar="N")
+    seeds: int = setting(
+        "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
+    )
+    seed: int = common("seed", "seed of the first run: of head, order and dropout")
+    bf16: bool = setting("train under autocast to bfloat16", False)
+    library: str = setting(
+        "whose classes are trained: the same samples in the same order, from the same weights",
+        "fastplm",
+        choices=LIBRARIES,
+    )
+    save_every: int = common("save_every")
+    log_every: int = common("log_every")
+    report_to: str = common("report_to", default="none")
+    threads: int | None = common("threads")
+    resume: bool = common("resume")
+    overwrite: bool = common("overwrite")
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.batch_size = self.batch_size or BATCH_SIZES[self.task]
+        self.check(
+            "seed",
+            self.seed + self.seeds <= 1 << 32,
+            "seeds below 2^32",
+            "Lower it.",
+            f"{self.seed}, and {self.seeds} seeds from it on",
+        )
+        self._needs_task(("seq2seq",), *_SEQ2SEQ)
+        self._check_seq2seq()
+        self._needs_task((*_TABLES, "seq2seq"), "text_columns")
+        self._needs_task(_TABLES, "label_column")
+        self._needs_task(_TABLES[:2], "threshold")
+        self._needs_task(("qa",), "null_threshold")
+        self._needs_task(_TABLES, "pooling")
+        self._needs_task((*_TABLES, "tagging"), "features", "head")
+        self.check(
+            "from_scratch",
+            not (self.from_scratch and self.freeze),
+            "one of --from-scratch and --freeze, as a frozen encoder has to be trained already",
+            "Leave one of the two options out.",
+            "True with --freeze",
+        )
+        self._needs_task(("pair", "regression"), "both_orders")
+        self._needs_task((*_TABLES, "choice"), "lm_weight")
+        decays = self.optimizer == "adamw"
+        expected = "nothing with --optimizer adafactor, which has none here"
+        self.check("weight_decay", decays or not self.weight_decay, expected, "Leave it out.")
+        if self.weight_decay is None:
+            self.weight_decay = 0.01 if decays else 0.0
+
+        if isinstance(self.max_samples, list | tuple):
+            sizes = self.max_samples = list(self.max_samples)
+            growing = sizes == sorted({*sizes}) and len(sizes) > 1
+            self.check("max_samples", growing, "two growing numbers or more", "Sort them.")
+
+    def curve(self) -> list[tuple[str, FinetuneArguments]]:
+        """(folder inside ``out``, settings) for each number of examples to train on."""
+        if not isinstance(self.max_samples, list):
+            return [("", self)]
+        sizes = self.max_samples
+        return [(f"samples-{size}", replace(self, max_samples=size)) for size in sizes]
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether the head is one that Transformers' classes do not have."""
+        others = self.features != "last" or self.head != "linear"
+        return others or self.pooling in ("mean", "max")
+
+    def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
+        """Check that settings that only some tasks have were given for these alone."""
+        for each in fields(self):
+            given = getattr(self, each.name)
+            self.check(
+                each.name,
+                each.name not in names or self.task in tasks or given == each.default,
+                f"--task {' or '.join(tasks)}",
+                "Leave one of the two options out.",
+                f"{given} with --task {self.task}",
+            )
+
+    @property
+    def checkpoint(self) -> str | Path:
+        """The folder of the model, or of the encoder of a new encoder-decoder."""
+        return self.model or self.encoder or ""
+
+    def _check_seq2seq(self) -> None:
+        """Check the settings of texts to be written, which no other task has."""
+        for each in fields(self):
+            usual = getattr(self, each.name) == each.default
+            if each.name in _WARM_START:
+                self.check(
+                    each.name,
+                    self.encoder is not None or usual,
+                    "an encoder-decoder that is started from --encoder",
+                    "Leave the option out, or give --encoder in place of --model.",
+                )
+            if each.name in _SOURCE_ENCODER[1:]:
+                self.check(
+                    each.name,
+                    self.source_encoder_layers is not None or usual,
+                    "a BART with --source-encoder-layers",
+                    "Leave the option out, or give the layers.",
+                )
+        self.check(
+            "source_encoder_layers",
+            self.source_encoder_layers is None
+            or (self.encoder is None and self.library == "fastplm"),
+            "a BART in --model, and --library fastplm",
+            "Leave the option out, or --encoder and --library.",
+        )
+        self.check(
+            "model",
+            self.model is None or self.encoder is None,
+            "either --model or --encoder",
+            "Leave one of the two out.",
+            f"{self.model} beside --encoder {self.encoder}",
+        )
+        self.check(
+            "model",
+            bool(str(self.model or "").strip() or self.encoder),
+            "the folder of a checkpoint",
+            "Give --model DIR" + (", or --encoder DIR." if self.task == "seq2seq" else "."),
+        )
+        for name, other in (("data", "targets"), ("eval_data", "eval_targets")):
+            given = getattr(self, other) is None or getattr(self, name) is not None
+            self.check(other, given, f"--{name.replace('_', '-')}, too", "Give both.")
+        aligned = self.targets is not None
+        self.check(
+            "eval_targets",
+            self.eval_data is None or (self.eval_targets is not None) == aligned,
+            "a file of targets for both --data and --eval-data, or for none",
+            "Give the evaluation's texts in the form of the training's.",
+        )
+        self.check(
+            "targets",
+            not aligned or self.text_columns is None,
+            "a table with --text-columns, or a file of targets",
+            "Leave one of the two out.",
+        )
+        if self.share:
+            self.check(
+                "share",
+                self.library == "fastplm"
+                and self.decoder is None
+                and self.target_vocab_size is None,
+                "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
+                "Leave --decoder, --target-vocab-size and --library out.",
+            )
+            self.check(
+                "warm",
+                self.warm in ("both", "none"),
+                "both or none, as --share has one set of weights",
+                "Choose one of them.",
+            )

@@ -1,0 +1,482 @@
+"""The settings of ``fastplm pretrain``. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fastplm.models import _electra_options
+from fastplm.run.settings import POSITIVE, SHARE, Number, Settings, common, setting, whole
+from fastplm.train.presets import (
+    FAMILIES,
+    MASKED,
+    NOISES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    PRESETS,
+    Family,
+    Peak,
+    Preset,
+    preset,
+    usual_peak,
+)
+
+#: The minutes of a demo, without the installation.
+MINUTES = 3.0
+UNITS = ("token", "word", "ngram")
+#: Samples of a run; beyond it the libraries below end the process.
+_MOST_SAMPLES = 1 << 62
+
+
+_USUAL_OBJECTIVES = ", ".join(
+    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
+)
+_USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
+_OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
+
+
+@dataclass
+class PretrainArguments(Settings):
+    """The settings of a pre-training; see ``fastplm pretrain --help``.
+
+    Raises:
+        ArgumentValueError: a value is out of its range.
+    """
+
+    where = "pretrain"
+    topics = {
+        "the run": (
+            *("arch", "corpus", "out", "steps", "batch_size", "lr", "vocab_size", "tokenizer"),
+            *("resume", "overwrite", "dry_run"),
+        ),
+        "what it learns": ("objective", "unit", "static_masks", "noise", "block_size"),
+        "how it learns": (
+            *("optimizer", "warmup", "gradient_accumulation", "dropout", "attention_dropout"),
+            *("precision", "seed"),
+        ),
+        "another size than that of --arch": (
+            *("layers", "hidden", "heads", "embedding_size", "parameter_sharing"),
+        ),
+        "of ELECTRA": (
+            *("electra_objective", "electra_sharing", "electra_generator", "generator_size"),
+            *("rtd_weight", "adversarial", "two_stage", "second_stage_from"),
+        ),
+        "the machine, and what is written": (
+            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+        ),
+    }
+
+    arch: str = setting(
+        f"architecture: the published one of this name, but for {_OWN}, which are fastplm's own",
+        choices=tuple(PRESETS),
+    )
+    corpus: Sequence[str | Path] = common("corpus")
+    steps: int = common("steps")
+    out: str | Path = common("out")
+    tokenizer: str | Path | None = setting(
+        "folder of a saved tokenizer (default: train one)",
+        None,
+        path="DIR",
+        excludes="vocabulary",
+    )
+    vocab_size: int | None = setting(
+        "most tokens of a trained tokenizer (default: the published number: "
+        f"{_USUAL_VOCABULARIES})",
+        None,
+        number=whole(6, 2**22),
+        excludes="vocabulary",
+    )
+    block_size: int = common("block_size")
+    batch_size: int = common("batch_size")
+    lr: float | None = setting(
+        "peak learning rate (default: the published one, times the square root of the samples of a "
+        "step over those of the published run)",
+        None,
+        number=POSITIVE,
+    )
+    warmup: int | None = setting(
+        "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
+        "10000 at most)",
+        None,
+        number=whole(0, 2**40),
+    )
+    seed: int = common("seed")
+    save_every: int = common("save_every")
+    log_every: int = common("log_every")
+    report_to: str = common("report_to")
+    resume: bool = common("resume")
+    overwrite: bool = common("overwrite")
+    dry_run: bool = setting(
+        "take a few steps, print what the run would need (parameters, FLOPs, tokens, memory, "
+        "hours on this machine), and write nothing",
+        False,
+    )
+    dropout: float | None = setting(
+        "dropout of hidden states and embeddings (default: 0.1)", None, number=SHARE
+    )
+    attention_dropout: float | None = setting(
+        "dropout of attention weights, in the fused kernel too (default: 0.1; 0 for the sizes that "
+        "are fastplm's own)",
+        None,
+        number=SHARE,
+    )
+    precision: str = common("precision")
+    workers: int = common("workers")
+    threads: int | None = common("threads")
+    gradient_accumulation: int = common("gradient_accumulation")
+    objective: str | None = setting(
+        f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
+        None,
+        choices=OBJECTIVES,
+        excludes="objective",
+    )
+    unit: str | None = setting(
+        "what is masked as a whole: tokens, words, or up to three words in a row (default: "
+        "token; for ALBERT ngram)",
+        None,
+        choices=UNITS,
+    )
+    optimizer: str | None = setting(
+        "default: that of the published run: lamb for ALBERT, adafactor with a rate that falls by "
+        "the inverse square root of the step for T5, else adamw",
+        None,
+        choices=OPTIMIZERS,
+    )
+    layers: int | None = setting(
+        "layers of the encoder, and of the decoder (default: those of --arch)",
+        None,
+        number=whole(1, 1000),
+    )
+    hidden: int | None = setting(
+        "width of the layers; the feed-forward part is four times as wide (default: that of "
+        "--arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    heads: int | None = setting(
+        "attention heads, of which --hidden is a multiple (default: those of --arch)",
+        None,
+        number=whole(1, 2**16),
+    )
+    embedding_size: int | None = setting(
+        "of ALBERT and ELECTRA: width of the embeddings (default: that of --arch)",
+        None,
+        number=whole(1, 2**16),
+        of=("albert", "electra"),
+    )
+    parameter_sharing: str = setting(
+        "of ALBERT: what all layers share: everything, the attention part, the feed-forward part, "
+        "or nothing",
+        "all",
+        choices=("all", "attention", "feed_forward", "none"),
+        of=("albert",),
+    )
+    static_masks: int | None = setting(
+        "mask each block in N ways for the whole training, as BERT's data was made; with RoBERTa "
+        "10 (default: another mask each time); for --objective mlm",
+        None,
+        number=whole(),
+        metavar="N",
+    )
+    noise: Sequence[str] | None = setting(
+        "of BART: the transformations of the text (default: text_infilling and "
+        f"sentence_permutation, as published): {', '.join(NOISES)}",
+        None,
+        choices=tuple(NOISES),
+        metavar="NAME",
+        of=("bart",),
+    )
+    electra_objective: str = setting(
+        "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
+        "masked ones; or the original tokens, of the masked ones or of all",
+        "rtd",
+        choices=_electra_options.OBJECTIVES,
+        of=("electra",),
+    )
+    electra_sharing: str | None = setting(
+        "weights that ELECTRA's two models share (default: embeddings)",
+        None,
+        choices=_electra_options.SHARINGS,
+        of=("electra",),
+    )
+    electra_generator: str = setting(
+        "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
+        "model",
+        choices=_electra_options.GENERATORS,
+        of=("electra",),
+    )
+    generator_size: float | None = setting(
+        "width and heads of ELECTRA's generator as a share of the discriminator's (default: that "
+        "of --arch)",
+        None,
+        number=Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most"),
+        of=("electra",),
+    )
+    rtd_weight: float | None = setting(
+        "factor of the loss of ELECTRA's discriminator (default: 50; 1 where it predicts tokens)",
+        None,
+        number=POSITIVE,
+        of=("electra",),
+    )
+    adversarial: bool = setting(
+        "ELECTRA: train the generator to make the discriminator's loss large, by REINFORCE, "
+        "instead of to predict tokens",
+        False,
+        of=("electra",),
+    )
+    two_stage: bool = setting(
+        "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
+        "begins with its weights; each half has its own warm-up",
+        False,
+        of=("electra",),
+    )
+    second_stage_from: str = setting(
+        "with --two-stage: the discriminator begins with the weights of the generator, or with its "
+        "own (scratch), and the generator may be narrower",
+        "generator",
+        choices=_electra_options.SECOND_STAGES,
+        of=("electra",),
+    )
+    cache: str | Path = common("cache")
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        chosen = self.preset
+        family = chosen.family
+        for name in ("resume", "overwrite"):
+            self.check(
+                "dry_run",
+                not (self.dry_run and getattr(self, name)),
+                f"no --dry-run, or no --{name}, as a dry run writes nothing",
+                "Leave one of the two options out.",
+                f"True together with {name}",
+            )
+        self.vocab_size = self.vocab_size or FAMILIES[family].vocab_size
+        self.optimizer = self.optimizer or chosen.optimizer
+        self.dropout = chosen.dropout if self.dropout is None else self.dropout
+        self.corpus = [str(path) for path in self.corpus]
+        self._choose_objective(FAMILIES[family])
+        self._check_families(family)
+        self._check_shape()
+        self._check_electra(family)
+        self.check(
+            "static_masks",
+            self.static_masks is None or self.objective == "mlm",
+            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
+            "Leave one of the two options out.",
+            f"{self.static_masks} with objective {self.objective}",
+        )
+        if self.noise is not None:
+            self.noise = sorted(set(self.noise))
+        samples = self.steps * self.batch_size * self.gradient_accumulation
+        self.check(
+            "batch_size",
+            samples <= _MOST_SAMPLES,
+            f"{_MOST_SAMPLES} at most",
+            "Lower it.",
+            f"{self.batch_size}, which makes {samples} samples of the run",
+        )
+        self.peak: Peak | None = None
+        if self.lr is None:
+            self.peak = usual_peak(chosen, self.optimizer)
+            self.lr = self.peak.scaled(self.samples_a_step)
+        self.usual_warmup = self.warmup is None
+        if self.warmup is None:
+            self.warmup = min(10_000, self.first_stage // 10)
+        what = "a stage" if self.two_stage else "the run"
+        self.check(
+            "warmup",
+            self.warmup <= self.first_stage,
+            f"0 to {self.first_stage}, the steps of {what}",
+            "Choose a number of steps in between.",
+        )
+        if family == "t5":
+            self.check(
+                "attention_dropout",
+                self.attention_dropout in (None, 0, self.dropout),
+                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
+                "Choose it by --dropout.",
+            )
+            self.attention_dropout = self.dropout
+        if self.attention_dropout is None:
+            self.attention_dropout = chosen.attention_dropout
+
+    @property
+    def samples_a_step(self) -> int:
+        """The samples of an optimizer step, of all processes."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return self.batch_size * self.gradient_accumulation * processes
+
+    @property
+    def preset(self) -> Preset:
+        """The architecture's, with the sizes that the settings change."""
+        named = preset(self.arch)
+        changes: dict[str, Any] = {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "embedding": self.embedding_size,
+            "generator": self.generator_size,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if self.parameter_sharing != "all":
+            changes["sharing"] = self.parameter_sharing
+        if changes and named.source:
+            changes["source"] = f"{named.source}, with other {', '.join(changes)}"
+        if self.objective == "mlm":  # ELECTRA-Large masks more for its generator
+            changes["mlm_probability"] = 0.15
+        return replace(named, **changes)
+
+    @property
+    def first_stage(self) -> int:
+        """The steps of the first stage of a two-stage training, or of the run."""
+        return self.steps // 2 if self.two_stage else self.steps
+
+    def _choose_objective(self, family: Family) -> None:
+        """Check the objective and the unit of its masks, or set them to the family's usual ones."""
+        able = tuple(family.classes)
+        if self.objective is None:
+            self.objective = able[0]
+        self.check(
+            "objective",
+            self.objective in able,
+            f"{' or '.join(able)}, what {self.arch} can learn",
+            "Leave the option out, or choose another architecture.",
+            f"{self.objective} with {self.arch}",
+        )
+        masked = self.objective in MASKED
+        self.check(
+            "unit",
+            masked or self.unit is None,
+            "no unit, as this objective does not mask tokens",
+            "Leave the option out.",
+            f"{self.unit} with objective {self.objective}",
+        )
+        if masked and self.unit is None:
+            self.unit = family.unit
+
+    def _check_families(self, family: str) -> None:
+        """Check that each setting is for this architecture, and its objective."""
+        for each in fields(self):
+            of, value = each.metadata["of"], getattr(self, each.name)
+            given = value != each.default
+            self.check(
+                each.name,
+                not of or family in of or not given,
+                " or ".join(f"an architecture of the family {name}" for name in of),
+                "Leave the option out, or choose another --arch.",
+                f"{value} with {self.arch}",
+            )
+            self.check(
+                each.name,
+                of != ("electra",) or self.objective == "rtd" or not given,
+                "the objective rtd, as another one has no generator",
+                "Leave one of the two options out.",
+                f"{value} with objective {self.objective}",
+            )
+
+    def _check_shape(self) -> None:
+        chosen = self.preset
+        self.check(
+            "heads",
+            chosen.hidden % chosen.heads == 0,
+            f"a divisor of {chosen.hidden}, the width (hidden)",
+            "Change --heads or --hidden.",
+            chosen.heads,
+        )
+
+    def _check_electra(self, family: str) -> None:
+        if family == "electra" and self.objective == "rtd" and self.electra_sharing is None:
+            self.electra_sharing = "none" if self.two_stage else "embeddings"
+        joint = family == "electra" and self.objective == "rtd"
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_generator == "model",
+            "electra_generator model, which can be trained",
+            "Leave one of the two options out.",
+            f"True with electra_generator {self.electra_generator}",
+        )
+        self.check(
+            "adversarial",
+            not self.adversarial or self.electra_objective.startswith("rtd"),
+            "electra_objective rtd or rtd_masked, whose loss is the reward",
+            "Leave one of the two options out.",
+            f"True with electra_objective {self.electra_objective}",
+        )
+        self.check(
+            "generator_size",
+            self.generator_size is None or self.electra_generator == "model",
+            "electra_generator model, which has a size",
+            "Leave one of the two options out.",
+            f"{self.generator_size} with electra_generator {self.electra_generator}",
+        )
+        whole = self.electra_sharing == "all" or (
+            self.two_stage and self.second_stage_from == "generator"
+        )
+        why = "electra_sharing all" if self.electra_sharing == "all" else "two_stage"
+        self.check(
+            "generator_size",
+            not joint or not whole or self.generator_size in (None, 1.0),
+            f"1, as with {why} the discriminator has the generator's weights",
+            "Leave one of the two options out, or add --second-stage-from scratch.",
+            f"{self.generator_size} with {why}",
+        )
+        self.check(
+            "second_stage_from",
+            self.two_stage or self.second_stage_from == "generator",
+            "two_stage beside it",
+            "Add --two-stage, or leave the option out.",
+            f"{self.second_stage_from} without two_stage",
+        )
+        if not self.two_stage:
+            return
+        self.check(
+            "two_stage",
+            not self.adversarial,
+            "no adversarial beside it, as no discriminator rewards the first stage",
+            "Leave one of the two options out.",
+            "True with adversarial",
+        )
+        self.check(
+            "rtd_weight",
+            self.rtd_weight is None,
+            "no two_stage, where each loss stands alone",
+            "Leave one of the two options out.",
+            f"{self.rtd_weight} with two_stage",
+        )
+        self.check(
+            "optimizer",
+            self.optimizer != "adafactor",
+            "adamw or lamb, as each stage has a schedule of its own",
+            "Leave one of the two options out.",
+            "adafactor in a two-stage training",
+        )
+        for name, wanted, why in (
+            ("electra_generator", "model", "a generator that can be trained first"),
+            ("electra_sharing", "none", "as the generator is frozen in the second stage"),
+        ):
+            self.check(
+                name,
+                getattr(self, name) == wanted,
+                f"{wanted}, {why}",
+                "Leave one of the two options out.",
+                f"{getattr(self, name)} in a two-stage training",
+            )
+        self.check("steps", self.steps > 1, "2 or more, for two stages", "Raise it.")
+
+    def joint_settings(self) -> dict[str, Any]:
+        """The fields of ``ElectraJointConfig`` that the settings name."""
+        return {
+            "objective": self.electra_objective,
+            "embedding_sharing": self.electra_sharing,
+            "generator_type": self.electra_generator,
+            "stage": 1 if self.two_stage else None,
+            "sampling_seed": self.seed,
+            "discriminator_weight": self.rtd_weight,
+            "adversarial": self.adversarial,
+            "second_stage_from": self.second_stage_from,
+        }
