@@ -384,8 +384,8 @@ def test_the_package_alone_imports_no_torch_and_every_name_is_there():
         "values = {name: getattr(fastplm, name) for name in fastplm.__all__}\n"
         "from fastplm import *\n"
         "same = all(globals()[name] is value for name, value in values.items())\n"
-        "from fastplm import errors, ops, _checks\n"
-        "same &= fastplm.ops is ops and _checks.FastplmError is fastplm.FastplmError\n"
+        "from fastplm import errors, ops, _backends\n"
+        "same &= fastplm.ops is ops and errors.FastplmError is fastplm.FastplmError\n"
         "same &= fastplm.use_backend is fastplm._backends.use_backend\n"
         "print(json.dumps([heavy, names, same]))"
     )

@@ -7,10 +7,11 @@ import torch
 
 from fastplm.data import DataCollatorForMaskedTokens, load_tokenizer
 from fastplm.models import BertForPreTraining, ElectraForJointPreTraining
+from fastplm.run.folder import last_checkpoint
 from fastplm.testing import FORWARD_FACTOR, KeptDouble, check_error, check_in_fp64
 from fastplm.train.compare import _peak_bytes, compare, hugging_face_twin, table
 from fastplm.train.evaluate import evaluate
-from fastplm.train.trainer import detection, last_checkpoint
+from fastplm.train.trainer import detection
 
 TEXT = [
     "The river follows the old house. A train carries the letter.",

@@ -8,9 +8,9 @@ import torch
 from fastplm.cli import main
 from fastplm.data import DataCollatorForMaskedTokens, load_tokenizer
 from fastplm.models import ElectraForJointPreTraining
+from fastplm.run.folder import last_checkpoint
 from fastplm.train import compare, demo, trainer
 from fastplm.train.pretrain import PretrainArguments, rehearse
-from fastplm.train.trainer import last_checkpoint
 
 
 @pytest.fixture

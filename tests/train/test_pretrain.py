@@ -14,10 +14,10 @@ from fastplm import _extension
 from fastplm.cli import _parser, main
 from fastplm.data import tokenize
 from fastplm.errors import ArgumentValueError
+from fastplm.run.folder import last_checkpoint
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 from fastplm.train import dry_run, pretrain_data
 from fastplm.train import pretrain as module
-from fastplm.train.trainer import last_checkpoint
 
 TEXT = ["The river follows the old house.", "A teacher opens. The train carries the letter away."]
 
