@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -165,6 +165,25 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> 
     return groups
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What a setting must be beside the others.
+
+    Args:
+        name: the setting that the error names.
+        keeps: whether the settings keep the rule.
+        expected: what the error says was expected; ``{args.steps}`` in it is the run's own value.
+        beside: another setting, which the error names with its value.
+        fix: what the error advises.
+    """
+
+    name: str
+    keeps: Callable[[Any], bool]
+    expected: str
+    beside: str = ""
+    fix: str = "Leave one of the two options out."
+
+
 class Settings:
     """Base of the arguments of a command, which checks each value against its declaration."""
 
@@ -172,6 +191,8 @@ class Settings:
     where: ClassVar[str]
     #: The names of the settings under each title of the help, in its order.
     topics: ClassVar[Mapping[str, Sequence[str]]] = {}
+    #: Checked one after another by ``check_rules``.
+    rules: ClassVar[Sequence[Rule]] = ()
     out: str | Path
     #: The settings that differ from their defaults, as they were given.
     given: dict[str, Any]
@@ -189,6 +210,22 @@ class Settings:
         if not condition:
             got = getattr(self, name) if got is None else got
             raise error(message(self.where, name, got, expected, fix))
+
+    def check_rules(self) -> None:
+        """Check the rules between the settings; a rule may rely on those before it."""
+        for rule in self.rules:
+            got = getattr(self, rule.name)
+            got = "nothing" if got is None else got
+            if rule.beside:
+                option, other = f"--{rule.beside.replace('_', '-')}", getattr(self, rule.beside)
+                value = "" if isinstance(other, bool) else f" {other}"
+                got = f"{got} {'without' if other is False else 'with'} {option}{value}"
+            if not rule.keeps(self):
+                self.check(rule.name, False, rule.expected.format(args=self), rule.fix, got)
+
+    def usual(self, name: str) -> bool:
+        """Whether a setting has its default, given or not."""
+        return name not in self.given
 
     @property
     def resumable(self) -> bool:

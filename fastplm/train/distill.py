@@ -31,7 +31,6 @@ from fastplm.train.distill_objectives import KINDS, Distillation, uniform_layers
 from fastplm.train.distill_settings import DistillArguments
 from fastplm.train.flops import MASKED, flops_a_token
 from fastplm.train.losses import counted_labels, tokens_and_sequences
-from fastplm.train.pretrain import Pretraining, collation, train_on_stream
 from fastplm.train.pretrain_data import (
     HELD_OUT,
     HELD_OUT_SAMPLES,
@@ -40,6 +39,7 @@ from fastplm.train.pretrain_data import (
     prepare_data,
 )
 from fastplm.train.pretrain_settings import PretrainArguments
+from fastplm.train.runner import StreamRun, collation, train_on_stream
 from fastplm.train.trainer import DETECTION_COUNTS, PretrainingTrainer, detection
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class DistillationTrainer(PretrainingTrainer):
         return batches, num_items
 
 
-class Distilling(Pretraining):
+class Distilling(StreamRun):
     """A run of ``fastplm distill``."""
 
     compared_otherwise = frozenset({"teacher", "student", "generator", "translation"})

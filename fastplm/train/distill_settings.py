@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from fastplm.run.settings import POSITIVE, WEIGHT, WIDTH, Settings, common, setting, whole
+from fastplm.run.settings import POSITIVE, WEIGHT, WIDTH, Rule, Settings, common, setting, whole
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ def _weight(what: str) -> Any:
     return setting(help, None, number=WEIGHT)
 
 
+def _unless_student(name: str) -> Callable[[Any], bool]:
+    return lambda args: args.student is None or getattr(args, name) is None
+
+
 @dataclass
 class DistillArguments(Settings):
     """The settings of a distillation; see ``fastplm distill --help``.
@@ -62,9 +66,6 @@ class DistillArguments(Settings):
     """
 
     where = "distill"
-    #: What a pre-training has settings for.
-    two_stage: ClassVar[bool] = False
-    optimizer: ClassVar[str] = "adamw"
     topics = {
         "the run": (
             *("recipe", "teacher", "student", "student_layers", "corpus", "out", "steps"),
@@ -193,61 +194,69 @@ class DistillArguments(Settings):
     threads: int | None = common("threads")
     cache: str | Path = common("cache")
 
+    rules = (
+        Rule(
+            "translation",
+            lambda args: args.recipe != "multilingual" or args.translation is not None,
+            "a value with the recipe multilingual",
+            fix="Give --translation.",
+        ),
+        Rule(
+            "generator",
+            lambda args: args.recipe != "electra" or args.generator is not None,
+            "a value with the recipe electra",
+            fix="Give --generator, such as OUT/generator of a pre-training.",
+        ),
+        *(
+            Rule(name, _unless_student(name), "no value beside --student", "student")
+            for name in ("student_hidden", "student_heads", "tokenizer", "vocab_size")
+        ),
+        Rule(
+            "warmup",
+            lambda args: args.warmup <= args.steps,
+            "0 to {args.steps}, the steps of the run",
+            fix="Choose a number of steps in between.",
+        ),
+    )
+    #: The settings that only some recipes have, with these recipes.
+    recipes_of = {
+        **{
+            name: tuple(key for key, recipe in RECIPES.items() if name in recipe.weights)
+            for name in WEIGHTS
+        },
+        **dict.fromkeys(("translation", "tokenizer", "vocab_size", "pooling"), ("multilingual",)),
+        **dict.fromkeys(("teacher_layer", "relation_heads"), ("minilm-v2",)),
+        "generator": ("electra",),
+        "temperature": ("distilbert", "electra"),
+        "divergence": ("distilbert",),
+    }
+
     def __post_init__(self) -> None:
         self.check_values()
         self.corpus = [str(path) for path in self.corpus]
+        if self.translation is not None:
+            self.translation = [str(path) for path in self.translation]
+        for name, recipes in self.recipes_of.items():
+            self.check(
+                name,
+                self.recipe in recipes or self.usual(name),
+                f"the recipe {' or '.join(recipes)}",
+                "Leave the option out.",
+                f"{getattr(self, name)} with the recipe {self.recipe}",
+            )
         recipe = RECIPES[self.recipe]
         for name in WEIGHTS:
-            given = getattr(self, name)
-            self._only(name, recipe=name in recipe.weights)
-            setattr(self, name, recipe.weights.get(name) if given is None else given)
-        weights = [getattr(self, name) for name in recipe.weights]
+            if getattr(self, name) is None:
+                setattr(self, name, recipe.weights.get(name))
         self.check(
             next(iter(recipe.weights), "recipe"),
-            not weights or any(weights),
+            not recipe.weights or any(getattr(self, name) for name in recipe.weights),
             "one weight above 0",
             "Leave one of them out.",
             "0, as all of them are",
         )
-        for name in ("translation", "tokenizer", "vocab_size", "pooling"):
-            self._only(name, recipe=self.recipe == "multilingual")
-        for name in ("teacher_layer", "relation_heads"):
-            self._only(name, recipe=self.recipe == "minilm-v2")
-        self._only("generator", recipe=self.recipe == "electra")
-        self._only("temperature", recipe="soft_weight" in recipe.weights)
-        self._only("divergence", recipe=self.recipe == "distilbert")
-        for recipe_name, name, fix in (
-            ("multilingual", "translation", "Give --translation."),
-            ("electra", "generator", "Give --generator, such as OUT/generator of a pre-training."),
-        ):
-            there = self.recipe != recipe_name or getattr(self, name) is not None
-            self.check(name, there, f"a value with the recipe {recipe_name}", fix, "nothing")
-        for name in ("student_hidden", "student_heads", "tokenizer", "vocab_size"):
-            self.check(
-                name,
-                self.student is None or getattr(self, name) is None,
-                "no value beside --student",
-                "Leave one of the two options out.",
-            )
-        if self.translation is not None:
-            self.translation = [str(path) for path in self.translation]
         self.lr = self.lr or recipe.learning_rate
         self.usual_warmup = self.warmup is None
         if self.warmup is None:
             self.warmup = min(10_000, self.steps // 10)
-        self.check(
-            "warmup",
-            self.warmup <= self.steps,
-            f"0 to {self.steps}, the steps of the run",
-            "Choose a number of steps in between.",
-        )
-
-    def _only(self, name: str, *, recipe: bool) -> None:
-        usual = next(each.default for each in fields(self) if each.name == name)
-        self.check(
-            name,
-            recipe or getattr(self, name) == usual,
-            "another recipe",
-            "Leave the option out.",
-            f"{getattr(self, name)} with the recipe {self.recipe}",
-        )
+        self.check_rules()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastplm.models import _features_options
@@ -16,6 +16,7 @@ from fastplm.run.settings import (
     POSITIVE,
     Number,
     Numbers,
+    Rule,
     Settings,
     common,
     setting,
@@ -282,43 +283,143 @@ class FinetuneArguments(Settings):
     resume: bool = common("resume")
     overwrite: bool = common("overwrite")
 
+    rules = (
+        Rule(
+            "seed",
+            lambda args: args.seed + args.seeds <= 1 << 32,
+            "seeds below 2^32",
+            "seeds",
+            "Lower it.",
+        ),
+        Rule(
+            "source_encoder_layers",
+            lambda args: (
+                args.source_encoder_layers is None
+                or (args.encoder is None and args.library == "fastplm")
+            ),
+            "a BART in --model, and --library fastplm",
+            fix="Leave the option out, or --encoder and --library.",
+        ),
+        Rule(
+            "model",
+            lambda args: args.model is None or args.encoder is None,
+            "either --model or --encoder",
+            "encoder",
+        ),
+        Rule(
+            "model",
+            lambda args: bool(str(args.model or "").strip() or args.encoder),
+            "the folder of a checkpoint",
+            fix="Give --model DIR, or --encoder DIR for a new encoder-decoder.",
+        ),
+        Rule(
+            "targets",
+            lambda args: args.targets is None or args.data is not None,
+            "--data, too",
+            fix="Give both.",
+        ),
+        Rule(
+            "eval_targets",
+            lambda args: args.eval_targets is None or args.eval_data is not None,
+            "--eval-data, too",
+            fix="Give both.",
+        ),
+        Rule(
+            "eval_targets",
+            lambda args: (
+                args.eval_data is None
+                or (args.eval_targets is not None) == (args.targets is not None)
+            ),
+            "a file of targets for both --data and --eval-data, or for none",
+            fix="Give the evaluation's texts in the form of the training's.",
+        ),
+        Rule(
+            "targets",
+            lambda args: args.targets is None or args.text_columns is None,
+            "a table with --text-columns, or a file of targets",
+            "text_columns",
+        ),
+        Rule(
+            "share",
+            lambda args: (
+                not args.share
+                or (
+                    args.library == "fastplm"
+                    and args.decoder is None
+                    and args.target_vocab_size is None
+                )
+            ),
+            "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
+            fix="Leave --decoder, --target-vocab-size and --library out.",
+        ),
+        Rule(
+            "warm",
+            lambda args: not args.share or args.warm in ("both", "none"),
+            "both or none, as --share has one set of weights",
+            "share",
+            "Choose one of them.",
+        ),
+        Rule(
+            "from_scratch",
+            lambda args: not (args.from_scratch and args.freeze),
+            "no --freeze, as a frozen encoder has to be trained already",
+            "freeze",
+        ),
+        Rule(
+            "weight_decay",
+            lambda args: args.optimizer == "adamw" or not args.weight_decay,
+            "nothing with --optimizer adafactor, which has none here",
+            fix="Leave it out.",
+        ),
+        Rule(
+            "max_samples",
+            lambda args: (
+                not isinstance(args.max_samples, list)
+                or (args.max_samples == sorted({*args.max_samples}) and len(args.max_samples) > 1)
+            ),
+            "two growing numbers or more",
+            fix="Sort them.",
+        ),
+    )
+    #: The settings that only some tasks have, with these tasks.
+    tasks_of = {
+        **dict.fromkeys(_SEQ2SEQ, ("seq2seq",)),
+        "text_columns": (*_TABLES, "seq2seq"),
+        "label_column": _TABLES,
+        "threshold": _TABLES[:2],
+        "null_threshold": ("qa",),
+        "pooling": _TABLES,
+        "features": (*_TABLES, "tagging"),
+        "head": (*_TABLES, "tagging"),
+        "both_orders": ("pair", "regression"),
+        "lm_weight": (*_TABLES, "choice"),
+    }
+    #: The settings that only a new encoder-decoder, or a new encoder of a BART, has.
+    needs = {
+        **dict.fromkeys(_WARM_START, "encoder"),
+        **dict.fromkeys(_SOURCE_ENCODER[1:], "source_encoder_layers"),
+    }
+
     def __post_init__(self) -> None:
         self.check_values()
-        self.batch_size = self.batch_size or BATCH_SIZES[self.task]
-        self.check(
-            "seed",
-            self.seed + self.seeds <= 1 << 32,
-            "seeds below 2^32",
-            "Lower it.",
-            f"{self.seed}, and {self.seeds} seeds from it on",
-        )
-        self._needs_task(("seq2seq",), *_SEQ2SEQ)
-        self._check_seq2seq()
-        self._needs_task((*_TABLES, "seq2seq"), "text_columns")
-        self._needs_task(_TABLES, "label_column")
-        self._needs_task(_TABLES[:2], "threshold")
-        self._needs_task(("qa",), "null_threshold")
-        self._needs_task(_TABLES, "pooling")
-        self._needs_task((*_TABLES, "tagging"), "features", "head")
-        self.check(
-            "from_scratch",
-            not (self.from_scratch and self.freeze),
-            "one of --from-scratch and --freeze, as a frozen encoder has to be trained already",
-            "Leave one of the two options out.",
-            "True with --freeze",
-        )
-        self._needs_task(("pair", "regression"), "both_orders")
-        self._needs_task((*_TABLES, "choice"), "lm_weight")
-        decays = self.optimizer == "adamw"
-        expected = "nothing with --optimizer adafactor, which has none here"
-        self.check("weight_decay", decays or not self.weight_decay, expected, "Leave it out.")
-        if self.weight_decay is None:
-            self.weight_decay = 0.01 if decays else 0.0
-
+        for name, tasks in self.tasks_of.items():
+            self.check(
+                name,
+                self.task in tasks or self.usual(name),
+                f"--task {' or '.join(tasks)}",
+                "Leave one of the two options out.",
+                f"{getattr(self, name)} with --task {self.task}",
+            )
+        for name, other in self.needs.items():
+            option = f"--{other.replace('_', '-')}"
+            given = getattr(self, other) is not None or self.usual(name)
+            self.check(name, given, f"{option} beside it", f"Leave it out, or give {option}.")
         if isinstance(self.max_samples, list | tuple):
-            sizes = self.max_samples = list(self.max_samples)
-            growing = sizes == sorted({*sizes}) and len(sizes) > 1
-            self.check("max_samples", growing, "two growing numbers or more", "Sort them.")
+            self.max_samples = list(self.max_samples)
+        self.check_rules()
+        self.batch_size = self.batch_size or BATCH_SIZES[self.task]
+        if self.weight_decay is None:
+            self.weight_decay = 0.01 if self.optimizer == "adamw" else 0.0
 
     def curve(self) -> list[tuple[str, FinetuneArguments]]:
         """(folder inside ``out``, settings) for each number of examples to train on."""
@@ -333,89 +434,7 @@ class FinetuneArguments(Settings):
         others = self.features != "last" or self.head != "linear"
         return others or self.pooling in ("mean", "max")
 
-    def _needs_task(self, tasks: Sequence[str], *names: str) -> None:
-        """Check that settings that only some tasks have were given for these alone."""
-        for each in fields(self):
-            given = getattr(self, each.name)
-            self.check(
-                each.name,
-                each.name not in names or self.task in tasks or given == each.default,
-                f"--task {' or '.join(tasks)}",
-                "Leave one of the two options out.",
-                f"{given} with --task {self.task}",
-            )
-
     @property
     def checkpoint(self) -> str | Path:
         """The folder of the model, or of the encoder of a new encoder-decoder."""
         return self.model or self.encoder or ""
-
-    def _check_seq2seq(self) -> None:
-        """Check the settings of texts to be written, which no other task has."""
-        for each in fields(self):
-            usual = getattr(self, each.name) == each.default
-            if each.name in _WARM_START:
-                self.check(
-                    each.name,
-                    self.encoder is not None or usual,
-                    "an encoder-decoder that is started from --encoder",
-                    "Leave the option out, or give --encoder in place of --model.",
-                )
-            if each.name in _SOURCE_ENCODER[1:]:
-                self.check(
-                    each.name,
-                    self.source_encoder_layers is not None or usual,
-                    "a BART with --source-encoder-layers",
-                    "Leave the option out, or give the layers.",
-                )
-        self.check(
-            "source_encoder_layers",
-            self.source_encoder_layers is None
-            or (self.encoder is None and self.library == "fastplm"),
-            "a BART in --model, and --library fastplm",
-            "Leave the option out, or --encoder and --library.",
-        )
-        self.check(
-            "model",
-            self.model is None or self.encoder is None,
-            "either --model or --encoder",
-            "Leave one of the two out.",
-            f"{self.model} beside --encoder {self.encoder}",
-        )
-        self.check(
-            "model",
-            bool(str(self.model or "").strip() or self.encoder),
-            "the folder of a checkpoint",
-            "Give --model DIR" + (", or --encoder DIR." if self.task == "seq2seq" else "."),
-        )
-        for name, other in (("data", "targets"), ("eval_data", "eval_targets")):
-            given = getattr(self, other) is None or getattr(self, name) is not None
-            self.check(other, given, f"--{name.replace('_', '-')}, too", "Give both.")
-        aligned = self.targets is not None
-        self.check(
-            "eval_targets",
-            self.eval_data is None or (self.eval_targets is not None) == aligned,
-            "a file of targets for both --data and --eval-data, or for none",
-            "Give the evaluation's texts in the form of the training's.",
-        )
-        self.check(
-            "targets",
-            not aligned or self.text_columns is None,
-            "a table with --text-columns, or a file of targets",
-            "Leave one of the two out.",
-        )
-        if self.share:
-            self.check(
-                "share",
-                self.library == "fastplm"
-                and self.decoder is None
-                and self.target_vocab_size is None,
-                "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
-                "Leave --decoder, --target-vocab-size and --library out.",
-            )
-            self.check(
-                "warm",
-                self.warm in ("both", "none"),
-                "both or none, as --share has one set of weights",
-                "Choose one of them.",
-            )

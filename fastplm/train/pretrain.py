@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fastplm import _extension
-from fastplm._machine import hardware_has_bf16
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.run.begin import begin, check_ranks, describe, started
-from fastplm.run.folder import RECORD, check_same, checkpoint_to_resume, save_models, writing
-from fastplm.run.interrupt import saved_when_stopped
-from fastplm.run.report import settings_of
 from fastplm.train.objectives import build_model
 from fastplm.train.presets import configuration
 from fastplm.train.pretrain_data import (
@@ -31,6 +18,7 @@ from fastplm.train.pretrain_data import (
     prepare_data,
 )
 from fastplm.train.pretrain_settings import PretrainArguments
+from fastplm.train.runner import StreamRun, collation, train_on_stream
 
 if TYPE_CHECKING:
     from transformers import (
@@ -39,16 +27,6 @@ if TYPE_CHECKING:
         TrainerCallback,
         TrainingArguments,
     )
-
-_A_WHILE = 2.0  # seconds
-# Settings that may differ when a run is resumed. Another number of threads may change the last
-# digits of the losses, and another interval of the log its points.
-_FREE_ON_RESUME = {
-    *("resume", "overwrite", "dry_run", "out", "cache", "workers", "save_every", "log_every"),
-    *("threads", "report_to"),
-}
-# Settings that are compared in other ways: by the token ids, and as a longer run.
-_COMPARED_OTHERWISE = {"corpus", "tokenizer", "vocab_size", "steps"}
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -64,25 +42,38 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     return train_on_stream(Pretraining(args))
 
 
-class Pretraining:
-    """What a run over a stream of samples reads, trains and writes; a base of others."""
+class Pretraining(StreamRun):
+    """A run of ``fastplm pretrain``."""
 
-    #: The folders that it reads and that are compared by their contents when it is resumed.
-    compared_otherwise: frozenset[str] = frozenset()
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
+    args: PretrainArguments
 
     @property
     def title(self) -> str:
-        """Of the picture of the losses."""
         return f"{self.args.arch}: pre-training loss"
+
+    def training_arguments(self, out: Path) -> TrainingArguments:
+        adafactor = self.args.optimizer == "adafactor"
+        return self._training_arguments(
+            out,
+            lr_scheduler_type="inverse_sqrt" if adafactor else "linear",
+            weight_decay=0.0 if adafactor else 0.01,
+            ddp_find_unused_parameters=self.args.two_stage,  # each stage trains one of two models
+        )
+
+    def resumed(self, before: dict[str, Any]) -> None:
+        if not self.args.two_stage:
+            return super().resumed(before)
+        self.args.check(
+            "steps",
+            self.args.steps == before["steps"],
+            f"{before['steps']}, of which the first stage of a two-stage training is half",
+            "Give the same steps, or another --out.",
+        )
 
     def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
         return prepare_data(self.args, training_arguments, checkpoint)
 
     def facts(self) -> dict[str, Any]:
-        """What the losses depend on beside settings and data."""
         # Version 2: the pair of a run of one sentence is a random one.
         return {"pairs": 2 if self.args.objective == "mlm+nsp" else None}
 
@@ -102,7 +93,6 @@ class Pretraining:
         return pretraining(self.args, data, model, training_arguments, done)
 
     def models(self, model: Any) -> dict[str, Any]:
-        """The models that are saved, by the names of their folders."""
         if self.args.objective != "rtd":
             return {"model": model}
         models = {"discriminator": model.discriminator}
@@ -111,74 +101,13 @@ class Pretraining:
         return models
 
     def flops_a_token(self, model: Any, tokenizer: Any) -> float | None:
-        """Of a step's forward and backward; see ``flops``. None: they are not counted."""
         return objective_of(self.args)(self.args, tokenizer).flops_a_token(model.config)
 
     def held_out(self, model: Any, samples: Any, collator: Any) -> dict[str, Any]:
-        """The losses of held-out text."""
         from fastplm.train.evaluate import evaluate
 
         loss = objective_of(self.args).token_loss
         return evaluate(model, samples, collator, self.args.batch_size, loss)
-
-
-def train_on_stream(training: Pretraining) -> dict[str, Any]:
-    """Run, or resume, a training over a stream of samples; returns ``metrics.json``."""
-    with started(training.args, own=[Path(training.args.cache)]) as (before, make_room):
-        return _train(training, Path(training.args.out), before, make_room)
-
-
-def _train(
-    training: Pretraining,
-    out: Path,
-    before: dict[str, Any] | None,
-    make_room: Callable[[], None],
-) -> dict[str, Any]:
-    from fastplm.run.trainer import reporting
-
-    args, checkpoint, done = training.args, None, 0
-    wrong: str | None = ""
-    if before is not None:
-        wrong = damage(out)
-        checkpoint = checkpoint_to_resume(args.where, out)
-        done = int(checkpoint.name.removeprefix("checkpoint-"))
-        _check_steps(args, before, done)
-    training_arguments = _training_arguments(args, out)
-    with _printed_if_slow("Preparing the data: a vocabulary is trained or the text tokenized ..."):
-        data = training.prepare(training_arguments, checkpoint)
-    run = _record(training, data, training_arguments)
-    if before is not None:
-        _check_same_run(args, run, before)
-        if wrong is None and before["steps"] == args.steps:
-            say(f"The run in {out} is finished, all {args.steps} steps of it: nothing was changed.")
-            return json.loads((out / "metrics.json").read_text()) if first_process() else {}
-        if wrong is not None and (out / MANIFEST).is_file():
-            say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
-    trainer, collator = training.trainer(training_arguments, data, [])
-    writes = training_arguments.process_index == 0
-    check_ranks(args)
-    if writes:
-        with writing(args.where, out):
-            make_room()
-            (out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
-            data.tokenizer.save_pretrained(out / "tokenizer")
-        run["starts"] = [*(before or {"starts": []})["starts"], done]
-        text = training.announcement(data, trainer.model, training_arguments, done)
-        if before is not None and before["steps"] != args.steps:
-            text += (
-                f"\nThe run is now {args.steps:,} steps long instead of {before['steps']:,}: from "
-                f"step {done + 1} on its learning rate is that of a schedule over all of them."
-            )
-        begin(args, run, text, training_arguments.device, make_room)
-    metrics = {}
-    with reporting(trainer, args.report_to, out, done):
-        with saved_when_stopped(trainer):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if writes:
-            with writing(args.where, out):
-                metrics = _finish(training, out, trainer, data, collator, run)
-    trainer.accelerator.wait_for_everyone()
-    return metrics
 
 
 @dataclass(frozen=True)
@@ -211,7 +140,7 @@ def rehearse(
     from fastplm.run.trainer import Progress
     from fastplm.train.trainer import Stopwatch
 
-    training_arguments = _training_arguments(args, Path(args.out))
+    training_arguments = Pretraining(args).training_arguments(Path(args.out))
     data = prepare_data(args, training_arguments, None, documents)
     stopwatch = Stopwatch(patience)
     trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
@@ -236,34 +165,6 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> P
         joint=args.joint_settings() if family == "electra" else None,
     )
     return build_model(family, str(args.objective), config)
-
-
-@contextmanager
-def _printed_if_slow(line: str) -> Iterator[None]:
-    """Print a line if the block takes longer than two seconds."""
-    timer = threading.Timer(_A_WHILE, say, [line])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def corrupts_on_device(operator: str | None) -> bool:
-    """Whether samples are corrupted where the model is, and not by the workers that read them.
-
-    On a GPU without the CUDA code of the operator the reference would run, token by token: the
-    CPU's C++ gives the same samples sooner.
-    """
-    able = operator is None or _extension.lacks(operator, "CUDA") is None
-    return torch.cuda.is_available() and able
-
-
-def collation(collator: Any) -> dict[str, Any]:
-    """What a ``PretrainingTrainer`` is told of a collator."""
-    if corrupts_on_device(collator.op):
-        return {"data_collator": collator.pad, "corrupt": collator.corrupt}
-    return {"data_collator": collator}
 
 
 def _make_trainer(
@@ -303,157 +204,3 @@ def _make_trainer(
         **settings,
     )
     return trainer, collator
-
-
-def _training_arguments(args: Any, out: Path) -> TrainingArguments:
-    from fastplm.run.trainer import training_arguments
-
-    return training_arguments(
-        args,
-        out,
-        bf16=hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",
-        max_steps=args.steps,
-        per_device_train_batch_size=args.batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation,
-        learning_rate=args.lr,
-        warmup_steps=args.warmup,
-        lr_scheduler_type="inverse_sqrt" if args.optimizer == "adafactor" else "linear",
-        weight_decay=0.0 if args.optimizer == "adafactor" else 0.01,
-        adam_epsilon=1e-6,
-        seed=args.seed,
-        train_sampling_strategy="sequential",
-        dataloader_num_workers=args.workers,
-        dataloader_persistent_workers=args.workers > 0,
-        ddp_find_unused_parameters=args.two_stage,  # each stage trains one of two models
-    )
-
-
-# --- what a run is, and whether it is the same one ------------------------------------------------
-
-
-def _check_steps(args: Any, before: dict[str, Any], done: int) -> None:
-    """Check the steps of a resumed run, and keep the warm-up with which it began."""
-    if args.usual_warmup and not args.two_stage:
-        args.warmup = before["warmup"]
-    expected = f"{done} or more, the steps that are done"
-    args.check("steps", args.steps >= done, expected, "Raise it.")
-    args.check(
-        "steps",
-        not args.two_stage or args.steps == before["steps"],
-        f"{before['steps']}, of which the first stage of a two-stage training is half",
-        "Give the same steps, or another --out.",
-    )
-
-
-def _record(
-    training: Pretraining, data: RunData, training_arguments: TrainingArguments
-) -> dict[str, Any]:
-    """What the loss curve depends on, and some of what it does not."""
-    args = training.args
-    description = data.tokenizer.backend_tokenizer.to_str()
-    samples = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
-    return describe(
-        args,
-        _FREE_ON_RESUME | _COMPARED_OTHERWISE | training.compared_otherwise,
-        steps=args.steps,
-        corpus={
-            "paths": list(args.corpus),
-            "documents": len(data.all.documents) - 1,
-            "tokens": len(data.all),
-            "hash": data.all.directory.name,
-        },
-        tokenizer=hashlib.blake2b(description.encode(), digest_size=16).hexdigest(),
-        held_out={"tokens": len(data.all) - len(data.store), "samples": samples},
-        processes=training_arguments.world_size,
-        precision="bf16" if training_arguments.bf16 else "fp32",
-        threads=torch.get_num_threads(),
-        **training.facts(),
-    )
-
-
-def _check_same_run(args: Any, run: dict[str, Any], before: dict[str, Any]) -> None:
-    ours, theirs = run["corpus"], before["corpus"]
-    changed = ", whose text has changed since" if ours["paths"] == theirs["paths"] else ""
-    args.check(
-        "corpus",
-        ours["hash"] == theirs["hash"],
-        f"{_described(theirs)}, as in the run that is resumed",
-        "Give the same text, or another --out.",
-        _described(ours, changed),
-    )
-    # A setting that a run of an older version did not have was its default.
-    before = {each.name: each.default for each in fields(args)} | before
-    apart = {"corpus", "held_out", "steps", "threads", "starts"}
-    check_same(args.where, {name: run[name] for name in run if name not in apart}, before)
-    samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]
-    args.check(
-        "cache",
-        run["held_out"] == before["held_out"],
-        f"{kept}, as in the run that is resumed",
-        "Delete the tokens there: they are made again.",
-        f"{args.cache}, which gives {samples} held-out samples",
-    )
-    if run["threads"] != before["threads"]:
-        say(
-            f"The run began with {before['threads']} threads and goes on with {run['threads']}: "
-            f"the last digits of its losses may differ (--threads {before['threads']})."
-        )
-
-
-def _described(corpus: dict[str, Any], changed: str = "") -> str:
-    paths = ", ".join(corpus["paths"])
-    return f"{paths}{changed} ({corpus['documents']:,} documents, {corpus['tokens']:,} tokens)"
-
-
-def _finish(
-    training: Pretraining,
-    out: Path,
-    trainer: Any,
-    data: RunData,
-    collator: Any,
-    run: dict[str, Any],
-) -> dict[str, Any]:
-    from fastplm.run.report import curve, versions
-    from fastplm.train.report import numbers_of, plot_losses
-
-    args, model = training.args, trainer.model
-    models, held_out = training.models(model), {}
-    if data.held_out is not None:
-        held_out = training.held_out(model, data.held_out, collator)
-        trainer.check_held_out(held_out)
-    save_models(out, models, {"": data.tokenizer})
-    history = curve(trainer.state.log_history)
-    flops = training.flops_a_token(model, data.tokenizer)
-    metrics = {
-        "arguments": settings_of(args),
-        "versions": versions(),
-        "device": str(trainer.args.device),
-        "precision": "bf16" if trainer.args.bf16 else "fp32",
-        "processes": trainer.args.world_size,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        # Of all steps: those of a token in full samples, times the tokens without padding.
-        "flops": flops and flops * trainer.tokens_per_second * trainer.train_seconds,
-        "flops_per_token": flops,
-        "vocab_size": len(data.tokenizer),
-        "history": history,
-        "tokens_per_second": trainer.tokens_per_second,
-        "train_seconds": trainer.train_seconds,
-        # The steps at which it was begun and resumed: the two figures are of all of them.
-        "starts": run["starts"],
-        # Of the first process since it was started, by --resume perhaps; workers keep their count
-        # to themselves, but for a warning.
-        "dropped_tokens": None
-        if args.workers > 0 and not corrupts_on_device(collator.op)
-        else collator.dropped,
-        "models": {name: str(out / name) for name in models},
-        "picture": str(out / "loss.png"),
-    }
-    if held_out:
-        metrics["held_out"] = held_out
-        trainer.log({f"eval_{name}": value for name, value in numbers_of(held_out).items()})
-    if not plot_losses(out / "loss.png", training.title, history, held_out):
-        metrics["picture"] = None
-    write_json(out / "metrics.json", metrics)
-    picture = ["loss.png"] if metrics["picture"] else []
-    seal(out, [*models, "tokenizer", *picture, "metrics.json", RECORD])
-    return metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.models import _electra_options
-from fastplm.run.settings import POSITIVE, SHARE, Number, Settings, common, setting, whole
+from fastplm.run.settings import POSITIVE, SHARE, Number, Rule, Settings, common, setting, whole
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
@@ -243,67 +243,196 @@ class PretrainArguments(Settings):
     )
     cache: str | Path = common("cache")
 
+    rules = (
+        Rule(
+            "dry_run",
+            lambda args: not (args.dry_run and args.resume),
+            "no --dry-run, or no --resume, as a dry run writes nothing",
+            "resume",
+        ),
+        Rule(
+            "dry_run",
+            lambda args: not (args.dry_run and args.overwrite),
+            "no --dry-run, or no --overwrite, as a dry run writes nothing",
+            "overwrite",
+        ),
+        Rule(
+            "unit",
+            lambda args: args.unit is None or args.objective in MASKED,
+            "no unit, as this objective does not mask tokens",
+            "objective",
+        ),
+        Rule(
+            "heads",
+            lambda args: args.preset.hidden % args.preset.heads == 0,
+            "a divisor of {args.preset.hidden}, the width (hidden)",
+            fix="Change --heads or --hidden.",
+        ),
+        Rule(
+            "adversarial",
+            lambda args: not args.adversarial or args.electra_generator == "model",
+            "electra_generator model, which can be trained",
+            "electra_generator",
+        ),
+        Rule(
+            "adversarial",
+            lambda args: not args.adversarial or args.electra_objective.startswith("rtd"),
+            "electra_objective rtd or rtd_masked, whose loss is the reward",
+            "electra_objective",
+        ),
+        Rule(
+            "generator_size",
+            lambda args: args.generator_size is None or args.electra_generator == "model",
+            "electra_generator model, which has a size",
+            "electra_generator",
+        ),
+        Rule(
+            "generator_size",
+            lambda args: args.electra_sharing != "all" or args.generator_size in (None, 1.0),
+            "1, as both models have all weights in common",
+            "electra_sharing",
+        ),
+        Rule(
+            "generator_size",
+            lambda args: (
+                not args.two_stage
+                or args.second_stage_from != "generator"
+                or args.generator_size in (None, 1.0)
+            ),
+            "1, as the discriminator begins with the generator's weights",
+            "two_stage",
+            "Leave one of the two options out, or add --second-stage-from scratch.",
+        ),
+        Rule(
+            "second_stage_from",
+            lambda args: args.two_stage or args.second_stage_from == "generator",
+            "two_stage beside it",
+            "two_stage",
+            "Add --two-stage, or leave the option out.",
+        ),
+        Rule(
+            "adversarial",
+            lambda args: not (args.two_stage and args.adversarial),
+            "no two_stage, as no discriminator rewards the first stage",
+            "two_stage",
+        ),
+        Rule(
+            "rtd_weight",
+            lambda args: not args.two_stage or args.rtd_weight is None,
+            "no two_stage, where each loss stands alone",
+            "two_stage",
+        ),
+        Rule(
+            "optimizer",
+            lambda args: not args.two_stage or args.optimizer != "adafactor",
+            "adamw or lamb, as each stage has a schedule of its own",
+            "two_stage",
+        ),
+        Rule(
+            "electra_generator",
+            lambda args: not args.two_stage or args.electra_generator == "model",
+            "model, a generator that can be trained first",
+            "two_stage",
+        ),
+        Rule(
+            "electra_sharing",
+            lambda args: not args.two_stage or args.electra_sharing == "none",
+            "none, as the generator is frozen in the second stage",
+            "two_stage",
+        ),
+        Rule(
+            "steps",
+            lambda args: not args.two_stage or args.steps > 1,
+            "2 or more, for two stages",
+            fix="Raise it.",
+        ),
+        Rule(
+            "static_masks",
+            lambda args: args.static_masks is None or args.objective == "mlm",
+            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
+            "objective",
+        ),
+        Rule(
+            "batch_size",
+            lambda args: args.samples <= _MOST_SAMPLES,
+            f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
+            fix="Lower it.",
+        ),
+        Rule(
+            "warmup",
+            lambda args: args.warmup <= args.first_stage,
+            "0 to {args.first_stage}, the steps of the run or of its first stage",
+            fix="Choose a number of steps in between.",
+        ),
+        Rule(
+            "attention_dropout",
+            lambda args: (
+                args.preset.family != "t5"
+                or args.given.get("attention_dropout") in (None, 0, args.dropout)
+            ),
+            "nothing or {args.dropout}, as T5 has one rate for all its dropout",
+            fix="Choose it by --dropout.",
+        ),
+    )
+
     def __post_init__(self) -> None:
         self.check_values()
-        chosen = self.preset
-        family = chosen.family
-        for name in ("resume", "overwrite"):
-            self.check(
-                "dry_run",
-                not (self.dry_run and getattr(self, name)),
-                f"no --dry-run, or no --{name}, as a dry run writes nothing",
-                "Leave one of the two options out.",
-                f"True together with {name}",
-            )
-        self.vocab_size = self.vocab_size or FAMILIES[family].vocab_size
-        self.optimizer = self.optimizer or chosen.optimizer
-        self.dropout = chosen.dropout if self.dropout is None else self.dropout
+        chosen, family = self.preset, FAMILIES[self.preset.family]
         self.corpus = [str(path) for path in self.corpus]
-        self._choose_objective(FAMILIES[family])
+        self.vocab_size = self.vocab_size or family.vocab_size
+        self.optimizer = self.optimizer or chosen.optimizer
+        self.objective = self.objective or next(iter(family.classes))
         self._check_families(family)
-        self._check_shape()
-        self._check_electra(family)
-        self.check(
-            "static_masks",
-            self.static_masks is None or self.objective == "mlm",
-            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
-            "Leave one of the two options out.",
-            f"{self.static_masks} with objective {self.objective}",
-        )
-        if self.noise is not None:
-            self.noise = sorted(set(self.noise))
-        samples = self.steps * self.batch_size * self.gradient_accumulation
-        self.check(
-            "batch_size",
-            samples <= _MOST_SAMPLES,
-            f"{_MOST_SAMPLES} at most",
-            "Lower it.",
-            f"{self.batch_size}, which makes {samples} samples of the run",
-        )
+        if self.unit is None and self.objective in MASKED:
+            self.unit = family.unit
+        self.noise = None if self.noise is None else sorted(set(self.noise))
+        self.dropout = chosen.dropout if self.dropout is None else self.dropout
+        if self.attention_dropout is None:
+            self.attention_dropout = chosen.attention_dropout
+        if chosen.family == "electra" and self.objective == "rtd" and not self.electra_sharing:
+            self.electra_sharing = "none" if self.two_stage else "embeddings"
+        self.usual_warmup = self.warmup is None
+        if self.warmup is None:
+            self.warmup = min(10_000, self.first_stage // 10)
+        self.check_rules()
+        if chosen.family == "t5":
+            self.attention_dropout = self.dropout
         self.peak: Peak | None = None
         if self.lr is None:
             self.peak = usual_peak(chosen, self.optimizer)
             self.lr = self.peak.scaled(self.samples_a_step)
-        self.usual_warmup = self.warmup is None
-        if self.warmup is None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        what = "a stage" if self.two_stage else "the run"
+
+    def _check_families(self, family: Family) -> None:
+        """Check that the architecture can learn the objective, and that each setting is for it."""
         self.check(
-            "warmup",
-            self.warmup <= self.first_stage,
-            f"0 to {self.first_stage}, the steps of {what}",
-            "Choose a number of steps in between.",
+            "objective",
+            self.objective in family.classes,
+            f"{' or '.join(family.classes)}, what {self.arch} can learn",
+            "Leave the option out, or choose another architecture.",
+            f"{self.objective} with {self.arch}",
         )
-        if family == "t5":
+        for each in fields(self):
+            of, value = each.metadata["of"], getattr(self, each.name)
+            given = value != each.default
             self.check(
-                "attention_dropout",
-                self.attention_dropout in (None, 0, self.dropout),
-                f"nothing or {self.dropout}, as T5 has one rate for all its dropout",
-                "Choose it by --dropout.",
+                each.name,
+                not of or self.preset.family in of or not given,
+                " or ".join(f"an architecture of the family {name}" for name in of),
+                "Leave the option out, or choose another --arch.",
+                f"{value} with {self.arch}",
             )
-            self.attention_dropout = self.dropout
-        if self.attention_dropout is None:
-            self.attention_dropout = chosen.attention_dropout
+            self.check(
+                each.name,
+                of != ("electra",) or self.objective == "rtd" or not given,
+                "the objective rtd, as another one has no generator",
+                "Leave one of the two options out.",
+                f"{value} with objective {self.objective}",
+            )
+
+    @property
+    def samples(self) -> int:
+        """The samples of the run in one process."""
+        return self.steps * self.batch_size * self.gradient_accumulation
 
     @property
     def samples_a_step(self) -> int:
@@ -335,138 +464,6 @@ class PretrainArguments(Settings):
     def first_stage(self) -> int:
         """The steps of the first stage of a two-stage training, or of the run."""
         return self.steps // 2 if self.two_stage else self.steps
-
-    def _choose_objective(self, family: Family) -> None:
-        """Check the objective and the unit of its masks, or set them to the family's usual ones."""
-        able = tuple(family.classes)
-        if self.objective is None:
-            self.objective = able[0]
-        self.check(
-            "objective",
-            self.objective in able,
-            f"{' or '.join(able)}, what {self.arch} can learn",
-            "Leave the option out, or choose another architecture.",
-            f"{self.objective} with {self.arch}",
-        )
-        masked = self.objective in MASKED
-        self.check(
-            "unit",
-            masked or self.unit is None,
-            "no unit, as this objective does not mask tokens",
-            "Leave the option out.",
-            f"{self.unit} with objective {self.objective}",
-        )
-        if masked and self.unit is None:
-            self.unit = family.unit
-
-    def _check_families(self, family: str) -> None:
-        """Check that each setting is for this architecture, and its objective."""
-        for each in fields(self):
-            of, value = each.metadata["of"], getattr(self, each.name)
-            given = value != each.default
-            self.check(
-                each.name,
-                not of or family in of or not given,
-                " or ".join(f"an architecture of the family {name}" for name in of),
-                "Leave the option out, or choose another --arch.",
-                f"{value} with {self.arch}",
-            )
-            self.check(
-                each.name,
-                of != ("electra",) or self.objective == "rtd" or not given,
-                "the objective rtd, as another one has no generator",
-                "Leave one of the two options out.",
-                f"{value} with objective {self.objective}",
-            )
-
-    def _check_shape(self) -> None:
-        chosen = self.preset
-        self.check(
-            "heads",
-            chosen.hidden % chosen.heads == 0,
-            f"a divisor of {chosen.hidden}, the width (hidden)",
-            "Change --heads or --hidden.",
-            chosen.heads,
-        )
-
-    def _check_electra(self, family: str) -> None:
-        if family == "electra" and self.objective == "rtd" and self.electra_sharing is None:
-            self.electra_sharing = "none" if self.two_stage else "embeddings"
-        joint = family == "electra" and self.objective == "rtd"
-        self.check(
-            "adversarial",
-            not self.adversarial or self.electra_generator == "model",
-            "electra_generator model, which can be trained",
-            "Leave one of the two options out.",
-            f"True with electra_generator {self.electra_generator}",
-        )
-        self.check(
-            "adversarial",
-            not self.adversarial or self.electra_objective.startswith("rtd"),
-            "electra_objective rtd or rtd_masked, whose loss is the reward",
-            "Leave one of the two options out.",
-            f"True with electra_objective {self.electra_objective}",
-        )
-        self.check(
-            "generator_size",
-            self.generator_size is None or self.electra_generator == "model",
-            "electra_generator model, which has a size",
-            "Leave one of the two options out.",
-            f"{self.generator_size} with electra_generator {self.electra_generator}",
-        )
-        whole = self.electra_sharing == "all" or (
-            self.two_stage and self.second_stage_from == "generator"
-        )
-        why = "electra_sharing all" if self.electra_sharing == "all" else "two_stage"
-        self.check(
-            "generator_size",
-            not joint or not whole or self.generator_size in (None, 1.0),
-            f"1, as with {why} the discriminator has the generator's weights",
-            "Leave one of the two options out, or add --second-stage-from scratch.",
-            f"{self.generator_size} with {why}",
-        )
-        self.check(
-            "second_stage_from",
-            self.two_stage or self.second_stage_from == "generator",
-            "two_stage beside it",
-            "Add --two-stage, or leave the option out.",
-            f"{self.second_stage_from} without two_stage",
-        )
-        if not self.two_stage:
-            return
-        self.check(
-            "two_stage",
-            not self.adversarial,
-            "no adversarial beside it, as no discriminator rewards the first stage",
-            "Leave one of the two options out.",
-            "True with adversarial",
-        )
-        self.check(
-            "rtd_weight",
-            self.rtd_weight is None,
-            "no two_stage, where each loss stands alone",
-            "Leave one of the two options out.",
-            f"{self.rtd_weight} with two_stage",
-        )
-        self.check(
-            "optimizer",
-            self.optimizer != "adafactor",
-            "adamw or lamb, as each stage has a schedule of its own",
-            "Leave one of the two options out.",
-            "adafactor in a two-stage training",
-        )
-        for name, wanted, why in (
-            ("electra_generator", "model", "a generator that can be trained first"),
-            ("electra_sharing", "none", "as the generator is frozen in the second stage"),
-        ):
-            self.check(
-                name,
-                getattr(self, name) == wanted,
-                f"{wanted}, {why}",
-                "Leave one of the two options out.",
-                f"{getattr(self, name)} in a two-stage training",
-            )
-        self.check("steps", self.steps > 1, "2 or more, for two stages", "Raise it.")
 
     def joint_settings(self) -> dict[str, Any]:
         """The fields of ``ElectraJointConfig`` that the settings name."""

@@ -479,7 +479,7 @@ def test_malformed_files(content, options, expected, tmp_path):
         ("new source", {"library": "transformers"}, "--library fastplm"),
         ("bart", {"eval_targets": "x"}, "--eval-data, too"),
         ("bart", {"eval_data": "x", "eval_targets": "x"}, "for both --data and --eval-data"),
-        ("bart", {"targets": "x", "text_columns": ["a", "b"]}, "Leave one of the two out"),
+        ("bart", {"targets": "x", "text_columns": ["a", "b"]}, "Leave one of the two options out"),
     ],
 )
 def test_wrong_settings(start, changes, expected, arguments):

@@ -16,7 +16,7 @@ from fastplm.errors import TooLittleTextError
 from fastplm.run.folder import RECORD, read_hashed, write_hashed
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
-from fastplm.train import pretrain_data
+from fastplm.train import pretrain_data, runner
 from fastplm.train.evaluate import evaluate
 from fastplm.train.losses import PAIR_LABELS
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
@@ -283,11 +283,11 @@ def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, op
     """Where the reference would run in loops over tokens."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {"CPU": None, "CUDA": None}
-    monkeypatch.setattr(module._extension, "lacks", lambda op, key: missing[key])
-    assert module.corrupts_on_device(operator)
+    monkeypatch.setattr(runner._extension, "lacks", lambda op, key: missing[key])
+    assert runner.corrupts_on_device(operator)
     missing["CUDA"] = "the CUDA code was not built"
-    assert not module.corrupts_on_device(operator)
-    assert module.corrupts_on_device(None)  # there is no noise to make
+    assert not runner.corrupts_on_device(operator)
+    assert runner.corrupts_on_device(None)  # there is no noise to make
     kinds = {kind.collator_class.op for kind in OBJECTIVES.values()}
     assert kinds == {"mask_tokens", "corrupt_spans", "bart_noise", None}
 

@@ -368,7 +368,7 @@ REFUSED = [
     (None, {"two_stage": True}, "two_stage", "bert-tiny"),
     (None, {"arch": "gpt2-tiny", "no_nsp": True}, "mlm with gpt2-tiny", "clm"),
     (None, {"arch": "t5-tiny", "objective": "denoise"}, "denoise with t5-tiny", "spans"),
-    (None, {"arch": "t5-tiny", "unit": "word"}, "word with objective spans"),
+    (None, {"arch": "t5-tiny", "unit": "word"}, "word with --objective spans"),
     (None, {"arch": "t5-tiny", "attention_dropout": 0.3}, "attention_dropout", "one rate"),
     (None, {"arch": "albert-tiny", "unit": "letter"}, "--unit", "ngram"),
     (None, {"arch": "albert-tiny", "optimizer": "sgd"}, "--optimizer", "lamb"),
@@ -549,11 +549,11 @@ def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
         ),
         (
             {"arch": "electra-tiny", "adversarial": True, "electra_generator": "unigram"},
-            ["adversarial", "electra_generator unigram"],
+            ["adversarial", "--electra-generator unigram"],
         ),
         (
             {"arch": "electra-tiny", "adversarial": True, "electra_objective": "replace_mlm"},
-            ["adversarial", "electra_objective replace_mlm"],
+            ["adversarial", "--electra-objective replace_mlm"],
         ),
         (
             {"arch": "electra-tiny", "adversarial": True, "two_stage": True},
@@ -561,15 +561,15 @@ def test_a_dry_run_neither_resumes_nor_overwrites(arguments, tmp_path, refused):
         ),
         (
             {"arch": "electra-tiny", "generator_size": 0.5, "electra_generator": "unigram"},
-            ["generator_size", "electra_generator unigram"],
+            ["generator_size", "--electra-generator unigram"],
         ),
         (
             {"arch": "electra-tiny", "generator_size": 0.5, "electra_sharing": "all"},
-            ["generator_size", "electra_sharing all"],
+            ["generator_size", "--electra-sharing all"],
         ),
         (
             {"arch": "electra-tiny", "generator_size": 0.5, "two_stage": True},
-            ["generator_size", "two_stage", "second-stage-from"],
+            ["generator_size", "--two-stage", "second-stage-from"],
         ),
         (
             {"arch": "electra-tiny", "second_stage_from": "scratch"},
