@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
 from fastplm.errors import ArgumentTypeError, check, check_choice, message
+from fastplm.inference._batches import batches
 from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
@@ -289,6 +291,8 @@ class _Text(NamedTuple):
 
 #: A text of a batch, and which of its scored tokens belong to it.
 _Part = tuple[_Text, slice]
+#: The number of a text, its first copy in a batch, and its last one + 1.
+_Copies = tuple[int, int, int]
 
 
 def _encoded(
@@ -375,32 +379,21 @@ def _padded(rows: list[Tensor], tokenizer: Any, device: torch.device) -> dict[st
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def _batches(
-    sizes: Sequence[tuple[int, int]], batch_tokens: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Lists of (text, first copy, last copy + 1), the longest texts first.
+def _parts(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> Iterator[list[_Copies]]:
+    """The texts of each batch, and which of their copies are in it; the longest texts come first.
 
     Args:
         sizes: of each text the number of its copies, and the tokens of one.
         batch_tokens: the most tokens of a batch, unless one copy has more.
     """
-    parts: list[tuple[int, int, int]] = []
-    room = batch_tokens
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index][1]):
-        copies, length = sizes[index]
-        first = 0
-        while first < copies:
-            fit = max(room // length, 0 if parts else 1)
-            if fit:
-                last = min(copies, first + fit)
-                parts.append((index, first, last))
-                room -= (last - first) * length
-                first = last
-            else:
-                yield parts
-                parts, room = [], batch_tokens
-    if parts:
-        yield parts
+    counts, lengths = np.array(sizes, np.int64).reshape(-1, 2).T
+    texts = np.repeat(np.arange(len(sizes)), counts)  # of each copy
+    places = np.arange(len(texts)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its text
+    for copies in batches(lengths[texts], batch_tokens):
+        text, place = texts[copies], places[copies]
+        first = np.flatnonzero(np.diff(text, prepend=-1))
+        last = place[[*(first[1:] - 1), -1]] + 1
+        yield list(zip(text[first].tolist(), place[first].tolist(), last.tolist(), strict=True))
 
 
 @contextmanager
@@ -455,7 +448,7 @@ def _scores(
 
     done, total = 0, sum(copies * length for copies, length in sizes)
     with _evaluating(model):
-        for planned in _batches(sizes, batch_tokens):
+        for planned in _parts(sizes, batch_tokens):
             parts = [
                 (texts[index], slice(first, last) if sizes[index][0] > 1 else slice(None))
                 for index, first, last in planned

@@ -18,7 +18,7 @@ from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.inference.score import (
     METHODS,
     TextScore,
-    _batches,
+    _parts,
     log_likelihood,
     perplexity,
     pseudo_log_likelihood,
@@ -304,7 +304,7 @@ def test_the_head_waits_for_rows_of_several_batches(pair, monkeypatch):
 
 def test_batches_hold_all_copies_once_and_no_more_tokens_than_allowed():
     sizes = [(3, 5), (0, 2), (7, 9), (1, 30), (4, 1), (2, 5)]
-    made = list(_batches(sizes, 20))
+    made = list(_parts(sizes, 20))
     seen = sorted(
         (i, copy) for parts in made for i, first, last in parts for copy in range(first, last)
     )
@@ -314,7 +314,7 @@ def test_batches_hold_all_copies_once_and_no_more_tokens_than_allowed():
         assert tokens <= 20 or parts == [(3, 0, 1)]
     lengths = [sizes[i][1] for parts in made for i, *_ in parts]
     assert lengths == sorted(lengths, reverse=True)
-    assert list(_batches([], 20)) == list(_batches([(0, 4)], 20)) == []
+    assert list(_parts([], 20)) == list(_parts([(0, 4)], 20)) == []
 
 
 def test_a_model_in_training_scores_without_dropout_and_stays_in_training(pair):
