@@ -317,7 +317,7 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool =
                 return backend.name
     elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
         return wanted
-    raise BackendError(_refusal(op, backends, call, wanted))
+    raise _refusal(op, backends, call, wanted)
 
 
 def _reasons(
@@ -346,17 +346,18 @@ def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> De
     return Decision(op, chosen, _describe(call), tuple(rejected))
 
 
-def _refusal(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> str:
+def _refusal(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> BackendError:
     reasons = _reasons(op, backends, call, wanted)
+    why = reasons.get(wanted) or "unknown backend"
     lines = [
         f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
-        f"{op}({_describe(call)}): {reasons.get(wanted) or 'unknown backend'}."
+        f"{op}({_describe(call)}): {why}."
     ]
     for name, reason in reasons.items():
         if name != wanted:
             lines.append(f"  {name}: {reason or 'can run it'}")
     lines.append("Choose a backend that can run it, or 'auto'.")
-    return "\n".join(lines)
+    return BackendError("\n".join(lines), why)
 
 
 def _describe(call: Any) -> str:

@@ -147,8 +147,7 @@ def _try(op: Any, backend: str, device: torch.device) -> str:
         with _backends.use_backend(backend, op.name):
             op.smoke(device)
     except _backends.BackendError as error:
-        reason = str(error).splitlines()[0].split("): ", 1)[-1]
-        return f"no  {reason}"
+        return f"no  {error.reason}."
     # A report on what works must survive whatever does not: the error is its answer.
     except Exception as error:
         return f"BROKEN  {type(error).__name__}: {error}"

@@ -19,7 +19,16 @@ class ArgumentTypeError(FastplmError, TypeError):
 
 
 class BackendError(FastplmError, RuntimeError):
-    """A backend was forced that cannot run this call; the message holds every reason."""
+    """A backend was forced that cannot run this call; the message holds every reason.
+
+    Args:
+        text: the message.
+        reason: why the forced backend cannot run it.
+    """
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class UnsupportedError(FastplmError, NotImplementedError):

@@ -17,7 +17,7 @@ from fastplm import _backends, _extension, ops
 from fastplm._registry import OPS
 from fastplm.errors import BackendError, UnsupportedError
 from fastplm.ops._attention_call import _bucket_table, _filled_from_cpu
-from fastplm.ops._common import rejects_of_csrc
+from fastplm.ops._common import csrc_rejects
 from fastplm.reference.attention import t5_buckets
 from fastplm.triton_kernels import _launch
 from fastplm.triton_kernels._launch import nearest_arch, shared_limit, table_arch
@@ -100,7 +100,7 @@ def test_masks_without_cuda_code_warn(monkeypatch):
     monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: None})
     monkeypatch.setattr(_extension, "_CUDA_MISSING", "is elsewhere")
     _backends._warn_of_eager.cache_clear()
-    rejects, there = rejects_of_csrc("mask_tokens")["cuda"], SimpleNamespace(device=GPU)
+    rejects, there = csrc_rejects("mask_tokens", "CUDA"), SimpleNamespace(device=GPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rejects((there,), forced=True) == "the CUDA code is elsewhere"

@@ -93,9 +93,7 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
             if manifest[name] != value:
                 return f"{MANIFEST} is of {name} {manifest[name]}"
         manifest.pop("digest", None)
-        # Runs of older versions named the hash after its function, and had no digest.
-        older = any("blake2b" in noted for noted in files.values())
-        if not older and text != _manifest(files, manifest):
+        if text != _manifest(files, manifest):
             return f"{MANIFEST} is not what was written"
         for name, noted in files.items():
             path = folder / name
@@ -105,7 +103,7 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
             if stat.st_size != noted["size"]:
                 return f"{name} has {stat.st_size} bytes of {noted['size']}"
             sampled = cache and stat.st_size > _LARGE and stat.st_mtime_ns == noted["changed"]
-            expected = noted["sample" if sampled else "blake2b" if older else "hash"]
+            expected = noted["sample" if sampled else "hash"]
             if file_hash(path, sampled) != expected:
                 return f"{name} has other contents"
         # Folders were derived later; but a file could change what a library reads of this one.
@@ -113,7 +111,7 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
             if path.name not in {MANIFEST, *files} and path.name[0] != "." and path.is_file():
                 return f"{path.name} was not written with it"
     except FileNotFoundError:
-        return f"there is no {MANIFEST}, which is written last, or it is of an older version"
+        return f"there is no {MANIFEST}, which is written last"
     except OSError as error:
         if too_many_files(error):
             raise

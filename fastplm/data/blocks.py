@@ -340,7 +340,7 @@ def _read_meta(path: Path) -> tuple[type[np.generic], int]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         dtype = _TOKEN_TYPES[meta["dtype"]]
-        vocab_size = meta.get("vocab_size", _MOST_TOKENS)  # older versions did not record it
+        vocab_size = meta["vocab_size"]
     except OSError as error:
         refuse_unread(path, error, expected)
     # A file of another kind is no JSON, no dict, or has no such keys.

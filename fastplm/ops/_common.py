@@ -30,14 +30,27 @@ def kernels(op: str) -> ModuleType:
     return importlib.import_module(f"fastplm.triton_kernels.{op}")
 
 
-def csrc_rejects(operator: str, *, fp64: bool = False) -> Callable[..., str | None]:
-    """``rejects`` of "cpp" for an op with a gradient, by its first argument."""
-    lacks = _extension.lacks(operator, "CPU")
+def csrc_rejects(
+    operator: str, device: str = "CPU", *, fp64: bool = True
+) -> Callable[..., str | None]:
+    """``rejects`` of "cpp" (``device`` "CPU") or "cuda" ("CUDA"), by the first argument.
+
+    Args:
+        operator: of csrc/, which PyTorch dispatches by device.
+        device: which of its implementations.
+        fp64: whether it takes float64.
+    """
+    lacks = _extension.lacks(operator, device)
 
     def rejects(call: Any, *, forced: bool) -> str | None:
-        if call[0].dtype is torch.float64 and not fp64:
+        input = call[0]
+        if not fp64 and input.dtype is torch.float64:
             return "float64: csrc/ takes fp32, fp16 and bf16"
-        return needs_cpu(call[0]) or lacks
+        if device == "CPU":
+            return needs_cpu(input) or lacks
+        if input.device.type != "cuda":
+            return f"it runs on CUDA tensors, not {input.device}"
+        return warn_unless_forced(needs_nvidia(input.device) or lacks, forced)
 
     return rejects
 
@@ -52,22 +65,6 @@ def triton_rejects(call: Any, *, forced: bool) -> str | None:
     if call[0].dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
     return needs_triton(call[0], forced)
-
-
-def rejects_of_csrc(operator: str) -> dict[str, Callable[..., str | None]]:
-    """``rejects`` of "cpp" and "cuda": an operator of csrc/, which PyTorch dispatches by device."""
-    cpp_lacks, cuda_lacks = _extension.lacks(operator, "CPU"), _extension.lacks(operator, "CUDA")
-
-    def cpp_rejects(call: Any, *, forced: bool) -> str | None:
-        return needs_cpu(call[0]) or cpp_lacks
-
-    def cuda_rejects(call: Any, *, forced: bool) -> str | None:
-        input = call[0]
-        if input.device.type != "cuda":
-            return f"it runs on CUDA tensors, not {input.device}"
-        return warn_unless_forced(needs_nvidia(input.device) or cuda_lacks, forced)
-
-    return {"cpp": cpp_rejects, "cuda": cuda_rejects}
 
 
 def seed_tensor(

@@ -369,7 +369,7 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 
 # --- backend "cpp": csrc/attention.h, one head of one sequence a thread ---------------------------
 
-_CSRC_REJECTS = csrc_rejects("attention")
+_CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 
 
 def plain_attention(

@@ -12,7 +12,7 @@ from fastplm._checks import check_int, check_number, check_probability, check_te
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.errors import fail
-from fastplm.ops._common import rejects_of_csrc, seed_tensor
+from fastplm.ops._common import csrc_rejects, seed_tensor
 from fastplm.ops._token_rows import (
     ENDS,
     IDS,
@@ -293,5 +293,5 @@ OP = Op(
     eager=_reference,
     smoke=_smoke,
 )
-for backend, rejects in rejects_of_csrc("bart_noise").items():
-    OP.backend(backend, forward=_compiled, rejects=rejects)
+OP.backend("cpp", forward=_compiled, rejects=csrc_rejects("bart_noise"))
+OP.backend("cuda", forward=_compiled, rejects=csrc_rejects("bart_noise", "CUDA"))

@@ -12,7 +12,7 @@ from fastplm._checks import check_int, check_number, check_tensor, values_are_kn
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.errors import fail
-from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
+from fastplm.ops._common import cached_by_settings, csrc_rejects, seed_tensor
 from fastplm.ops._token_rows import (
     ENDS,
     PER_ROW,
@@ -289,5 +289,5 @@ OP = Op(
     eager=lambda call: corrupt_spans_by_plan(*call),
     smoke=_smoke,
 )
-for backend, rejects in rejects_of_csrc("corrupt_spans").items():
-    OP.backend(backend, forward=_compiled, rejects=rejects)
+OP.backend("cpp", forward=_compiled, rejects=csrc_rejects("corrupt_spans"))
+OP.backend("cuda", forward=_compiled, rejects=csrc_rejects("corrupt_spans", "CUDA"))

@@ -189,7 +189,7 @@ OP.backend(
     "cpp",
     forward=_cpp_forward,
     backward=_cpp_backward,
-    rejects=csrc_rejects("dropout"),
+    rejects=csrc_rejects("dropout", fp64=False),
     measured=_measured,
     measured_for_layers=True,
     compiled=of_any_size("dropout", lambda dtype: CallClass("training", dtype, (_MANY,))),

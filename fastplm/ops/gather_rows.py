@@ -184,7 +184,7 @@ OP.backend(
     "cpp",
     forward=_cpp_forward,
     backward=_cpp_backward,
-    rejects=csrc_rejects("gather_rows", fp64=True),
+    rejects=csrc_rejects("gather_rows"),
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

@@ -62,7 +62,7 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
 
 # --- backend "cpp" --------------------------------------------------------------------------------
 
-_CSRC_REJECTS = csrc_rejects("gelu_tanh")
+_CSRC_REJECTS = csrc_rejects("gelu_tanh", fp64=False)
 
 
 def _cpp_rejects(call: Call, *, forced: bool) -> str | None:

@@ -212,7 +212,7 @@ def dense(matrix: Tensor) -> Tensor:
 # --- backend "cpp" --------------------------------------------------------------------------------
 
 
-_CSRC_REJECTS = csrc_rejects("linear", fp64=True)
+_CSRC_REJECTS = csrc_rejects("linear")
 _BUILT = _CSRC_REJECTS((torch.empty(0),), forced=False) is None
 
 

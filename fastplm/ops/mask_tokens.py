@@ -12,7 +12,7 @@ from fastplm._checks import check_int, check_number, check_probability, check_te
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.errors import check_choice, fail
-from fastplm.ops._common import cached_by_settings, rejects_of_csrc, seed_tensor
+from fastplm.ops._common import cached_by_settings, csrc_rejects, seed_tensor
 from fastplm.ops._token_rows import (
     ENDS,
     IDS,
@@ -360,5 +360,5 @@ OP = Op(
     eager=_reference,
     smoke=_smoke,
 )
-for backend, rejects in rejects_of_csrc("mask_tokens").items():
-    OP.backend(backend, forward=_compiled, rejects=rejects)
+OP.backend("cpp", forward=_compiled, rejects=csrc_rejects("mask_tokens"))
+OP.backend("cuda", forward=_compiled, rejects=csrc_rejects("mask_tokens", "CUDA"))

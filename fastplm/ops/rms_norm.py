@@ -66,7 +66,7 @@ def rms_norm(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 # --- backend "cpp" --------------------------------------------------------------------------------
 
-_CSRC_REJECTS = csrc_rejects("rms_norm")
+_CSRC_REJECTS = csrc_rejects("rms_norm", fp64=False)
 
 
 def _cpp_rejects(call: Call, *, forced: bool) -> str | None:

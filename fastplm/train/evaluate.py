@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from fastplm.train.losses import (
     PAIR_LABELS,
     counted_labels,
-    counts_all_batches,
-    outputs_with_loss,
     pair_logits,
     summed,
     tokens_and_sequences,
@@ -58,9 +56,7 @@ def evaluate(
         }
         pair_labels = {name: batch.pop(name) for name in PAIR_LABELS if name in batch}
         # Divided by 1, the means are sums.
-        if not counts_all_batches(model):
-            outputs = outputs_with_loss(model, model, **batch)
-        elif _is_joint(model):
+        if _is_joint(model):
             ones = {"num_items_in_batch": 1, "num_tokens_in_batch": 1}
             outputs = model(**batch, **ones, output_replaced_ids=True)
         else:

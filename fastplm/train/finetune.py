@@ -255,7 +255,7 @@ def summary(metrics: dict[str, Any]) -> str:
     """
     count = len(metrics["seeds"])
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
-    usual = metrics.get("most_frequent_label")  # a run of an older version has none
+    usual = metrics["most_frequent_label"]
     if usual is not None:
         what += f"; always the most frequent label: accuracy {usual['accuracy']:.4f}"
     lines = []

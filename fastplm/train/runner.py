@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,8 +249,6 @@ def _check_same_run(args: Any, run: dict[str, Any], before: dict[str, Any]) -> N
         "Give the same text, or another --out.",
         _described(ours, changed),
     )
-    # A setting that a run of an older version did not have was its default.
-    before = {each.name: each.default for each in fields(args)} | before
     apart = {"corpus", "held_out", "steps", "threads", "starts"}
     check_same(args.where, {name: run[name] for name in run if name not in apart}, before)
     samples, kept = run["held_out"]["samples"], before["held_out"]["samples"]

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
 
+from fastplm.errors import ArgumentTypeError, check
 from fastplm.run.trainer import RunTrainer
 from fastplm.train.losses import (
     PAIR_LABELS,
     counts_all_batches,
-    outputs_with_loss,
     pair_logits,
     shifts_labels,
     summed,
@@ -41,8 +41,7 @@ class PretrainingTrainer(RunTrainer):
     - Every mean of a loss is taken over all that one optimizer step sees, whichever process or
       micro-batch it is in: labelled tokens for losses over the vocabulary, sequences for those
       over pairs of segments, tokens for replaced-token detection. So two processes, or two
-      accumulated batches, give the loss and gradient of one batch of twice the size, also with
-      classes of Transformers that divide by their own batch (see ``outputs_with_loss``).
+      accumulated batches, give the loss and gradient of one batch of twice the size.
     - The parts of the loss and the tokens a second are logged beside the loss. An ``eval_dataset``
       is corrupted as the training's batches are and leaves no trace among them; its ``eval_loss``
       is Transformers' mean over batches (``fastplm.train.evaluate`` takes that over all labels).
@@ -63,10 +62,15 @@ class PretrainingTrainer(RunTrainer):
         parameters = inspect.signature(self.model.forward).parameters
         self._counts_sequences = "num_sequences_in_batch" in parameters
         self._counts_tokens = "num_tokens_in_batch" in parameters
-        self._makes_loss = not counts_all_batches(self.model)
-        if self._makes_loss:
-            # The labels of a step are to be counted, and the loss is divided by them here.
-            self.model_accepts_loss_kwargs = True
+        check(
+            counts_all_batches(self.model),
+            "PretrainingTrainer",
+            "model",
+            f"a {type(self.model).__name__}, which divides its loss by its own batch",
+            "a model of fastplm.models, which takes num_items_in_batch",
+            "Call fastplm.accelerate(model) first, or take the class of fastplm.models.",
+            ArgumentTypeError,
+        )
         if shifts_labels(self.model):
             # GPT-2's class does not say so, and Transformers, which asks once, before this line,
             # would count the first label of each row, too.
@@ -129,15 +133,12 @@ class PretrainingTrainer(RunTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         inputs = dict(inputs)
-        call: Any = model
-        if self._makes_loss:
-            call = functools.partial(outputs_with_loss, model, self.model)
-        if self._counts_sequences or self._makes_loss:
+        if self._counts_sequences:
             inputs["num_sequences_in_batch"] = self._in_step["num_sequences_in_batch"]
         if self._counts_tokens:
             inputs["num_tokens_in_batch"] = self._in_step["num_tokens_in_batch"]
         loss, outputs = super().compute_loss(
-            call, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         if self.model.training:
             for name, value in self._parts(loss.detach(), inputs, outputs).items():
@@ -158,7 +159,7 @@ class PretrainingTrainer(RunTrainer):
         }
         answers = pair_logits(outputs)
         for label, name in PAIR_LABELS.items():
-            if self._makes_loss or label not in inputs or answers is None:
+            if label not in inputs or answers is None:
                 continue
             total = summed(answers.detach(), inputs[label])
             parts[f"{name}_loss"] = total / inputs["num_sequences_in_batch"]

@@ -203,11 +203,6 @@ def test_meta_of_another_kind(copy, meta):
         TokenStore(copy)
 
 
-def test_stores_of_older_versions_have_no_vocabulary_size(copy):
-    (copy / "meta.json").write_text('{"dtype": "uint16"}')
-    TokenStore(copy).validate()
-
-
 @pytest.mark.parametrize(
     "name, place, value, expected",
     [

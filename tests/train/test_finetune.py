@@ -741,8 +741,12 @@ def test_interval_by_hand():
     seeds = [{"scores": {"accuracy": value}} for value in (1.0, 2.0, 3.0)]
     scores = {"accuracy": result}
     shown = "accuracy 2.0000 ± 2.4841  (95 % interval of 3 seeds)"
-    assert summary({"seeds": seeds, "scores": scores}) == shown
-    alone = {"seeds": seeds[:1], "scores": {"accuracy": interval([0.25])}}
+    assert summary({"seeds": seeds, "scores": scores, "most_frequent_label": None}) == shown
+    alone = {
+        "most_frequent_label": None,
+        "seeds": seeds[:1],
+        "scores": {"accuracy": interval([0.25])},
+    }
     assert summary(alone) == "accuracy 0.2500  (1 seed, no interval)"
 
 

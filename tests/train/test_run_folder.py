@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -273,16 +272,6 @@ def _made(folder):
     folder.mkdir()
     (folder / "weights").write_text("1")
     return folder
-
-
-def test_checkpoints_of_older_versions_are_whole(tmp_path):
-    """Their manifests named the hash otherwise, and had none of their own."""
-    digest = hashlib.blake2b(b"1", digest_size=16).hexdigest()
-    manifest = {"step": 4, "files": {"weights": {"size": 1, "blake2b": digest}}}
-    (_made(tmp_path / "checkpoint-4") / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
-    (tmp_path / "checkpoint-4" / "weights").write_text("2")
-    assert damage(tmp_path / "checkpoint-4", step=4) == "weights has other contents"
 
 
 def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
