@@ -11,10 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
 from fastplm.errors import DivergenceError, FastplmError, fail
+
+if TYPE_CHECKING:
+    from fastplm.run.settings import Settings
+
 
 #: What torchrun tells the processes of a training.
 _NUMBERS = ("MASTER_PORT", "RANK")
@@ -292,14 +296,60 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _commands() -> Iterator[tuple[Callable[..., int], type[Settings], str, str]]:
+    """The commands that have a class of settings: function, settings, help and description."""
     from fastplm.classic.settings import ClassicArguments
     from fastplm.inference.score_settings import ScoreArguments
     from fastplm.inference.settings import EmbedArguments, PromptArguments
-    from fastplm.run.settings import NOT_NEGATIVE, add_settings, whole
     from fastplm.train.distill_settings import DistillArguments
     from fastplm.train.finetune_settings import FinetuneArguments
-    from fastplm.train.pretrain_settings import MINUTES, PretrainArguments
+    from fastplm.train.pretrain_settings import PretrainArguments
+
+    yield (
+        *(_pretrain, PretrainArguments, "pre-train a language model on text files"),
+        "Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART. With several processes "
+        "the batch is so many times as large: torchrun --nproc-per-node N -m fastplm pretrain …",
+    )
+    yield (
+        *(_finetune, FinetuneArguments, "fine-tune a checkpoint on labelled examples"),
+        "Fine-tune a checkpoint once for each seed; the last line is the mean score and its 95 % "
+        "confidence interval (Student's t). Formats of files: docs/finetuning.md.",
+    )
+    yield (
+        *(_classic, ClassicArguments),
+        "train a system from before BERT: ELMo, Skip-thoughts, Quick-thoughts, word2vec",
+        "Train a small ELMo, Skip-thoughts, Quick-thoughts or word2vec on text files, as a "
+        "baseline.",
+    )
+    yield (
+        *(_embed, EmbedArguments, "write vectors of texts or of their words"),
+        "Write vectors of texts, or of their words, from the hidden states of a checkpoint. How to "
+        "read the file: docs/embedding.md.",
+    )
+    yield (
+        *(_prompt, PromptArguments),
+        "classify texts by the label words that a language model finds most probable",
+        "Classify labelled texts without training, by the label words that a language model finds "
+        "most probable, and print the accuracy with and without calibration. Format of the prompt: "
+        "docs/prompting.md.",
+    )
+    yield (
+        *(_score, ScoreArguments, "how probable a language model finds texts"),
+        "Print the log-likelihood, or under a masked language model the pseudo-log-likelihood, and "
+        "the perplexity of the texts in a file. More: docs/scoring.md.",
+    )
+    yield (
+        *(_distill, DistillArguments, "train a small model to answer as a larger one does"),
+        "Distil a teacher into a smaller student. Recipes: distilbert (predictions at the masked "
+        "tokens, labels and last hidden states; also GPT-2), tinybert (attention and hidden states "
+        "of several layers), minilm and minilm-v2 (attention and relations of one layer), electra "
+        "(a discriminator), multilingual (sentence vectors, from parallel text).",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fastplm.run.settings import NOT_NEGATIVE, add_settings, whole
+    from fastplm.train.pretrain_settings import MINUTES
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")
@@ -334,73 +384,17 @@ def _parser() -> argparse.ArgumentParser:
         "%(default)s)",
     )
     demo.add_argument("--threads", type=whole(), help="CPU threads (default: PyTorch's choice)")
-    shown: Any = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    pretrain = command(
-        _pretrain,
-        "pre-train a language model on text files",
-        description="Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART. With "
-        "several processes the batch is so many times as large: "
-        "torchrun --nproc-per-node N -m fastplm pretrain …",
-        **shown,
-    )
-    groups = add_settings(pretrain, PretrainArguments)
-    groups["objective"].add_argument(
-        "--no-nsp",
-        dest="objective",
-        action="store_const",
-        const="mlm",
-        default=argparse.SUPPRESS,
-        help="the same as --objective mlm",
-    )
-    finetune = command(
-        _finetune,
-        "fine-tune a checkpoint on labelled examples",
-        description="Fine-tune a checkpoint once for each seed; the last line is the mean score "
-        "and its 95 % confidence interval (Student's t). Formats of files: docs/finetuning.md.",
-        **shown,
-    )
-    add_settings(finetune, FinetuneArguments)
-    classic = command(
-        _classic,
-        "train a system from before BERT: ELMo, Skip-thoughts, Quick-thoughts, word2vec",
-        description="Train a small ELMo, Skip-thoughts, Quick-thoughts or word2vec on text files, "
-        "as a baseline.",
-        **shown,
-    )
-    add_settings(classic, ClassicArguments)
-    embed = command(
-        _embed,
-        "write vectors of texts or of their words",
-        description="Write vectors of texts, or of their words, from the hidden states of a "
-        "checkpoint. How to read the file: docs/embedding.md.",
-        **shown,
-    )
-    add_settings(embed, EmbedArguments)
-    prompt = command(
-        _prompt,
-        "classify texts by the label words that a language model finds most probable",
-        description="Classify labelled texts without training, by the label words that a language "
-        "model finds most probable, and print the accuracy with and without calibration. Format "
-        "of the prompt: docs/prompting.md.",
-        **shown,
-    )
-    add_settings(prompt, PromptArguments)
-    score = command(
-        _score,
-        "how probable a language model finds texts",
-        description="Print the log-likelihood, or under a masked language model the "
-        "pseudo-log-likelihood, and the perplexity of the texts in a file. More: docs/scoring.md.",
-        **shown,
-    )
-    add_settings(score, ScoreArguments)
-    distill = command(
-        _distill,
-        "train a small model to answer as a larger one does",
-        description="Distil a teacher into a smaller student. Recipes: distilbert (predictions at "
-        "the masked tokens, labels and last hidden states; also GPT-2), tinybert (attention and "
-        "hidden states of several layers), minilm and minilm-v2 (attention and relations of one "
-        "layer), electra (a discriminator), multilingual (sentence vectors, from parallel text).",
-        **shown,
-    )
-    add_settings(distill, DistillArguments)
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    for function, settings, help, description in _commands():
+        added = command(function, help, description=description, formatter_class=shown)
+        groups = add_settings(added, settings)
+        if function is _pretrain:
+            groups["objective"].add_argument(
+                "--no-nsp",
+                dest="objective",
+                action="store_const",
+                const="mlm",
+                default=argparse.SUPPRESS,
+                help="the same as --objective mlm",
+            )
     return parser

@@ -6,6 +6,7 @@ texts -> each distinct one once -> hidden states of one layer, packed -> ops.max
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -99,6 +100,52 @@ def bert_score(
 
     Source: Zhang et al. 2020 (arXiv 1904.09675), §3.
     """
+    groups = _groups(candidates, references)
+    encoder = Encoder(_WHERE, model, (-1 if layer is None else layer,))
+    lowest = _baseline(baseline, encoder.layers[0])
+
+    numbers: dict[str, int] = {}  # of the distinct texts
+    number = functools.partial(_number, numbers)
+    pairs = np.array(
+        [
+            (number(candidate), number(reference))
+            for candidate, group in zip(candidates, groups, strict=True)
+            for reference in group
+        ],
+        np.int64,
+    ).reshape(-1, 2)
+    limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
+    tokens = Tokens.of(_WHERE, tokenizer, list(numbers), limit)
+    if tokens.cut:
+        line = f"{len(tokens.cut):,} of {len(numbers):,} texts were cut off after {limit} tokens."
+        warnings.warn(line, stacklevel=2)
+    if isinstance(idf, bool):
+        counted, of_each = tokens, np.bincount(pairs[:, 1], minlength=len(numbers))
+    else:
+        counted = Tokens.of(_WHERE, tokenizer, [text.strip() for text in idf], limit)
+        of_each = np.ones(len(idf), np.int64)
+    weights = np.ones(len(tokenizer) + 1)
+    weights[[i for i in (tokenizer.cls_token_id, tokenizer.sep_token_id) if i is not None]] = 0
+    if idf is not False:
+        weights = idf_weights(counted, of_each, len(weights))
+
+    # A text without tokens but special ones has nothing that could match.
+    empty = tokens.lengths <= tokenizer.num_special_tokens_to_add()
+    scored = np.flatnonzero(~empty[pairs].any(1))
+    scores = np.zeros((len(pairs), 3))
+    scores[scored] = _of_pairs(encoder, tokens, pairs[scored], weights, batch_tokens, progress)
+    if len(pairs) > len(groups):
+        sizes = [len(group) for group in groups]
+        scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
+    scores = (scores - lowest) / (1 - lowest)
+    dtype = torch.float64 if encoder.backbone.dtype == torch.float64 else torch.float32
+    return BERTScore(*torch.from_numpy(scores).to(dtype).unbind(1))
+
+
+def _groups(
+    candidates: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """The references of each candidate, after a check that there is one."""
     check(
         not isinstance(candidates, str) and not isinstance(references, str),
         _WHERE,
@@ -136,57 +183,21 @@ def bert_score(
         "one at least for each candidate",
         "Leave the candidate out.",
     )
-    encoder = Encoder(_WHERE, model, (-1 if layer is None else layer,))
-    lowest = _baseline(baseline, encoder.layers[0])
+    return groups
 
-    numbers: dict[str, int] = {}
 
-    def number(text: Any) -> int:
-        check(
-            isinstance(text, str),
-            _WHERE,
-            "candidates",
-            f"a {type(text).__name__} among the texts",
-            "strings",
-            "Check the lists.",
-            ArgumentTypeError,
-        )
-        return numbers.setdefault(text.strip(), len(numbers))
-
-    pairs = np.array(
-        [
-            (number(candidate), number(reference))
-            for candidate, group in zip(candidates, groups, strict=True)
-            for reference in group
-        ],
-        np.int64,
-    ).reshape(-1, 2)
-    limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
-    tokens = Tokens.of(_WHERE, tokenizer, list(numbers), limit)
-    if tokens.cut:
-        line = f"{len(tokens.cut):,} of {len(numbers):,} texts were cut off after {limit} tokens."
-        warnings.warn(line, stacklevel=2)
-    if isinstance(idf, bool):
-        counted, of_each = tokens, np.bincount(pairs[:, 1], minlength=len(numbers))
-    else:
-        counted = Tokens.of(_WHERE, tokenizer, [text.strip() for text in idf], limit)
-        of_each = np.ones(len(idf), np.int64)
-    weights = np.ones(len(tokenizer) + 1)
-    weights[[i for i in (tokenizer.cls_token_id, tokenizer.sep_token_id) if i is not None]] = 0
-    if idf is not False:
-        weights = idf_weights(counted, of_each, len(weights))
-
-    # A text without tokens but special ones has nothing that could match.
-    empty = tokens.lengths <= tokenizer.num_special_tokens_to_add()
-    scored = np.flatnonzero(~empty[pairs].any(1))
-    scores = np.zeros((len(pairs), 3))
-    scores[scored] = _of_pairs(encoder, tokens, pairs[scored], weights, batch_tokens, progress)
-    if len(pairs) > len(groups):
-        sizes = [len(group) for group in groups]
-        scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
-    scores = (scores - lowest) / (1 - lowest)
-    dtype = torch.float64 if encoder.backbone.dtype == torch.float64 else torch.float32
-    return BERTScore(*torch.from_numpy(scores).to(dtype).unbind(1))
+def _number(numbers: dict[str, int], text: Any) -> int:
+    """The number of a text, which a new one gets."""
+    check(
+        isinstance(text, str),
+        _WHERE,
+        "candidates",
+        f"a {type(text).__name__} among the texts",
+        "strings",
+        "Check the lists.",
+        ArgumentTypeError,
+    )
+    return numbers.setdefault(text.strip(), len(numbers))
 
 
 def _of_pairs(

@@ -163,24 +163,14 @@ def linear_distillation(
         divergence; the running sums of Milakov and Gimelshein 2018 (arXiv 1805.02867).
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_ref``.
     """
-    return _distilled(
-        _NAME,
-        (input, linear_weight, linear_bias),
-        (teacher_input, teacher_weight, teacher_bias),
-        None,
-        target,
-        mask,
-        ignore_index=ignore_index,
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        distillation_weight=distillation_weight,
-        cross_entropy_weight=cross_entropy_weight,
-        normalizer=normalizer,
-        reduction=reduction,
-        logits_budget=logits_budget,
-        expected_targets=expected_targets,
+    call = Call(
+        *(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias),
+        *(None, None, target, target is not None, ignore_index, divergence, beta, temperature),
+        *(distillation_weight, cross_entropy_weight, 0, normalizer, reduction),
     )
+    for name in ("teacher_input", "teacher_weight"):
+        check_tensor(_NAME, name, getattr(call, name), ndim=2)
+    return _distilled(call, mask, logits_budget, expected_targets)
 
 
 def linear_distillation_topk(
@@ -233,129 +223,61 @@ def linear_distillation_topk(
         distributions.
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_topk_ref``.
     """
-    where = "linear_distillation_topk"
-    for name, given in (
-        ("teacher_indices", teacher_indices),
-        ("teacher_probabilities", teacher_probabilities),
-    ):
-        check_tensor(where, name, given, ndim=2)
+    call = Call(
+        *(input, linear_weight, linear_bias, None, None, None),
+        *(teacher_indices, teacher_probabilities, target, target is not None, ignore_index),
+        *("forward_kl", 0.5, temperature, distillation_weight, cross_entropy_weight),
+        *(0, normalizer, reduction),
+    )
+    where = f"{_NAME}_topk"
+    for name in ("teacher_indices", "teacher_probabilities"):
+        check_tensor(where, name, getattr(call, name), ndim=2)
     check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)
     if not isinstance(renormalize, bool):
         fix = "True divides the probabilities of a row by their sum."
         expected = "True or False"
         raise ArgumentTypeError(message(where, "renormalize", shown(renormalize), expected, fix))
-    return _distilled(
-        where,
-        (input, linear_weight, linear_bias),
-        (None, None, None),
-        (teacher_indices, teacher_probabilities, renormalize),
-        target,
-        mask,
-        ignore_index=ignore_index,
-        divergence="forward_kl",
-        beta=0.5,
-        temperature=temperature,
-        distillation_weight=distillation_weight,
-        cross_entropy_weight=cross_entropy_weight,
-        normalizer=normalizer,
-        reduction=reduction,
-        logits_budget=logits_budget,
-        expected_targets=expected_targets,
-    )
+    return _distilled(call, mask, logits_budget, expected_targets, renormalize=renormalize)
 
 
 def _distilled(
-    where: str,
-    student: tuple[Tensor, Tensor, Tensor | None],
-    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
-    given: tuple[Tensor, Tensor, bool] | None,
-    target: Tensor | None,
+    call: Call,
     mask: Tensor | None,
-    *,
-    ignore_index: int,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    distillation_weight: float,
-    cross_entropy_weight: float,
-    normalizer: Tensor | None,
-    reduction: str,
     logits_budget: int | None,
     expected_targets: int | None,
+    *,
+    renormalize: bool = False,
 ) -> LinearDistillation:
-    """A call with a teacher's rows and table, or with its ``given`` probabilities."""
-    check_tensor(where, "input", student[0], ndim=2)
-    check_tensor(where, "linear_weight", student[1], ndim=2)
-    if given is None:
-        check_tensor(where, "teacher_input", teacher[0], ndim=2)
-        check_tensor(where, "teacher_weight", teacher[1], ndim=2)
-    for name, tensor in (("linear_bias", student[2]), ("teacher_bias", teacher[2])):
-        if tensor is not None:
-            check_tensor(where, name, tensor, ndim=1)
-    check_reduction(where, student[0], reduction, normalizer)
-    check_scalar(where, "ignore_index", ignore_index, int)
-    check_choice(where, "divergence", divergence, DIVERGENCES)
-    share = "0.5 is the ordinary one; near 0 it goes to the forward KL."
-    check_number(where, "beta", beta, 0.0, 1.0, "a share in [0, 1]", share)
-    hint = "Usual values are 1 to 4."
-    expected = "a number over 0, finite and normal in fp32"
-    check_number(where, "temperature", temperature, _FP32.tiny, _FP32.max, expected, hint)
-    for name, weight in (
-        ("distillation_weight", distillation_weight),
-        ("cross_entropy_weight", cross_entropy_weight),
-    ):
-        check_number(
-            where, name, weight, 0.0, _FP32.max, "a number of 0 or more", "0 leaves it out."
-        )
+    """The losses of a call as the user gave it: nothing in it is checked yet, but the teacher."""
+    where, given, reduction, normalizer = call.where, call.target, call.reduction, call.normalizer
+    _check_arguments(call, mask)
     for name, value, unit, hint in (
         ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
         ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
     ):
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    if target is None and cross_entropy_weight != 0:
-        fail(
-            where,
-            "target",
-            f"None with cross_entropy_weight={cross_entropy_weight}",
-            "targets for the cross-entropy",
-            "Pass them, or leave the weight at 0.",
-        )
-    if mask is not None:
-        check_tensor(where, "mask", mask, ndim=1)
-        check_dtype(
-            where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts."
-        )
-        check_shape(where, "mask", mask, student[0].shape[:1], "[N]")
-        check_same_device(where, input=student[0], mask=mask)
-    student, teacher = autocast_operands(*student), _constants(teacher)
-    indices, probabilities, renormalize = (None, None, False) if given is None else given
+    all_count = given is None and mask is None
+    target = rows_chosen(call.input, None, None, call.ignore_index) if given is None else given
     call = Call(
-        *student,
-        *teacher,
-        indices,
-        probabilities,
-        rows_chosen(student[0], None, None, ignore_index) if target is None else target,
-        target is not None,
-        ignore_index,
-        kl_of_limit(divergence, beta),
-        float(beta),
-        float(temperature),
-        float(distillation_weight),
-        float(cross_entropy_weight),
-        0,
-        normalizer,
-        reduction,
+        *autocast_operands(call.input, call.linear_weight, call.linear_bias),
+        *_constants(call.teacher_input, call.teacher_weight, call.teacher_bias),
+        *(call.teacher_indices, call.teacher_probabilities, target, call.has_target),
+        *(call.ignore_index, kl_of_limit(call.divergence, call.beta), float(call.beta)),
+        *(float(call.temperature), float(call.distillation_weight)),
+        *(float(call.cross_entropy_weight), 0, normalizer, reduction),
     )
     OP.check(call, where)
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
-    chosen = rows_chosen(call.input, call.target, mask, ignore_index)
-    if probabilities is not None:
+    call = call._replace(target=rows_chosen(call.input, target, mask, call.ignore_index))
+    if call.teacher_probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
-        counts = chosen != ignore_index
-        probabilities = probabilities_of_rows(probabilities, counts, renormalize, dtype)
-    call = call._replace(target=chosen, teacher_probabilities=probabilities)
+        counts = call.target != call.ignore_index
+        probabilities = probabilities_of_rows(
+            call.teacher_probabilities, counts, renormalize, dtype
+        )
+        call = call._replace(teacher_probabilities=probabilities)
     if backend == "eager":
         return _eager(call)
     # The operator passes no gradient to the normalizer: if it needs one, the division is here.
@@ -365,7 +287,6 @@ def _distilled(
         for name, value in call._asdict().items()
         if isinstance(value, Tensor) and value.dim() > 0
     }
-    all_count = target is None and mask is None
     call = call._replace(
         **laid_out,
         kept_rows=_kept_rows(call, logits_budget, expected_targets, backend, all_count),
@@ -378,9 +299,44 @@ def _distilled(
     return LinearDistillation(*parts)
 
 
-def _constants(
-    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _check_arguments(call: Call, mask: Tensor | None) -> None:
+    """Check what the declaration of ``Call`` does not say."""
+    where = call.where
+    check_tensor(where, "input", call.input, ndim=2)
+    check_tensor(where, "linear_weight", call.linear_weight, ndim=2)
+    for name in ("linear_bias", "teacher_bias"):
+        if getattr(call, name) is not None:
+            check_tensor(where, name, getattr(call, name), ndim=1)
+    check_reduction(where, call.input, call.reduction, call.normalizer)
+    check_scalar(where, "ignore_index", call.ignore_index, int)
+    check_choice(where, "divergence", call.divergence, DIVERGENCES)
+    share = "0.5 is the ordinary one; near 0 it goes to the forward KL."
+    check_number(where, "beta", call.beta, 0.0, 1.0, "a share in [0, 1]", share)
+    hint = "Usual values are 1 to 4."
+    expected = "a number over 0, finite and normal in fp32"
+    check_number(where, "temperature", call.temperature, _FP32.tiny, _FP32.max, expected, hint)
+    expected, hint = "a number of 0 or more", "0 leaves it out."
+    for name in ("distillation_weight", "cross_entropy_weight"):
+        check_number(where, name, getattr(call, name), 0.0, _FP32.max, expected, hint)
+    if call.target is None and call.cross_entropy_weight != 0:
+        fail(
+            where,
+            "target",
+            f"None with cross_entropy_weight={call.cross_entropy_weight}",
+            "targets for the cross-entropy",
+            "Pass them, or leave the weight at 0.",
+        )
+    if mask is not None:
+        check_tensor(where, "mask", mask, ndim=1)
+        check_dtype(
+            where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts."
+        )
+        check_shape(where, "mask", mask, call.input.shape[:1], "[N]")
+        check_same_device(where, input=call.input, mask=mask)
+
+
+def _constants(*teacher: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The teacher's rows, table and bias without their gradients."""
     input, weight, bias = (None if one is None else one.detach() for one in teacher)
     if input is None or weight is None:
         return None, None, None
@@ -408,7 +364,7 @@ def _eager(call: Call) -> LinearDistillation:
             call.linear_weight,
             call.teacher_indices,
             call.teacher_probabilities,
-            renormalize=False,  # they are what they shall be
+            renormalize=False,  # which _distilled has done
             **options,
         )
     return linear_distillation_ref(

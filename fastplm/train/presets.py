@@ -271,14 +271,15 @@ def configuration(
     dropout = chosen.dropout if dropout is None else dropout
     if attention_dropout is None:
         attention_dropout = chosen.attention_dropout
-    width, depth, heads = chosen.hidden, chosen.layers, chosen.heads
     common = {"vocab_size": vocab_size, **_special_ids(chosen.family, tokenizer)}
+    if chosen.family in _OTHER_NAMES:
+        return _OTHER_NAMES[chosen.family](chosen, common, block_size, dropout, attention_dropout)
     encoder = {
         **common,
-        "num_hidden_layers": depth,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
+        "num_hidden_layers": chosen.layers,
+        "hidden_size": chosen.hidden,
+        "num_attention_heads": chosen.heads,
+        "intermediate_size": 4 * chosen.hidden,
         "initializer_range": chosen.initializer_range,
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": attention_dropout,
@@ -290,62 +291,77 @@ def configuration(
         # Positions are counted from the id of the padding on; there is one type of segment.
         encoder["max_position_embeddings"] += common["pad_token_id"] + 1
         return transformers.RobertaConfig(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
+    encoder["embedding_size"] = chosen.embedding or chosen.hidden
     if chosen.family == "albert":
         return transformers.AlbertConfig(
             **encoder,
-            embedding_size=chosen.embedding or width,
             parameter_sharing=chosen.sharing,
-            num_hidden_groups=1 if chosen.sharing == "all" else depth,
+            num_hidden_groups=1 if chosen.sharing == "all" else chosen.layers,
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
-    if chosen.family in ("gpt", "gpt2"):
-        first = chosen.family == "gpt"
-        kind = transformers.OpenAIGPTConfig if first else transformers.GPT2Config
-        return kind(
-            **common,
-            n_layer=depth,
-            n_embd=width,
-            n_head=heads,
-            n_positions=max(512 if first else 1024, block_size),
-            initializer_range=chosen.initializer_range,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=attention_dropout,
-        )
-    if chosen.family == "t5":
-        return transformers.T5Config(
-            **common,
-            decoder_start_token_id=common["pad_token_id"],
-            num_layers=depth,
-            d_model=width,
-            d_kv=width // heads,
-            d_ff=4 * width,
-            num_heads=heads,
-            dropout_rate=dropout,
-        )
-    if chosen.family == "bart":
-        sides = {
-            f"{side}_{name}": value
-            for side in ("encoder", "decoder")
-            for name, value in (
-                ("layers", depth),
-                ("attention_heads", heads),
-                ("ffn_dim", 4 * width),
-            )
-        }
-        return transformers.BartConfig(
-            **common,
-            **sides,
-            decoder_start_token_id=common["eos_token_id"],
-            forced_eos_token_id=common["eos_token_id"],
-            d_model=width,
-            max_position_embeddings=max(1024, block_size),
-            init_std=chosen.initializer_range,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-        )
-    electra = transformers.ElectraConfig(**encoder, embedding_size=chosen.embedding or width)
+    electra = transformers.ElectraConfig(**encoder)
     return electra if objective == "mlm" else _joint(chosen, electra, joint or {})
+
+
+def _gpt(
+    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
+) -> PreTrainedConfig:
+    import transformers
+
+    first = chosen.family == "gpt"
+    kind = transformers.OpenAIGPTConfig if first else transformers.GPT2Config
+    return kind(
+        **common,
+        n_layer=chosen.layers,
+        n_embd=chosen.hidden,
+        n_head=chosen.heads,
+        n_positions=max(512 if first else 1024, block_size),
+        initializer_range=chosen.initializer_range,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=attention,
+    )
+
+
+def _t5(
+    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
+) -> PreTrainedConfig:
+    import transformers
+
+    return transformers.T5Config(
+        **common,
+        decoder_start_token_id=common["pad_token_id"],
+        num_layers=chosen.layers,
+        d_model=chosen.hidden,
+        d_kv=chosen.hidden // chosen.heads,
+        d_ff=4 * chosen.hidden,
+        num_heads=chosen.heads,
+        dropout_rate=dropout,
+    )
+
+
+def _bart(
+    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
+) -> PreTrainedConfig:
+    import transformers
+
+    sizes = {"layers": chosen.layers, "attention_heads": chosen.heads, "ffn_dim": 4 * chosen.hidden}
+    sides = {f"{side}_{name}": sizes[name] for side in ("encoder", "decoder") for name in sizes}
+    return transformers.BartConfig(
+        **common,
+        **sides,
+        decoder_start_token_id=common["eos_token_id"],
+        forced_eos_token_id=common["eos_token_id"],
+        d_model=chosen.hidden,
+        max_position_embeddings=max(1024, block_size),
+        init_std=chosen.initializer_range,
+        dropout=dropout,
+        attention_dropout=attention,
+    )
+
+
+#: The families whose configurations name the sizes in another way than BERT's.
+_OTHER_NAMES = {"gpt": _gpt, "gpt2": _gpt, "t5": _t5, "bart": _bart}
 
 
 def _joint(
