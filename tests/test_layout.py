@@ -255,6 +255,26 @@ def test_the_cuda_library_registers_each_op_that_runs_there():
     assert sorted(there) == sorted(re.findall(r'library\.impl\("(\w+)", Operator', text))
 
 
+def test_contributing_lists_every_environment_variable():
+    """Both ours and those of others that the library and its build read."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Environment variables")[1]
+    listed = set(re.findall(r"`([A-Z][A-Z_]+)`", text))
+    paths = [*python_files("fastplm", "triton_kernels", "tests"), ROOT / "setup.py"]
+    paths += [path for path in (ROOT / "csrc").iterdir() if path.is_file()]
+    of_ours, of_others = (
+        r"\bFASTPLM_[A-Z]+(?:_[A-Z]+)*\b",
+        r"(?:environ(?:\.get\(|\[)|getenv\()\"(\w+)\"",
+    )
+    read = set()
+    for path in paths:
+        source = path.read_text()
+        read |= set(re.findall(of_others, source)) if "tests" not in path.parts else set()
+        if path.suffix == ".py":
+            read |= {name for name in re.findall(of_ours, source)}
+    macros = {"FASTPLM_OPERATOR", "FASTPLM_LEVEL", "FASTPLM_WIDTH"}
+    assert listed == read - macros - {"PATH"}
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 #: What torch.compile traces. A message that is built there before it is needed, say in an argument
