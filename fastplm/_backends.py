@@ -1,4 +1,4 @@
-"""Which backend runs an op, and why the others do not.
+"""The choice of the backend that runs an op, and the reason why each other one does not.
 
 A backend is one implementation of an op:
 
@@ -218,8 +218,8 @@ def check_environment() -> None:
 
 
 def _choices() -> list[_Choice]:
-    """Those of this thread, or of the main thread if it has none: a backward on a GPU runs in a
-    thread of PyTorch's, and what it computes again is to take the backend of the forward."""
+    """The choices of this thread, or of the main thread if this one has none: a backward on a GPU
+    runs in a thread of PyTorch's, and what it computes again is to take the forward's backend."""
     return getattr(_thread, "choices", None) or _OF_MAIN_THREAD
 
 

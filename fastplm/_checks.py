@@ -84,8 +84,8 @@ def check_tensor(where: str, argument: str, value: object, *, ndim: int | None =
 
 
 def same_size(first: int, second: int) -> bool:
-    """Whether two sizes are equal. Of those that only the values of a tensor will tell while a
-    call is traced, such as that of ``rows[mask]``, the graph asserts it."""
+    """Whether two sizes are equal. If a size depends on the values of a tensor, as that of
+    ``rows[mask]`` does, a traced graph asserts that it is."""
     if not guard_or_true(first == second):
         return False
     if torch.compiler.is_compiling():

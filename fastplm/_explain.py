@@ -32,10 +32,10 @@ def explain(model_or_op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         args, kwargs: what it is called with; it really runs, without gradient.
 
     Returns:
-        Of a drop-in model first what it computes of this batch: how many rows, whether padding is
-        among them and why, the rows of its head, and whose attention. Then one block a distinct
-        call: ``op(arguments) -> backend``, then a line for each backend that
-        was passed over, with its reason. A repeated call is counted, not repeated.
+        If a drop-in model runs, the text begins with what it computes of this batch: how many
+        rows, whether padding is among them and why, the rows of its head, and whose attention.
+        Then each distinct call has a block: ``op(arguments) -> backend``, then a line for each
+        backend that was passed over, with its reason. A repeated call is counted, not repeated.
     """
     with (
         torch.no_grad(),

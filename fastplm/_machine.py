@@ -58,7 +58,7 @@ def _cpuinfo(field: str, otherwise: str) -> str:
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether the CPU of this process has instructions for products of a dtype.
 
-    Those that its level has no use for do not count: the CPU of ``ATEN_CPU_CAPABILITY=avx2`` is one
+    Instructions above the level in use do not count: the CPU of ``ATEN_CPU_CAPABILITY=avx2`` is one
     without AVX-512, AMX and bf16, whatever the machine has.
     """
     return _computes_in(dtype)

@@ -38,9 +38,9 @@ _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_HALF)
 _MEASURED = ("attention", "dropout", "gelu", "linear", "rms_norm")
 _ROUNDS = 7
-#: Of one side in a round, so that the clock sees more than its own grain; and of a whole cell.
+#: Seconds to time one side for in a round, far above the clock's grain; most seconds of a cell.
 _SLICE, _MOST = 2e-3, 0.5
-#: Of a token that a decoder adds, or a few, whose attention is cold.
+#: Up to this many queries, as a decoder adds them, attention is timed with cold caches.
 _FEW_QUERIES = 4
 #: Weights of a model, of 12 layers, which a product finds in no near cache; and the most bytes.
 _WEIGHTS, _OF_WEIGHTS = 72, 1 << 28

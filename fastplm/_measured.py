@@ -1,4 +1,4 @@
-"""Which of two implementations on a CPU is the faster one, from a table of measurements.
+"""The faster of two implementations on a CPU, from a table of measurements.
 
 ``fastplm measure`` (``fastplm/_measure.py``) times every op against the best that stock PyTorch has
 for the same, over a grid of sizes, and writes the table of this kind of CPU: ``fastplm/measured/``
@@ -31,7 +31,7 @@ LEAST_GAIN = 1.02
 _HOT, _HOT_ROWS = 1.25, 64
 #: What ``aspect`` is of a square weight, and at most.
 SQUARE, LONGEST = 64, 64**2
-#: Doublings from the nearest measurement from which on it says nothing.
+#: A measurement says nothing of a size that is more than this many doublings away.
 _FAR = 6
 
 
@@ -57,10 +57,10 @@ class Series(NamedTuple):
     weights: int = 1  # that took turns, of a product
 
     def speedup(self, sizes: Sequence[int]) -> float | None:
-        """That of these sizes, None where all that were measured are far away.
+        """The speedup at these sizes; None where all measured sizes are far away.
 
-        Between sizes that were measured it is interpolated, all on a logarithmic scale; beyond them
-        it is that of the nearest.
+        Between measured sizes it is interpolated, all on a logarithmic scale; beyond them it is
+        the speedup at the nearest size.
         """
         cells = [(0, 1.0)]  # places in the grid, and their weights
         # Tables of before an axis was added say nothing of it: it is the last one.

@@ -318,7 +318,7 @@ class _Formula:
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
-        # Read once: that of a checkpoint may be read no second time.
+        # Read once: the saved tensors of a checkpoint may not be read a second time.
         tensors = ctx.saved_tensors if tensors is None else tensors
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
@@ -473,7 +473,7 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    # Of a single level: what torch.func does to a call it does around this kernel, level by level.
+    # It has a single level: torch.func transforms a call around this kernel, level by level.
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Planted bugs, one at a time, and which test catches each: ``python tests/mutations.py``.
+"""Plants bugs, one at a time, and names the test that catches each: ``python tests/mutations.py``.
 
 The tree is copied to a scratch folder, so that nothing here changes. First every selection of tests
-must pass there as it is. A bug of csrc/ needs the extension built again, for which ``--csrc`` asks;
-it takes what a build takes, and bugs of one group, which different selections test, share one.
+must pass there without a bug. ``--csrc`` plants the bugs of csrc/, which need a new build of the
+extension. Bugs of one group share a build, as different selections test them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str  # what pytest is given
-    group: int = 0  # of those of csrc/
+    tests: str  # pytest's arguments
+    group: int = 0  # bugs of csrc/ in one group share a build
 
 
 def attention(cases: str) -> str:
@@ -506,7 +506,7 @@ MUTATIONS = (
         "tests/train/test_evaluate.py",
     ),
     Mutation(
-        "fastplm/train/pretrain.py",
+        "fastplm/train/runner.py",
         "return torch.cuda.is_available() and able",
         "return torch.cuda.is_available()",
         "tests/train/test_objectives.py -k without_cuda_code",
@@ -788,12 +788,24 @@ MUTATIONS = (
         f"{SCORES} 'pseudo and loop'",
     ),
     Mutation(
+        "fastplm/inference/_encoder.py",
+        "from fastplm.run.checkpoint import config_at",
+        "from fastplm.run.checkpoint import config_at\nfrom fastplm.train.report import numbers_of",
+        "tests/test_layout.py -k laws_of_the_storeys",
+    ),
+    Mutation(
+        "fastplm/_machine.py",
+        "from fastplm import _extension",
+        "from fastplm import _extension\nfrom fastplm.data.words import word_ids",
+        "tests/test_layout.py -k laws_of_the_storeys",
+    ),
+    Mutation(SCORE, "*(first[1:] - 1), -1", "*first[1:], -1", f"{SCORES} batches_hold"),
+    Mutation(
         SCORE,
-        "key=lambda index: -sizes[index][1]",
-        "key=lambda index: sizes[index][1]",
+        "np.repeat(np.cumsum(counts) - counts, counts)",
+        "np.repeat(np.cumsum(counts), counts)",
         f"{SCORES} batches_hold",
     ),
-    Mutation(SCORE, "max(room // length, 0 if parts else 1)", "1", f"{SCORES} batches_hold"),
     Mutation(
         SCORE,
         "pad_sequence([text.ids[shift:] for",
@@ -940,7 +952,7 @@ def scratch_copy(folder: Path) -> None:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)
-    # Where an installation has it; the working directory comes before what is installed.
+    # An installation has the kernels there. Python searches the working directory first.
     (folder / "fastplm" / "triton_kernels").symlink_to("../triton_kernels")
 
 

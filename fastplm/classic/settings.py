@@ -75,7 +75,7 @@ class ClassicArguments(Settings):
         fix = "Give a smaller --embedding, too."
         expected = f"more than --embedding, which is {self.embedding}"
         self.check("hidden", self.system != "elmo" or self.hidden > self.embedding, expected, fix)
-        # Of a sentence's neighbours one other sentence must be told apart.
+        # A sentence's neighbours must be told from one other sentence at least.
         many = self.system != "quick-thoughts" or self.batch_size > 2
         self.check("batch_size", many, "3 or more sentences with quick-thoughts", "Raise it.")
         self.check(

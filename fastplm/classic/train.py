@@ -100,7 +100,7 @@ def _train(
             return json.loads((out / "metrics.json").read_text())
         checkpoint = checkpoint_to_resume("classic", out)
         (out / MANIFEST).unlink(missing_ok=True)
-    # Of every step; there is no other implementation on a CPU.
+    # Every step would warn; there is no other implementation on a CPU.
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
     set_seed(args.seed)
     model = make_model(args, len(words))

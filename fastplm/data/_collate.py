@@ -113,7 +113,7 @@ class Collator:
         self._constants[torch.device("cpu")] = constants
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
-        """Those tensors on a device, where they are copied once."""
+        """The constant tensors on a device, to which they are copied once."""
         if device not in self._constants:
             kept = self._constants[torch.device("cpu")]
             self._constants[device] = {name: value.to(device) for name, value in kept.items()}

@@ -81,8 +81,8 @@ def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
 
     Args:
         folder: with a manifest.
-        cache: the folder is read at every start. Of a file above 1 GiB whose time of change is
-            the recorded one, only 256 pages are hashed; and it may hold no other file.
+        cache: the folder is read at every start. A file above 1 GiB whose time of change is the
+            recorded one is hashed by 256 pages alone; and the folder may hold no other file.
         facts: what ``seal`` must have recorded.
     """
     try:

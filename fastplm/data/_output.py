@@ -149,7 +149,7 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
 def whole(path: Path) -> Iterator[Path]:
     """Gives the name under which a file is written, until all of it is there.
 
-    It is a name of this process alone. Of a link the file is written, and the link stays.
+    It is a name of this process alone. A link stays, and its target is written.
     """
     path = path.resolve()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -97,7 +97,7 @@ class DataCollatorForMaskedTokens(Collator):
         return batch
 
     def _maskable(self, batch: dict[str, Any], special: Tensor | None) -> Tensor | None:
-        """Which tokens may be chosen; None where their ids alone say so, which is fastest."""
+        """A mask of the tokens that may be chosen; None, the fastest, where their ids say so."""
         maskable = None if special is None else special == 0
         if self.packed or self._padding_is_special:  # what fills a packed row is in no sequence
             return maskable

@@ -19,7 +19,7 @@ from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.errors import DataError, check, message
 
-#: Of a field of comma-separated values, as many as C counts.
+#: The longest field of comma-separated values: as many letters as a C long has numbers.
 _MOST_LETTERS = 2**31 - 1
 #: How JSON may write half of a pair of surrogates.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -83,8 +83,8 @@ def read_examples(
             and "seq2seq": JSON lines, or a
             header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
             lines, blank lines between sentences. Questions: SQuAD 1.1 or 2.0. Choice: JSON lines.
-        text_columns, label_column: of a table; by default those with a usual name. Of "seq2seq"
-            the two columns are source and target.
+        text_columns, label_column: of a table; by default those with a usual name. For
+            "seq2seq" the two columns are source and target.
         targets: of "seq2seq": the file at ``path`` has a source in each line, this one the
             targets, line by line. Both may be compressed.
 

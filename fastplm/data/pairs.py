@@ -140,8 +140,8 @@ class _SegmentPairs(Dataset):
             middle = int(store.sentences[begin + 1 + split * (end - begin - 1) // _WORD])
         else:
             middle = (start + stop) // 2 if self.cuts_a_lone_sentence else stop
-        # Of a segment that alone is too long, what touches the other one is kept: with sentences
-        # longer than a block there would be fewer coins than tokens to remove.
+        # A segment that alone is too long keeps its end at the other one: with sentences longer
+        # than a block there would be fewer coins than tokens to remove.
         pair = store.tokens[start:middle][-limit:], store.tokens[middle:stop][:limit]
         label = int(is_spoilt < fixed_point(0.5) or middle == stop)
         if label:

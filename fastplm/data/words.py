@@ -1,4 +1,4 @@
-"""Which tokens of a row belong to one word, from a small table over the tokenizer's vocabulary.
+"""The words that a row's tokens belong to, from a small table over the tokenizer's vocabulary.
 
 A word is what a tokenizer splits a text into before it splits words into tokens. One byte for each
 token of the vocabulary is enough to find the words of a row in a few elementwise operations.

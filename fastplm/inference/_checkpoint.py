@@ -19,7 +19,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
 
 
 def head_of(config: Any) -> str:
-    """Which language model a checkpoint is: "MaskedLM", "CausalLM" or "Seq2SeqLM"."""
+    """The kind of language model of a checkpoint: "MaskedLM", "CausalLM" or "Seq2SeqLM"."""
     if config.is_encoder_decoder:
         return "Seq2SeqLM"
     saved = (config.architectures or [""])[0]

@@ -86,7 +86,7 @@ def embed(
             for each word. Strings are split at whitespace. None = a vector for each text.
         pooling: of the tokens of a text, special tokens among them: "mean", "max", "sum", "cls"
             (the first token), "last", "mean_sqrt_len" (the sum over the root of the length) or
-            "weighted_mean" (weights 1, 2, 3, …). Of several, the vectors follow each other.
+            "weighted_mean" (weights 1, 2, 3, …). Several give their vectors one after the other.
         layers: hidden states: 0 = the embeddings, i = those after layer i, -1 = the last ones.
             Layers above them are not computed.
         combine: of several layers: "concat", "mean" or "sum".

@@ -9,7 +9,7 @@ from pathlib import Path
 from fastplm.run.settings import Settings, common, setting, whole
 
 METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
-#: Which tokens are masked where one is scored.
+#: How tokens are masked where one of them is scored.
 METHODS = ("original", "within_word_l2r")
 UNITS = ("token", "text", "corpus")
 FORMATS = ("tsv", "json")

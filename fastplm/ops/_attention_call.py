@@ -221,7 +221,7 @@ def _bucket_table(
 ) -> Tensor:
     """``t5_buckets`` on a device, made once.
 
-    But for a table made inside the capture of a CUDA graph: it holds nothing until a replay.
+    A table made inside the capture of a CUDA graph is not kept: it holds nothing until a replay.
     """
     settings = num_buckets, bidirectional, max_distance, device
     table = _BUCKET_TABLES.get(settings)

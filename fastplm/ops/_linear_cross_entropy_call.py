@@ -104,7 +104,7 @@ def logit_columns(vocab: int) -> int:
 
 
 def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
-    """Of a forward of rows, to be written.
+    """Empty outputs of a forward of rows, to be written.
 
     Loss, log-probability of the target, maximum and sum of exponentials above it, each [N];
     argmax and sample, int64 [N] or without elements; then ``empty_for_backward``.

@@ -112,7 +112,7 @@ def check_indices(call: Call) -> None:
 
 
 def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
-    """Of a forward of rows, to be written.
+    """Empty outputs of a forward of rows, to be written.
 
     Loss, divergence and cross-entropy, each [N]; the statistics, [7, N]; the rest as in
     ``linear_cross_entropy``.

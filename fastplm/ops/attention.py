@@ -46,7 +46,7 @@ from fastplm.reference.attention import (
     attention_varlen_ref,
 )
 
-#: Of the kernels, in 16 bits and in fp32.
+#: The largest head dim of the Triton kernels, by the bytes of an element.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
 #: In place of a backend: PyTorch's own attention, with its own gradient.
 _SDPA = "scaled_dot_product_attention"

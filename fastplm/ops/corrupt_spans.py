@@ -79,7 +79,7 @@ def corrupt_spans(
 ) -> CorruptedSpans:
     """Replace random spans of tokens by sentinels, and make labels of what was replaced: T5's task.
 
-    Of a row of n tokens ``noise = clip(round(n * noise_density), 1, n - 1)`` leave the input, in
+    In a row of n tokens ``noise = clip(round(n * noise_density), 1, n - 1)`` leave the input, in
     ``spans = clip(round(noise / mean_span_length), 1, min(noise, n - noise, K))`` spans, halves
     rounded up. The noise is cut in that many spans, and the ``n - noise`` kept tokens in as many
     runs, of one token at least, every composition equally likely; the row is ``kept_0 noise_0

@@ -60,7 +60,7 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
         integers, and their order does not change a sum.
 
     Cost:
-        That of reading P and writing N rows. On "triton" the gradient of a row that is named by
+        P rows are read and N written. On "triton" the gradient of a row that is named by
         more than eight slots also compares, for each of these, at most 512 positions with its own;
         the work of a row that has many of the slots is shared out.
 

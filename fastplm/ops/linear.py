@@ -21,9 +21,9 @@ from fastplm.reference.linear import linear_ref
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _STRIDED = torch.strided
-#: That a tensor made in csrc/ may have.
+#: The most dimensions of a tensor that csrc/ makes.
 _MOST_DIMS = 8
-#: Of fewer rows a product of halves is no faster.
+#: With fewer rows a product of two bf16 halves is no faster.
 _LEAST_SPLIT = 32
 #: The rows and the size of weight that speak for those of a compiled program.
 _MANY = (256, 512 * 512, _tables.SQUARE)
@@ -63,7 +63,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     ``out = input weight^T + bias``
 
-    Which it is on a CPU, where it was measured to be faster there (``fastplm measure``):
+    csrc/ multiplies on a CPU where it was measured to be faster there (``fastplm measure``):
 
     - few rows, as in generation of a batch or with beams: PyTorch packs the weight, which costs
       more than reading it; ``csrc/linear_few_rows.h`` reads it once;
@@ -237,8 +237,8 @@ def _measured(input: Tensor, weight: Tensor) -> CallClass:
 
 
 def _class_of(rows: int, weight: Tensor, of_k: int, of_n: int) -> CallClass:
-    """Of a product of that many rows with a weight [N, K], whose K and N have these strides: that
-    of nn.Linear or of Conv1D."""
+    """The class of a product of ``rows`` rows with a weight [N, K], whose K and N have these
+    strides: those of nn.Linear or of Conv1D."""
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
     if _is_split(rows, weight.dtype):
         form += " bf16x3"

@@ -90,7 +90,7 @@ def mask_tokens(
 ) -> MaskedTokens:
     """Choose the tokens to predict, corrupt them, and compact their places, in one pass.
 
-    Of the ``n > 0`` maskable tokens of a row exactly
+    Among the ``n > 0`` maskable tokens of a row exactly
     ``k = min(capacity, max(1, round(mlm_probability * n)))`` are chosen, halves rounded up; every
     set of k is equally likely. A chosen token becomes ``mask_token_id`` with probability
     ``mask_replace_prob``, a random id of the vocabulary with ``random_replace_prob``, and else
@@ -101,7 +101,7 @@ def mask_tokens(
     the expected number. With ``unit="word"`` or ``"ngram"`` whole words, or runs of words, are
     chosen: in random order each is taken if all of its tokens still fit in the k of the row, as
     BERT's and ALBERT's authors do it. A row falls into runs of n words with ``p(n)`` proportional
-    to ``1 / n``; each token is corrupted by a draw of its own. Those chosen are a little shorter,
+    to ``1 / n``; each token is corrupted by a draw of its own. The chosen ones are a bit shorter,
     as long runs fit less often in what is left of k, in short rows above all; so are those of
     ALBERT's authors (docs/corruption.md has the shares).
 

@@ -84,7 +84,7 @@ def maxsim(
 
     Returns:
         ``MaxSim(query_score, query_index, key_score, key_index)``: fp32 [Nq] (fp64 for fp64
-        inputs), int64 [Nq] (a row of ``key``), fp32 [Nk] and int64 [Nk] (a row of ``query``). Of
+        inputs), int64 [Nq] (a row of ``key``), fp32 [Nk] and int64 [Nk] (a row of ``query``). Among
         equal similarities the first row is the match. A row without anything to match, and spare
         rows past ``cu_seqlens[-1]``, have score 0 and index -1, and pass no gradient.
 

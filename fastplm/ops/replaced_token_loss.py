@@ -235,7 +235,7 @@ def _torch_forward(call: Call) -> tuple[Tensor, ...]:
         counts = _torch_counts(logit, replaced, mask)
     x = torch.where(replaced, -logit, logit)
     if mask is not None:
-        # Of loss 0 and slope 0, even if the row is NaN.
+        # These rows have loss 0 and slope 0, even if they hold NaN.
         x.masked_fill_(~mask, -torch.inf)
     loss = F.softplus(x, threshold=_SOFTPLUS_THRESHOLD)
     slope = x.sigmoid_()

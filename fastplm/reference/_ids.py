@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_one_of(input_ids: Tensor, ids: Tensor) -> Tensor:
-    """Which tokens are among ``ids``, int64 [S]; ``torch.isin`` may wait for the device."""
+    """A mask of the tokens among ``ids``, int64 [S]; ``torch.isin`` may wait for the device."""
     ids = ids.contiguous()
     place = torch.searchsorted(ids, input_ids.long().contiguous())
     none = torch.iinfo(torch.int64).min

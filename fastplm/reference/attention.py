@@ -69,7 +69,7 @@ def dropout_keep_mask(
     seqlen_k: int,
     dropout_p: float,
 ) -> Tensor:
-    """Which attention probabilities are kept: bool [B, H, Tq, Tk].
+    """The attention probabilities that are kept: bool [B, H, Tq, Tk].
 
     One Philox call decides for 16 keys, a byte each. Within every 64 keys, call ``c`` holds the
     keys ``8 n + 2 c`` and ``8 n + 2 c + 1`` for n = 0 … 7, in that order of its bytes: the columns

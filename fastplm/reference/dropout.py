@@ -28,7 +28,7 @@ def dropout_scale(threshold: int) -> float:
 
 
 def keep_mask(seed: int | Tensor, size: int, p: float, device: torch.device) -> Tensor:
-    """Which elements survive: bool [size].
+    """The elements that survive: bool [size].
 
     One Philox draw decides for 8 elements. In each block of 128 of them, choice j of draw i (half
     ``j mod 2``, the low one first, of word ``j div 2``) is that of element ``16 j + i``.
@@ -46,7 +46,7 @@ def keep_mask(seed: int | Tensor, size: int, p: float, device: torch.device) -> 
 def keep_mask_of_rows(
     seed: int | Tensor, sample_index: Tensor, position: Tensor, width: int, p: float
 ) -> Tensor:
-    """Which elements of rows survive, by what the rows are: bool [N, width].
+    """The elements of rows that survive, by what the rows are: bool [N, width].
 
     The elements of a row are counted from 0, and its draws are those of its sample and position
     with these numbers as the step. So neither the batch nor the layout of the rows matters.

@@ -31,8 +31,8 @@ _SHORTEST = "--con"
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """The words of a command, those of its ``--config FILE`` first, so that all others count.
 
-    Of options of which at most one may be given, one among the words takes the place of another one
-    in the file.
+    If two options exclude each other, the one among the words takes the place of the one in the
+    file.
 
     Args:
         parser: of the command.
@@ -184,7 +184,7 @@ def _words(command: str, path: str, option: str, action: argparse.Action, value:
 
 
 def _shown(value: Any) -> str:
-    """Of a list or mapping only what it is: by YAML's anchors a small file holds a huge one."""
+    """A value for a message; a list or mapping, which anchors can make huge, by its type alone."""
     return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.60}"
 
 

@@ -317,7 +317,7 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
     Raises:
         ArgumentValueError: with the first setting that differs.
     """
-    # Of what kind a run is comes first: other settings follow from it.
+    # The kind of the run is compared first: other settings follow from it.
     for name, value in sorted(run.items(), key=lambda item: item[0] not in _KIND):
         if before.get(name) != value:
             raise ArgumentValueError(

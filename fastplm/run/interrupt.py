@@ -104,7 +104,7 @@ def _watched(
 def saved_when_stopped(trainer: Any) -> Iterator[None]:
     """In this block a signal ends a training after its step, with a checkpoint; so does time.
 
-    Of several processes each would end after another step, so there a signal ends them at once.
+    Several processes would each end after another step, so there a signal ends them at once.
 
     Raises:
         KeyboardInterrupt: a signal has ended the training, that of this number.

@@ -151,7 +151,7 @@ class RunTrainer(Trainer):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all processes, over the same steps."""
+        """The tokens of all processes over the time of the same steps."""
         entries = (entry for entry in self.state.log_history if "seconds" in entry)
         tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
         return tokens / max(self.train_seconds, 1e-9)

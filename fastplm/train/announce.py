@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastplm.train.pretrain_settings import PretrainArguments
 
 _NAMED_FILES = 3
-# That of fastplm's own small sizes.
+# The most that is advised: the peak rate of fastplm's own small sizes.
 _LARGEST_RATE = 1e-3
 # The share of lone sentences from which on next sentences are hardly learned.
 _MANY = 0.5

@@ -205,7 +205,7 @@ class Distilling(StreamRun):
         callbacks: list[TrainerCallback],
     ) -> tuple[Any, Any]:
         model = self._model
-        # Of the last layer MiniLM trains only what comes before attention.
+        # MiniLM trains only what comes before the attention of the last layer.
         training_arguments.ddp_find_unused_parameters = not model.trains_all
         collator = self._collator(data.tokenizer)
         trainer = DistillationTrainer(

@@ -110,7 +110,7 @@ def evaluate(
 def detection_at_base_rate(scores: torch.Tensor, replaced: torch.Tensor) -> dict[str, float]:
     """How well replaced tokens are told from originals, independent of their shares.
 
-    Of the tokens six in seven are original, so a weak detector best answers "original" always, and
+    Six in seven tokens are original, so a weak detector best answers "original" always, and
     its accuracy says nothing. Here a token counts as found if its probability is above the share of
     replaced tokens, and the loss is held against that of the best constant answer, which is this
     share. Always answering "original" has balanced accuracy 0.5, and so has every constant.

@@ -251,7 +251,7 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
 def summary(metrics: dict[str, Any]) -> str:
     """The last line of a run: each score's mean and half the width of its interval.
 
-    Of a run with several numbers of examples, a line for each of them.
+    A run with several numbers of examples has a line for each of them.
     """
     count = len(metrics["seeds"])
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
@@ -546,7 +546,7 @@ def _run(
         "most_frequent_prediction": task.most_frequent(predictions),
         "steps": trainer.state.global_step,
         "loss": history[-1]["loss"],
-        # Of all its steps, also of those before it was resumed.
+        # The time of all steps of the run, those before it was resumed among them.
         "train_seconds": trainer.train_seconds,
         "tokens_per_second": trainer.tokens_per_second,
         "learning_rate": trainer.args.learning_rate,

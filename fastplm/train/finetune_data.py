@@ -20,8 +20,8 @@ def hold_out(
 ) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and about ``share`` of them to judge by; the same ones every time.
 
-    Examples of one group (the questions about one paragraph) land on one side. Of the examples of
-    each label the same share is held out, and never all of them.
+    Examples of one group (the questions about one paragraph) land on one side. The same
+    share of the examples of each label is held out, and never all of them.
 
     Args:
         examples: all of a file.
@@ -74,7 +74,7 @@ def hold_out(
 _MISSING = frozenset(("", "nan", "null", "none", "n/a", "na", "<na>", "empty"))
 #: Variation selectors, which choose how a character is drawn and are not seen themselves.
 _SELECTORS = "\ufe0e\ufe0f"
-# Of more labels than this, the most frequent and the rarest are shown.
+# If there are more labels than this, the most frequent and the rarest are shown.
 _SHOWN, _FREQUENT, _RARE = 20, 12, 4
 _WARNINGS, _LONGEST = 5, 40
 
@@ -91,7 +91,7 @@ def number(text: str) -> float | None:
 def essence(label: str) -> str:
     """What is left of a label without case, spaces, invisible characters and normal form.
 
-    Of a number it is the value, however it is written.
+    What is left of a number is its value, however it is written.
     """
     value = number(label)
     if value is not None:

@@ -76,7 +76,7 @@ class Seq2Seq(Task):
         return getattr(self.checkpoint_config, "decoder", self.checkpoint_config)
 
     def _target_tokenizer(self) -> Any:
-        """That of the targets: trained on them, the decoder's, or that of the sources."""
+        """The tokenizer of the targets: trained on them, the decoder's, or that of the sources."""
         args = self.args
         if args.target_vocab_size is not None:
             return _trained([example.target for example in self.train], args.target_vocab_size)
@@ -128,7 +128,7 @@ class Seq2Seq(Task):
 
     @functools.cached_property
     def test_sources(self) -> Any:
-        """Those that are scored, perhaps several times."""
+        """The sources of the examples that are scored, perhaps several times."""
         return self.sources(self.test)
 
     def sources(self, examples: list[Example]) -> Any:

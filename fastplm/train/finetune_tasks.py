@@ -37,7 +37,7 @@ Labels = Callable[[Example], Collection[str]]
 _WHERE = "finetune"
 #: The families with a causal backbone, whose classifiers read the last token.
 CAUSAL = ("gpt2", "openai-gpt")
-#: Of a score, so that its square is a number of fp32.
+#: The largest score, so that its square is a number of fp32.
 _MOST_SCORE = 1e18
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
 

@@ -110,7 +110,7 @@ class Objective:
         return 0
 
     def flops_a_token(self, config: Any) -> float:
-        """Of forward and backward in full samples."""
+        """The FLOPs of forward and backward, for each token of full samples."""
         masked = self.args.preset.mlm_probability
         return flops_a_token(config, self.args.block_size, self.target_length, masked=masked)
 
@@ -133,7 +133,7 @@ class Objective:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the collator beside the seed and the block size."""
+        """The settings of the collator beside the seed and the block size."""
         return {}
 
 

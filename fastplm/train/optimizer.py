@@ -24,7 +24,7 @@ class Lamb(pytorch_optimizer.Lamb):
     Source: You et al. 2020 (arXiv 1904.00962), algorithm 2; Lan et al. 2020 (arXiv 1909.11942).
     """
 
-    # Of |x|: the parent's 10 would slow down every large matrix, which ALBERT's training did not.
+    # The bound of |x|: the parent's 10 would slow down large matrices; ALBERT's training did not.
     clamp = math.inf
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:

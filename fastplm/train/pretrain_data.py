@@ -47,7 +47,7 @@ class RunData:
     #: The tokens of the corpus, and those to train on.
     all: TokenStore
     store: TokenStore
-    #: Of the whole training, in order.
+    #: The samples of the whole training, in order.
     samples: Dataset
     #: Samples of the rest; None if the corpus is too small for them.
     held_out: Dataset | None

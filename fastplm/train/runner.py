@@ -297,7 +297,7 @@ def _finish(
         "precision": "bf16" if trainer.args.bf16 else "fp32",
         "processes": trainer.args.world_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        # Of all steps: those of a token in full samples, times the tokens without padding.
+        # All steps count: the FLOPs of a token in full samples, times the tokens without padding.
         "flops": flops and flops * trainer.tokens_per_second * trainer.train_seconds,
         "flops_per_token": flops,
         "vocab_size": len(data.tokenizer),
@@ -306,8 +306,8 @@ def _finish(
         "train_seconds": trainer.train_seconds,
         # The steps at which it was begun and resumed: the two figures are of all of them.
         "starts": run["starts"],
-        # Of the first process since it was started, by --resume perhaps; workers keep their count
-        # to themselves, but for a warning.
+        # The count of the first process since it was started, by --resume perhaps; workers keep
+        # their count to themselves, but for a warning.
         "dropped_tokens": None
         if args.workers > 0 and not corrupts_on_device(collator.op)
         else collator.dropped,
