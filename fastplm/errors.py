@@ -40,7 +40,7 @@ class DataError(FastplmError, ValueError):
 
 
 class TooLittleTextError(DataError):
-    """A corpus is whole, and too small for what is asked of it."""
+    """A corpus is readable, but too small for what is asked of it."""
 
 
 class DivergenceError(FastplmError, ArithmeticError):

@@ -44,11 +44,11 @@ def too_many_files(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-# --- files that are whole -------------------------------------------------------------------------
+# --- files that are complete ----------------------------------------------------------------------
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file that is there completely or not at all."""
     _write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -198,12 +198,12 @@ def default_cache() -> Path:
 
 
 def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder ``cache/key``, built by ``build(folder)`` unless it is there and whole.
+    """The folder ``cache/key``, built by ``build(folder)`` unless it is there and complete.
 
     A folder gets its name only when it is complete: processes that build the same one at the same
     time, or are killed meanwhile, leave nothing incomplete under that name. A folder that is not
-    whole (see ``damage``) is built again and replaced, and one line on stderr says so. A whole one
-    is never replaced, so that processes that read it keep it.
+    complete (see ``damage``) is built again and replaced, and one line on stderr says so. A
+    complete one is never replaced, so that processes that read it keep it.
 
     Raises:
         DataError: the cache folder cannot be written.

@@ -1,4 +1,4 @@
-"""The files and folders that a command writes: never what it reads, and whole or not at all."""
+"""The files and folders that a command writes: none that it reads, each complete or not there."""
 
 from __future__ import annotations
 

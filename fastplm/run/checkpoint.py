@@ -230,7 +230,7 @@ def _why_lost(unexpected: list[str], config: Any) -> str:
             f"The file has {unexpected[0]} instead: see that it is of the model type "
             f"{config.model_type}, as config.json says, and has the head that is needed."
         )
-    return "Check whether the file is whole, and has the head that is needed."
+    return "Check whether the file is complete, and has the head that is needed."
 
 
 def _beyond(model: Any) -> Callable[[str], bool]:

@@ -1,4 +1,4 @@
-"""The folder of a run: one process writes to it, and what is in it is whole or not there."""
+"""The folder of a run: one process writes to it, and what is in it is complete or not there."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
     raise DataError(message(where, "resume", got, expected, fix))
 
 
-# --- what is whole --------------------------------------------------------------------------------
+# --- what is complete -----------------------------------------------------------------------------
 
 
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all checkpoints of a run, whole or not, in order."""
+    """(step, folder) of all checkpoints of a run, complete or not, in order."""
     found = []
     for path in out.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -195,16 +195,16 @@ def can_resume(out: Path) -> bool:
 
 
 def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None) -> Path | None:
-    """The newest checkpoint in a run's folder that is whole, if any.
+    """The newest checkpoint in a run's folder that is complete, if any.
 
     Args:
-        report: is called with a line for each newer one that is not whole.
+        report: is called with a line for each newer one that is not complete.
     """
     for step, path in reversed(checkpoints(out)):
         reason = damage(path, step=step)
         if reason is None:
             return path
-        report(f"{path} is not whole and is passed over: {reason}.")
+        report(f"{path} is not complete and is passed over: {reason}.")
     return None
 
 
@@ -212,14 +212,14 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
     """``last_checkpoint``, which there must be.
 
     Raises:
-        DataError: there is none, or none is whole.
+        DataError: there is none, or none is complete.
     """
     passed: list[str] = []
     checkpoint = last_checkpoint(out, passed.append)
     fix = "The steps made are lost: start again with --overwrite, which moves the folder aside."
     if checkpoint is None and passed:
         reasons = " ".join(passed)
-        _refuse_to_resume(where, f"{out}, none of whose checkpoints is whole. {reasons}", fix)
+        _refuse_to_resume(where, f"{out}, none of whose checkpoints is complete. {reasons}", fix)
     if checkpoint is None:
         got = f"{out}, which holds no checkpoint: the run ended before its first one"
         _refuse_to_resume(where, got, fix)
@@ -231,7 +231,7 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
 def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
     """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
 
-    Checkpoints of later steps, which were not whole when the run was resumed, are removed too.
+    Checkpoints of later steps, which were not complete when the run was resumed, are removed too.
     """
     final = out / f"checkpoint-{step}"
     seal(scratch, step=step)
@@ -245,7 +245,7 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
 
 
 def save_models(out: Path, models: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> None:
-    """Save models, each with the tokenizers, in folders that are there whole or not at all.
+    """Save models, each with the tokenizers, in folders that are there completely or not at all.
 
     Args:
         tokenizers: by the folder inside that of a model; "" is that of the model itself.
@@ -387,7 +387,7 @@ def loaded(
         # Libraries would look for a model of this name elsewhere, and say so.
         there = os.path.exists(path)
         got = f"{path} ({_first_line(error) if there else 'no such file or folder'})"
-        fix = "Check the path, and whether the files are whole."
+        fix = "Check the path, and whether the files are complete."
         if not there and _ON_THE_HUB.fullmatch(str(path)):
             fix = f"Check the path; of a model of the Hub: hf download {path} --local-dir FOLDER."
         raise DataError(message(where, argument, got, expected, fix)) from error

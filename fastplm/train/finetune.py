@@ -234,7 +234,7 @@ def _source(args: FinetuneArguments) -> str:
 
 
 def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
-    """The result of a seed that was trained before, if what it wrote is whole."""
+    """The result of a seed that was trained before, if what it wrote is complete."""
     if not (out / MANIFEST).exists():
         return None
     wrong = damage(out)
@@ -243,7 +243,7 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
     processes.wait_for_everyone()
     if processes.is_main_process:
         old = move_aside(out)
-        say(f"{out} is not whole: {wrong}. It is trained again, and what was there is in {old}.")
+        say(f"{out} is not complete: {wrong}. It is trained again, and what was there is in {old}.")
     processes.wait_for_everyone()
     return None
 
@@ -408,7 +408,7 @@ class FinetuningTrainer(RunTrainer):
         return batches, num_items
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the model as it is, log and print that; training goes on undisturbed."""
+        """Score the model as it is, log and print that; the training continues as if it had not."""
         with self.outside_window():
             scores, _ = self.task.evaluate(self)
         self.model.train()
@@ -526,7 +526,7 @@ def _run(
 ) -> dict[str, Any]:
     checkpoint = last_checkpoint(out, say)
     if checkpoint is None and checkpoints(out):
-        say(f"No checkpoint of seed {seed} is whole: it is trained from its beginning.")
+        say(f"No checkpoint of seed {seed} is complete: it is trained from its beginning.")
     if model is None:
         model = build_model(args, task, seed, features.kept)
     trainer = make_trainer(args, task, model, features, seed, out)

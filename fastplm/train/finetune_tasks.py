@@ -448,7 +448,7 @@ class Regression(SequenceTask):
 class Tagging(Labelled):
     """One tag for each word: its first token has the label.
 
-    Sentences that are too long go on in further features, so that no word is left out.
+    Sentences that are too long continue in further features, so that no word is left out.
     """
 
     auto = "AutoModelForTokenClassification"

@@ -154,7 +154,7 @@ def _train(
             say(f"The run in {out} is finished, all {args.steps} steps of it: nothing was changed.")
             return json.loads((out / "metrics.json").read_text()) if first_process() else {}
         if wrong is not None and (out / MANIFEST).is_file():
-            say(f"What the finished run wrote is not whole, and is written again: {wrong}.")
+            say(f"What the finished run wrote is not complete, and is written again: {wrong}.")
     trainer, collator = training.trainer(training_arguments, data, [])
     writes = training_arguments.process_index == 0
     check_ranks(args)
@@ -261,7 +261,7 @@ def _check_same_run(args: Any, run: dict[str, Any], before: dict[str, Any]) -> N
     )
     if run["threads"] != before["threads"]:
         say(
-            f"The run began with {before['threads']} threads and goes on with {run['threads']}: "
+            f"The run began with {before['threads']} threads and continues with {run['threads']}: "
             f"the last digits of its losses may differ (--threads {before['threads']})."
         )
 

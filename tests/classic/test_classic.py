@@ -81,7 +81,7 @@ def test_sentences():
 
 
 def alone(model: ElmoForLanguageModeling, words: list[str]):
-    """(layers [L + 1, T, 2 P], summed loss) of one sentence, each direction by itself."""
+    """(layers [L + 1, T, 2 P], summed loss) of one sentence; the directions are independent."""
     words = ["<s>", *words, "</s>"]
     tokens = model.characters(word_bytes(words))
     ids = torch.tensor([WORDS.ids.get(word, UNK) for word in words])
@@ -159,7 +159,7 @@ def test_quick_thoughts_by_hand():
         others = [scores[i, k].exp() for k in range(4) if k != i]
         total -= math.log(scores[i, j].exp() / sum(others))
     assert neighbour_loss(scores, begins).item() == pytest.approx(total / 4, rel=1e-5)
-    # A batch without neighbours, and a gradient that is a number.
+    # A batch without neighbours has gradients of 0, not NaN.
     free = scores.clone().requires_grad_()
     neighbour_loss(free, torch.ones(4, dtype=torch.bool)).backward()
     assert free.grad.eq(0).all()
@@ -253,12 +253,12 @@ def test_resume(system, damaged, arguments, tmp_path, monkeypatch, capsys):
     if damaged:
         (tmp_path / "part" / "checkpoint-4" / "model.safetensors").write_bytes(b"")
     part = classic(arguments(system, "part", save_every=2, resume=True))
-    assert ("checkpoint-4 is not whole and is passed over" in capsys.readouterr().err) == damaged
+    assert ("checkpoint-4 is not complete and is passed over" in capsys.readouterr().err) == damaged
     assert [e["loss"] for e in part["history"]] == [e["loss"] for e in whole["history"]]
     assert part["held_out"] == whole["held_out"]
     for path in (tmp_path / "part").glob("checkpoint-*"):
         shutil.rmtree(path)
-    assert classic(arguments(system, "part", save_every=2, resume=True)) == part  # it is finished
+    assert classic(arguments(system, "part", save_every=2, resume=True)) == part  # was finished
 
 
 def test_wrong_settings(arguments, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """A run whose process is killed, whose disk fills and whose files are damaged, at random.
 
-After each fault the run goes on with ``--resume``: it ends with the very losses of a run that
-nothing happened to, or one line says what is lost and what to do. Each test prints the counts.
+After each fault the run continues with ``--resume``: it ends with exactly the losses of a run
+without a fault, or one line says what is lost and what to do. Each test prints the counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STREAM += " --block-size 32 --precision fp32 --dropout 0.1"
 # An epoch of these sentences has five steps.
 CLASSIC = "classic --corpus {sentences} --steps 6 --batch-size 16 --save-every 2 --log-every 1"
 CLASSIC += " --hidden 16 --embedding 8 --vocab-size 60 --system"
-#: The kinds of runs: six steps, a checkpoint after each second one.
+#: The kinds of runs, each of six steps with a checkpoint after every second one.
 KINDS = {
     "pretrain": f"pretrain --arch bert-tiny --vocab-size 120 --lr 1e-3 {STREAM}",
     "finetune": CLASSIFY,
@@ -52,15 +52,15 @@ KINDS = {
     "quick-thoughts": f"{CLASSIC} quick-thoughts",
 }
 every_kind = pytest.mark.parametrize("training", KINDS, indirect=True)
-#: One of each way to read texts and to keep results.
+#: One run for each way to read texts and to keep results.
 some_kinds = pytest.mark.parametrize("training", list(KINDS)[:5], indirect=True)
 
 
 class Training:
-    """A kind of run: its command line, and what it leaves.
+    """A kind of run: its command line and its results.
 
     Attributes:
-        whole, stopped: folders of a run that was finished, and of one that was killed on its way.
+        whole, stopped: folders of a run that was finished, and of one that was killed before.
         gold: ``curve`` of the first.
     """
 
@@ -68,7 +68,7 @@ class Training:
         self.words, self.places = KINDS[name], places
         self.finetunes = self.words.startswith("finetune")
         self.has_cache = "{cache}" in self.words
-        self.often = name in ("pretrain", "finetune")  # the others share most of their code
+        self.often = name in ("pretrain", "finetune")  # the other kinds share most of this code
 
     def faults(self, count):
         return count if self.often else count // 3
@@ -79,7 +79,7 @@ class Training:
         return [*words, "--out", str(out), "--threads", "1", *flags]
 
     def curve(self, out):
-        """All numbers of a run but those of a clock, and its weights."""
+        """All numbers of a run without times, and its weights."""
         metrics = json.loads((out / "metrics.json").read_text())
         runs = metrics.get("seeds", [metrics])
         curves = [
@@ -95,7 +95,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def places(corpus, bert, run, tmp_path_factory):
-    """What the command lines name."""
+    """The files and folders that the command lines name."""
     work = tmp_path_factory.mktemp("places")
     documents = corpus.read_text().split("\n\n")
     (work / "sentences.txt").write_text("\n\n".join(documents[:12]))
@@ -119,7 +119,7 @@ def places(corpus, bert, run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def training(request, places, killed, tmp_path_factory):
-    """A kind of run, its folder when it was finished, and one of it killed on its way."""
+    """A kind of run with the folders of a finished run and of one that was killed."""
     work = tmp_path_factory.mktemp("training")
     kind = Training(request.param, places)
     kind.whole = work / "out"
@@ -137,14 +137,14 @@ def training(request, places, killed, tmp_path_factory):
 
 
 def outcome(kind, out, capsys, argv=None):
-    """What became of a run that goes on: the same curve, or one line of an error."""
+    """The outcome of a run that continues: the same curve, or one line of an error."""
     capsys.readouterr()
     code = main(argv or kind.argv(out, resume=True))
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     if code == 0:
         assert kind.curve(out) == kind.gold
-        passed = "not whole" in shown
+        passed = "not complete" in shown
         return "the same curve, with a line on what was passed over" if passed else "the same curve"
     assert code == 2, shown
     lines = [line for line in shown.splitlines() if "error" in line]
@@ -153,7 +153,7 @@ def outcome(kind, out, capsys, argv=None):
 
 
 def spoil(path, draw):
-    """One file, damaged in one of the ways of disks and people."""
+    """Damages one file in a way in which disks or people damage files."""
     data = path.read_bytes()
     way = draw.choice(["cut", "flip", "flip", "zeros", "delete", "empty"])
     place = draw.randrange(len(data)) if data else 0
@@ -217,7 +217,7 @@ def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, reque
 
 @every_kind
 def test_killed(training, tmp_path, capsys, request):
-    """Killed at random moments, each time anew on the way on from the last."""
+    """A run is killed at random moments, and continues from each."""
     context = multiprocessing.get_context("forkserver")
     modules = ["fastplm.cli", "fastplm.train.finetune", "fastplm.classic.train", "transformers"]
     context.set_forkserver_preload(modules)
@@ -240,7 +240,7 @@ def test_killed(training, tmp_path, capsys, request):
 
     (tmp_path / "timed").mkdir()
     out = prepared(tmp_path / "timed")
-    for _ in range(2):  # the first one starts the server, too
+    for _ in range(2):  # the first run also starts the server
         shutil.rmtree(out, ignore_errors=True)
         began = time.perf_counter()
         start(out).join()
@@ -254,7 +254,7 @@ def test_killed(training, tmp_path, capsys, request):
         for _ in range(3):
             known, soon = checkpoints(out), draw.random() < 0.5
             process = start(out)
-            # Half of the kills come after a checkpoint: a short run mostly starts up.
+            # Half of the kills come after a checkpoint, as a short run is mostly its start.
             while soon and process.is_alive() and checkpoints(out) <= known:
                 time.sleep(0.002)
             process.join(draw.uniform(0, 0.2) * seconds if soon else draw.uniform(0.2, 1) * seconds)
@@ -275,7 +275,8 @@ def test_killed(training, tmp_path, capsys, request):
 
 @some_kinds
 def test_a_disk_that_fills(training, tmp_path, capsys, request):
-    """Where a small disk may be mounted the writes fail; else files may not grow beyond a size."""
+    """Writes to a small mounted disk fail; without the right to mount, a limit of file sizes fails
+    them."""
     draw, counts, faults = random.Random("disk"), Counter(), training.faults(20)
     needed = sum(path.stat().st_size for path in training.stopped.rglob("*") if path.is_file())
     disk = tmp_path / "disk"
@@ -345,7 +346,7 @@ def test_interrupted_where_python_cannot_answer(tmp_path):
     assert shown.count("\n") == 1 and time.perf_counter() - began < 30
 
 
-#: What Python runs when it starts: the process of this rank fails where its model is made.
+#: Code that Python runs when it starts: this rank's process fails when it makes its model.
 FAULTY = """
 import os, time
 if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
@@ -362,7 +363,7 @@ if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_process_alone(arguments, command, tmp_path, rank):
-    """Its line is there, nothing hides it, and no process is left waiting."""
+    """The line of the process's error is not hidden, and no other process waits for ever."""
     (tmp_path / "sitecustomize.py").write_text(FAULTY)
     (python, *fastplm), environment = command
     environment = environment | {"PYTHONPATH": str(tmp_path), "FAULTY_RANK": str(rank)}
@@ -372,7 +373,7 @@ def test_an_error_of_one_process_alone(arguments, command, tmp_path, rank):
     ended = time.time()
     assert ran.returncode != 0 and re.search(r"exitcode *: 2\b", ran.stderr), ran.stderr
     assert ended - float(re.search(r"failed at ([\d.]+)", ran.stdout)[1]) < 10
-    # What torchrun itself says comes after.
+    # torchrun's own messages follow.
     said, _, _ = ran.stderr.partition("ChildFailedError")
     lines = [line for line in said.splitlines() if line.startswith("fastplm: error:")]
     assert f"fastplm: error: rank {rank}: pretrain: `disk` got a fault" in "\n".join(lines)

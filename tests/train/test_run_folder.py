@@ -1,4 +1,4 @@
-"""What a run does to its folder, and what becomes of it when something goes wrong there."""
+"""A run's use of its folder, and the outcome of errors there."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def content(folder):
 
 @pytest.fixture
 def copied(bert, tmp_path):
-    """A finished run of six steps, to do something to."""
+    """A finished run of six steps, for a test to change."""
     return Path(shutil.copytree(bert, tmp_path / "out"))
 
 
 @pytest.fixture
 def stopped(copied):
-    """The same as it was when killed after its last checkpoint."""
+    """The same run, as if it had been killed after its last checkpoint."""
     for name in ("manifest.json", "metrics.json", "loss.png"):
         (copied / name).unlink()
     shutil.rmtree(copied / "model")
@@ -87,7 +87,7 @@ def test_existing_files_are_not_touched(command, name, arguments, labelled, tmp_
 @pytest.mark.slow
 def test_overwrite_moves(copied, run, tmp_path, capsys):
     before = content(copied)
-    (tmp_path / "out.old-1").mkdir()  # taken
+    (tmp_path / "out.old-1").mkdir()  # this name is taken
     run(copied, overwrite=True, steps=1)
     assert content(tmp_path / "out.old-2") == before
     assert f"was moved to {tmp_path / 'out.old-2'}" in capsys.readouterr().err
@@ -182,7 +182,7 @@ def test_damaged_checkpoints_are_found(name, damaged, copied):
     lines = []
     assert last_checkpoint(copied, lines.append) == copied / "checkpoint-4"
     (line,) = lines
-    assert "checkpoint-6 is not whole and is passed over: " in line and name in line
+    assert "checkpoint-6 is not complete and is passed over: " in line and name in line
 
 
 def test_a_checkpoint_of_another_step(copied):
@@ -196,14 +196,14 @@ def test_a_checkpoint_of_another_step(copied):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_said(stopped, bert, run, capsys, caplog, curve):
     (stopped / "checkpoint-6" / "rng_state.pth").unlink()
-    # One that was being written when the process died, and one of another step.
+    # One checkpoint was being written when the process died, and one has another step.
     shutil.copytree(stopped / "checkpoint-4", stopped / ".incomplete" / "checkpoint-6")
     shutil.copytree(stopped / "checkpoint-4", stopped / "checkpoint-5")
     metrics = run(stopped, resume=True, dropout=0.1)
     assert "missing keys" not in caplog.text and not (stopped / ".incomplete").exists()
     assert curve(stopped) == curve(bert)
     shown = capsys.readouterr()
-    assert "checkpoint-6 is not whole and is passed over: rng_state.pth is missing" in shown.err
+    assert "checkpoint-6 is not complete and is passed over: rng_state.pth is missing" in shown.err
     assert metrics["starts"] == [0, 4] and "all steps; resumed at 4" in shown.out
 
 
@@ -345,7 +345,7 @@ def test_divergence(arguments, tmp_path, refused):
 @pytest.mark.slow
 @pytest.mark.parametrize("spoilt", ["the loss", "the norm of the gradient"])
 def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, monkeypatch, refused):
-    """On the CPU it is noticed in that step, however far the next line of the log is."""
+    """The CPU notices it in that step, even if the next line of the log is far."""
     from transformers import Trainer
 
     step, steps = Trainer.training_step, []
@@ -366,7 +366,7 @@ def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, monkeyp
 
 
 def test_the_check_does_not_wait_for_a_gpu():
-    """What was copied before is looked at, and copied again when that copy has arrived."""
+    """The number copied before is checked, and copied again when its copy has arrived."""
     check, arrived = FiniteCheck(torch.device("cpu")), False
     check._on_gpu, check._copy = True, check.steps.clone()
     check._copied = SimpleNamespace(query=lambda: arrived, record=lambda: None)
@@ -399,7 +399,7 @@ def test_divergence_of_a_seed(labelled, tmp_path, refused):
     assert not (out / "seed-0" / "model").exists() and not (out / "metrics.json").exists()
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_stays_as_it_is(copied, arguments, capsys):
@@ -428,7 +428,7 @@ def test_figures_are_those_of_all_steps(stopped, bert, run):
     assert metrics["train_seconds"] == sum(entry["seconds"] for entry in metrics["history"])
     assert len(metrics["history"]) == 6
     before = json.loads((bert / "metrics.json").read_text())["history"]
-    assert metrics["history"][:4] == before[:4]  # seconds and all
+    assert metrics["history"][:4] == before[:4]  # also their seconds
     tokens = sum(entry["seconds"] * entry["tokens_per_second"] for entry in metrics["history"])
     # The step counts all tokens of its samples, so both runs have seen the same number.
     assert round(tokens) == round(sum(e["seconds"] * e["tokens_per_second"] for e in before))
@@ -451,7 +451,8 @@ def test_more_steps(copied, run, arguments, tmp_path, capsys, refused):
     metrics = run(copied, resume=True, steps=9)
     assert "now 9 steps long instead of 6: from step 7 on" in capsys.readouterr().err
     assert [entry["step"] for entry in metrics["history"]] == list(range(1, 10))
-    # No warm-up, and a line from 1e-3 at step 1 down to 0 after step 9, from the first new step on.
+    # From the first new step on the rate is on a line from 1e-3 at step 1 to 0 after step 9,
+    # without warm-up.
     rates = [entry["learning_rate"] for entry in metrics["history"]]
     assert rates[6:] == pytest.approx([1e-3 * (10 - step) / 9 for step in (7, 8, 9)], abs=1e-12)
     assert read_record("pretrain", copied)["steps"] == 9
@@ -464,7 +465,7 @@ def test_another_corpus(copied, arguments, corpus, tmp_path, refused):
     other.write_text("\n\n".join(["The river. The house. A train."] * 40))
     argv = arguments(copied, resume=True, corpus=other)
     line = refused(argv, str(other), str(corpus), "150 documents")
-    assert "tokens-" not in line  # no hash
+    assert "tokens-" not in line  # no name with a hash
 
 
 @pytest.mark.slow
@@ -505,17 +506,17 @@ def test_a_damaged_seed_is_trained_again(labelled, tmp_path, capsys, refused):
     _damages()["cut"](out / "seed-1" / "result.json")
     before = content(out / "seed-0")
     assert main(labelled(out, "--resume", seeds=2)) == 0
-    assert "seed-1 is not whole: result.json has " in capsys.readouterr().err
+    assert "seed-1 is not complete: result.json has " in capsys.readouterr().err
     assert (out / "seed-1.old-1").is_dir() and content(out / "seed-0") == before
     again = json.loads((out / "metrics.json").read_text())
     assert again["scores"] == whole["scores"]
     assert again["seeds"][1]["loss"] == whole["seeds"][1]["loss"]
     refused(labelled(out, "--resume", seeds=2, learning_rate=1), "got 1.0; expected 0.0001,")
-    rate = labelled(out, "--resume", seeds=2, learning_rate=1e-4)  # what it took without one
+    rate = labelled(out, "--resume", seeds=2, learning_rate=1e-4)  # the default, which it used
     before = content(out)
     assert main(rate) == 0
     now = content(out)
-    assert now.pop("settings.yaml") != before.pop("settings.yaml")  # what was given last
+    assert now.pop("settings.yaml") != before.pop("settings.yaml")  # has the last settings given
     assert now == before
 
 
@@ -590,7 +591,7 @@ def test_the_argument_at_fault_is_named(bert, tmp_path):
 
 @pytest.mark.slow
 def test_announcement(run, corpus, tmp_path, capsys):
-    run(tmp_path / "first", steps=1)  # which fills the cache, if no other test has
+    run(tmp_path / "first", steps=1)  # fills the cache, if no other test has
     capsys.readouterr()
     run(tmp_path / "out", steps=2)
     shown = capsys.readouterr().err
